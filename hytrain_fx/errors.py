@@ -1,0 +1,55 @@
+"""Every error this library raises on purpose.
+
+    HytrainError
+    ├── ConfigError            an option has a wrong type, range or combination
+    ├── UnsupportedError       the model, optimizer or torch version is outside what is supported
+    ├── CaptureError           a captured graph does not have the shape the rewrite needs
+    ├── GraphInvariantError    a rewritten graph breaks a rule of `passes.verify`
+    ├── PlanError              a plan does not fit the model, or no plan fits the memory
+    ├── HostMemoryError        the host cannot hold the optimizer states
+    ├── EngineError            the runtime failed: build, worker, copy, time-out
+    │   └── DroppedNodeError   an inserted node did not run
+    └── GradientConsumedError  `.grad` was read after `step()` had used its memory
+
+Each message says what was found, what was expected and what to do.
+"""
+
+
+class HytrainError(Exception):
+    """Base of every error raised by hytrain_fx."""
+
+
+class ConfigError(HytrainError, ValueError):
+    """An option has a wrong type, range or combination."""
+
+
+class UnsupportedError(HytrainError, TypeError):
+    """The model, the optimizer or the torch version is outside what is supported."""
+
+
+class CaptureError(HytrainError, RuntimeError):
+    """A captured graph does not have the shape the rewrite needs."""
+
+
+class GraphInvariantError(HytrainError, RuntimeError):
+    """A rewritten graph breaks a rule stated in `passes.verify`."""
+
+
+class PlanError(HytrainError, ValueError):
+    """A plan does not fit the model, or no plan fits the memory."""
+
+
+class HostMemoryError(HytrainError, MemoryError):
+    """The host cannot hold the optimizer states; raised before anything is allocated."""
+
+
+class EngineError(HytrainError, RuntimeError):
+    """The runtime failed: its build, a worker, a copy, or a wait that ran out of time."""
+
+
+class DroppedNodeError(EngineError):
+    """A node that the passes inserted did not run; training would have gone on without it."""
+
+
+class GradientConsumedError(HytrainError, RuntimeError):
+    """`.grad` was read after `step()` had used its memory for the new weight."""

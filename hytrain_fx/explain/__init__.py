@@ -1,0 +1,1 @@
+"""Turns plans, graphs and measurements into text and pictures."""

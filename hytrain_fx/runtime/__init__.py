@@ -1,0 +1,1 @@
+"""What runs behind the inserted nodes: slabs, lanes, workers, kernels."""
