@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from hytrain_fx.errors import PlanError
 
 
 class Placement(enum.StrEnum):
@@ -57,14 +62,67 @@ class Plan:
         """This plan as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
+    def shares(self, unit: int) -> tuple[PlanRow, ...]:
+        """The rows of one unit, in order of their range."""
+        return tuple(sorted((row for row in self.rows if row.unit == unit), key=lambda row: row.begin))
+
+    def numel(self, placement: Placement) -> int:
+        """Number of parameters placed there, over all units and ranks."""
+        return sum(row.numel for row in self.rows if row.placement == placement)
+
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read `to_json`'s text back. Raises PlanError where it is not such a text."""
-        from hytrain_fx.errors import PlanError
-
         try:
-            raw = json.loads(text)
+            raw: dict[str, Any] = dict(json.loads(text))
             rows = tuple(PlanRow(**{**row, "placement": Placement(row["placement"])}) for row in raw.pop("rows"))
             return cls(rows=rows, notes=tuple(raw.pop("notes", ())), **raw)
         except (TypeError, ValueError, KeyError) as error:
             raise PlanError(f"this is not a saved plan: {error}; expected the text that Plan.to_json() writes") from error
+
+
+class PlannedUnit(Protocol):
+    """What a plan must know of a unit; `ir.task_graph.Unit` and `ir.profile.UnitProfile` both have it."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def params(self) -> int: ...
+
+
+def validate(plan: Plan, units: Sequence[PlannedUnit]) -> None:
+    """Check that the plan's rows tile every unit, and only these units. Raises PlanError naming the first misfit.
+
+    `k` must be the number of leading units that are wholly on the device.
+    """
+    rows: dict[int, list[PlanRow]] = defaultdict(list)
+    for row in plan.rows:
+        rows[row.unit].append(row)
+    strangers = sorted(set(rows) - {unit.index for unit in units})
+    if strangers:
+        raise PlanError(f"the plan places unit {strangers[0]}, the model has units 0..{len(units) - 1}; solve a plan for this model")
+    for unit in units:
+        _validate_tiling(unit, sorted(rows[unit.index], key=lambda row: row.begin))
+    leading = leading_device_units(plan, units)
+    if plan.k != leading:
+        raise PlanError(f"the plan says k={plan.k}, but its rows place the first {leading} units wholly on the device")
+
+
+def leading_device_units(plan: Plan, units: Sequence[PlannedUnit]) -> int:
+    """Number of leading units whose rows are all on the device."""
+    elsewhere = {row.unit for row in plan.rows if row.placement != Placement.GPU}
+    return next((i for i, unit in enumerate(units) if unit.index in elsewhere), len(units))
+
+
+def _validate_tiling(unit: PlannedUnit, rows: list[PlanRow]) -> None:
+    at = 0
+    for row in rows:
+        if row.unit_name != unit.name:
+            raise PlanError(f"unit {unit.index} is {unit.name!r}, the plan calls it {row.unit_name!r}; it was made for another model")
+        if row.begin != at or row.end <= row.begin:
+            raise PlanError(f"unit {unit.index} ({unit.name}): found the range {row.begin}..{row.end}, expected one that starts at {at}")
+        at = row.end
+    if at != unit.params:
+        raise PlanError(f"unit {unit.index} ({unit.name}): its rows end at {at}, expected {unit.params} parameters")

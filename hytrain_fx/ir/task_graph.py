@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass
 
 import networkx as nx
+
+from hytrain_fx.errors import PlanError
 
 
 class TaskKind(enum.StrEnum):
@@ -86,14 +89,12 @@ def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
 
     Raises PlanError when there are no units or their indices are not 0..n-1 in order.
     """
-    from hytrain_fx.errors import PlanError
-
     if not units or [u.index for u in units] != list(range(len(units))):
         raise PlanError(f"units must be numbered 0..n-1 in forward order, found {[u.index for u in units]}")
     dag = nx.DiGraph()
     for unit in units:
         _add_unit(dag, unit)
-    for before, after in zip(units, units[1:], strict=False):
+    for before, after in itertools.pairwise(units):
         dag.add_edge(TaskId(TaskKind.FORWARD, before.index), TaskId(TaskKind.FORWARD, after.index))
         dag.add_edge(TaskId(TaskKind.BACKWARD, after.index), TaskId(TaskKind.BACKWARD, before.index))
     last = units[-1].index

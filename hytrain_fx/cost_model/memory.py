@@ -1,0 +1,95 @@
+"""Bytes by tier for one way of placing the states, and the largest model that still fits that way.
+
+    per parameter, 16-bit training      device                                   host
+    updated on the device               2 weight + 2 gradient + 12 states         -
+    updated by the CPU                  2 weight (gradients pass through a ring)  12 states + 2 slot
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hytrain_fx.cost_model.device import DeviceSpec
+from hytrain_fx.cost_model.shapes import ModelShape
+
+WEIGHT_BYTES = 2
+GRAD_BYTES = 2
+STATE_BYTES = 12
+SLOT_BYTES = 2
+RING_UNITS = 3  # gradients of so many of the largest unit may be on their way to the host
+DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
+HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on the device (weights, gradients, states, activations) and on the host (states, slots)."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    gpu_states_bytes: int
+    activations_bytes: int
+    host_states_bytes: int
+    host_slots_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All of the device."""
+        return self.weights_bytes + self.gradients_bytes + self.gpu_states_bytes + self.activations_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All of the host."""
+        return self.host_states_bytes + self.host_slots_bytes
+
+    def fits(self, device: DeviceSpec) -> bool:
+        """Whether both tiers hold it, with a margin on each."""
+        return self.device_bytes <= DEVICE_SHARE * device.memory_bytes and self.host_bytes <= HOST_SHARE * device.host_memory_bytes
+
+
+def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) -> int:
+    """What the forward keeps for the backward: with `recompute` each layer's input and the inside of one layer at a time."""
+    saved = [2 * u.saved_values * tokens for u in shape.units]
+    if not recompute:
+        return sum(saved)
+    layers = [u for u in shape.units if u.attention_width]
+    inputs = sum(2 * u.output_values * tokens for u in layers)
+    others = sum(2 * u.saved_values * tokens for u in shape.units if not u.attention_width)
+    return inputs + others + max((2 * u.saved_values * tokens for u in layers), default=0)
+
+
+def ring_bytes(shape: ModelShape) -> int:
+    """Device memory for gradients on their way to the host."""
+    return min(RING_UNITS * max(u.params for u in shape.units), shape.params) * GRAD_BYTES
+
+
+def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False) -> Footprint:
+    """Bytes when the first `k` units are updated on the device and the others by the CPU."""
+    on_device = sum(u.params for u in shape.units[:k])
+    on_host = shape.params - on_device
+    gradients = GRAD_BYTES * on_device + (ring_bytes(shape) if on_host else 0)
+    return Footprint(WEIGHT_BYTES * shape.params, gradients, STATE_BYTES * on_device, activation_bytes(shape, tokens, recompute),
+                     STATE_BYTES * on_host, SLOT_BYTES * on_host)
+
+
+def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
+    """Device memory left for states: each parameter resident there also keeps its gradient there."""
+    base = footprint(shape, tokens, 0, recompute).device_bytes
+    free = max(DEVICE_SHARE * device.memory_bytes - base, 0.0)
+    return int(free * STATE_BYTES / (STATE_BYTES + GRAD_BYTES))
+
+
+def largest_params(device: DeviceSpec, activations_bytes: int) -> dict[str, float]:
+    """The most parameters each way of placing states holds beside so many bytes of activations, ring left out.
+
+    "device": all on the device. "host": all states on the host. "split": the host full, the rest on the device.
+    """
+    device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
+    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES + SLOT_BYTES)
+    resident_bytes = WEIGHT_BYTES + GRAD_BYTES + STATE_BYTES
+    on_host = min(host_params, device_bytes / WEIGHT_BYTES)
+    return {
+        "device": device_bytes / resident_bytes,
+        "host": on_host,
+        "split": on_host + max(device_bytes - WEIGHT_BYTES * on_host, 0.0) / resident_bytes,
+    }

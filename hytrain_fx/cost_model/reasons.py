@@ -1,0 +1,52 @@
+"""Why a unit is updated where it is, in one sentence with the figures that decided it."""
+
+from __future__ import annotations
+
+from hytrain_fx.cost_model.equation import Balance
+from hytrain_fx.cost_model.figures import bytes_text, time_text
+from hytrain_fx.cost_model.windows import Windows
+
+RESOURCE_WORDS = {"cpu": "CPU updates", "d2h": "gradient copies to the host", "h2d": "weight copies to the device"}
+
+
+def balance_reason(balance: Balance, unit: int, k: int) -> str:
+    """The reason for `unit` when the first `k` are updated on the device by the balance of both sides."""
+    if unit < k:
+        return (f"on the device: with only the {unit} units before it there, CPU updates last {time_text(balance.cpu_side_us(unit))} "
+                f"while backward and device updates last {time_text(balance.gpu_side_us(unit))}")
+    slack_us = balance.gpu_side_us(k) - balance.cpu_side_us(k)
+    verdict = (f"{time_text(slack_us)} less than" if slack_us > 0 else f"{time_text(-slack_us)} more than" if slack_us < 0 else "as long as")
+    return (f"on the CPU: its update ({time_text(balance.cpu_us[unit])}) is one of {balance.n - k} that last "
+            f"{time_text(balance.cpu_side_us(k))}, {verdict} backward and device updates ({time_text(balance.gpu_side_us(k))})")
+
+
+def windows_reason(windows: Windows, unit: int, k: int) -> str:
+    """The reason for `unit` when the first `k` are updated on the device by the rule of windows."""
+    first = min(unit, k)
+    row = windows.tightest(first) if unit < k else windows.row("cpu", k, unit)
+    assert row is not None  # only k = n has no row, and unit < n
+    what, span = RESOURCE_WORDS[row.resource], f"units {first}..{row.last}" if row.last > first else f"unit {first}"
+    room_us = max(row.window_us + windows.device_us(first), 0.0)
+    figures = f"{what} of {span} take {time_text(row.demand_us)}, between gradient and next use there are {time_text(room_us)}"
+    if unit < k:
+        return f"on the device: were it on the CPU, {figures}"
+    if row.demand_us <= room_us:
+        return f"on the CPU: hidden; {figures}"
+    return f"on the CPU: {figures}, the forward waits for the rest"
+
+
+def capped_reason(states_bytes: float, budget_bytes: int, fit: int, wanted: int) -> str:
+    """The reason for a unit that should be on the device but does not fit."""
+    return (f"on the CPU: k={wanted} would be best, but its states ({bytes_text(states_bytes)}) do not fit: the device has "
+            f"{bytes_text(budget_bytes)} for states, {fit} units fill it")
+
+
+def host_full_reason(host_budget_bytes: int, least: int, wanted: int) -> str:
+    """The reason for a unit that should be on the CPU but for which the host has no room."""
+    return (f"on the device: k={wanted} would be best, but the host has {bytes_text(host_budget_bytes)} for states; "
+            f"it is full without the first {least} units")
+
+
+def fixed_reason(unit: int, k: int) -> str:
+    """The reason for a unit when k was given, not solved."""
+    return f"on the {'device' if unit < k else 'CPU'}: k={k} was given"

@@ -1,0 +1,172 @@
+"""A model as the planner needs it, read from a config file or a registered name: units, parameters, work.
+
+    embedding, layer.0 .. layer.{n-1}, head (final norm and output projection)
+
+A tied output projection belongs to the embedding: its gradient is complete last and it is needed first. The matrix
+multiplication it takes part in stays in the head. Nothing of transformers is imported; known are configs with the keys
+of Llama (also Mistral, Qwen2, Qwen3), GPT-2 and BERT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hytrain_fx.errors import ConfigError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """One unit. `params` elements; `matmul_params` those that each token is multiplied with.
+
+    `attention_width` is heads * head_dim of its attention (0 = none), `saved_values` the activations it keeps for the backward
+    per token (16-bit values), `output_values` what it hands on per token.
+    """
+
+    index: int
+    name: str
+    params: int
+    matmul_params: int
+    attention_width: int
+    saved_values: int
+    output_values: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Units in forward order. `context` is the longest sequence, in tokens; `causal` halves the attention's work."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    context: int
+    vocab: int
+    causal: bool = True
+
+    @property
+    def params(self) -> int:
+        """All parameters, in elements."""
+        return sum(u.params for u in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """What the three families reduce to."""
+
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+    context: int
+    embedding_params: int
+    layer_params: int
+    layer_matmul_params: int
+    head_params: int
+    head_matmul_params: int
+    attention_width: int
+    saved_values: int
+    causal: bool
+
+    def shape(self) -> ModelShape:
+        embedding = UnitShape(0, "embedding", self.embedding_params, 0, 0, 0, self.hidden)
+        layers = tuple(UnitShape(1 + i, f"layer.{i}", self.layer_params, self.layer_matmul_params, self.attention_width,
+                                 self.saved_values, self.hidden) for i in range(self.layers))
+        # Logits are kept in 16 bit and once more in 32 bit for the loss: three 16-bit values each.
+        head = UnitShape(1 + self.layers, "head", self.head_params, self.head_matmul_params, 0, 3 * self.vocab, self.vocab)
+        return ModelShape(self.name, (embedding, *layers, head), self.context, self.vocab, self.causal)
+
+
+def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
+    """The shape of a registered name, of a `config.json` (path, or the folder that holds it) or of its content.
+
+    Raises ConfigError when the name or file is not known or a needed key is missing, UnsupportedError for another family.
+    """
+    if isinstance(source, Mapping):
+        return _from_config(source, str(source.get("_name_or_path") or source.get("model_type") or "model"))
+    registered = registered_shapes()
+    if str(source) in registered:
+        return registered[str(source)]
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"found neither a file {str(source)!r} nor a shape of that name; the names are {', '.join(sorted(registered))}")
+    try:
+        config = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not a model's config.json: {error}") from error
+    return _from_config(config, str(config.get("_name_or_path") or path.parent.name or path.stem))
+
+
+def registered_shapes() -> dict[str, ModelShape]:
+    """Shapes known by name; `llama-3.1b` and `llama-7b` are those of the measurements with 4 x 2048 tokens."""
+    widths = {  # hidden, layers, intermediate, heads, key-value heads
+        "llama-1.3b": (2048, 24, 5504, 16, 16),
+        "llama-3.1b": (3072, 26, 8192, 24, 24),
+        "llama-7b": (4096, 32, 11008, 32, 32),
+        "llama-10b": (4096, 48, 11008, 32, 32),
+        "llama-70b": (8192, 80, 28672, 64, 8),
+    }
+    keys = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    common = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
+    return {name: _from_config({**common, **dict(zip(keys, width, strict=True))}, name) for name, width in widths.items()}
+
+
+def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    family = str(config.get("model_type", ""))
+    experts = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)]
+    if experts:
+        raise UnsupportedError(f"the config has {experts[0]}={config[experts[0]]}: mixtures of experts are not known here")
+    try:
+        if family == "gpt2" or "n_embd" in config:
+            return _gpt2(config, name).shape()
+        if family in ("bert", "roberta") or "type_vocab_size" in config:
+            return _bert(config, name).shape()
+        if family in ("llama", "mistral", "qwen2", "qwen3", "") and "hidden_size" in config:
+            return _llama(config, name, family).shape()
+    except KeyError as error:
+        raise ConfigError(f"the config of {name!r} has no key {error}; found {', '.join(sorted(config))}") from error
+    raise UnsupportedError(f"model_type {family!r} is not known here; expected llama, mistral, qwen2, qwen3, gpt2 or bert")
+
+
+def _llama(c: Mapping[str, Any], name: str, family: str) -> _Layers:
+    hidden, inner, heads, vocab = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"], c["vocab_size"]
+    head_dim = c.get("head_dim") or hidden // heads
+    width, kv_width = heads * head_dim, (c.get("num_key_value_heads") or heads) * head_dim
+    matmul = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * inner
+    qkv_bias = family == "qwen2" or c.get("attention_bias", False)
+    bias = (width + 2 * kv_width if qkv_bias else 0) + (hidden if c.get("attention_bias", False) and family != "qwen2" else 0)
+    bias += 2 * inner + hidden if c.get("mlp_bias", False) else 0
+    norms = 2 * hidden + (2 * head_dim if family == "qwen3" else 0)
+    tied = bool(c.get("tie_word_embeddings", False))
+    return _Layers(
+        name, c["num_hidden_layers"], hidden, vocab, c.get("max_position_embeddings", 2048),
+        embedding_params=vocab * hidden, layer_params=matmul + bias + norms, layer_matmul_params=matmul,
+        head_params=hidden + (0 if tied else vocab * hidden), head_matmul_params=vocab * hidden,
+        attention_width=width, saved_values=2 * hidden + 2 * width + 2 * kv_width + 2 * inner, causal=True)
+
+
+def _gpt2(c: Mapping[str, Any], name: str) -> _Layers:
+    hidden, vocab, context = c["n_embd"], c["vocab_size"], c["n_positions"]
+    inner = c.get("n_inner") or 4 * hidden
+    matmul = 4 * hidden * hidden + 2 * hidden * inner
+    tied = bool(c.get("tie_word_embeddings", True))
+    return _Layers(
+        name, c["n_layer"], hidden, vocab, context,
+        embedding_params=(vocab + context) * hidden, layer_params=matmul + 9 * hidden + inner, layer_matmul_params=matmul,
+        head_params=2 * hidden + (0 if tied else vocab * hidden), head_matmul_params=vocab * hidden,
+        attention_width=hidden, saved_values=6 * hidden + inner, causal=True)
+
+
+def _bert(c: Mapping[str, Any], name: str) -> _Layers:
+    hidden, inner, vocab, context = c["hidden_size"], c["intermediate_size"], c["vocab_size"], c["max_position_embeddings"]
+    matmul = 4 * hidden * hidden + 2 * hidden * inner
+    tied = bool(c.get("tie_word_embeddings", True))
+    transform = hidden * hidden + 3 * hidden
+    return _Layers(
+        name, c["num_hidden_layers"], hidden, vocab, context,
+        embedding_params=(vocab + context + c.get("type_vocab_size", 2) + 2) * hidden,
+        layer_params=matmul + 9 * hidden + inner, layer_matmul_params=matmul,
+        head_params=transform + vocab + (0 if tied else vocab * hidden + vocab), head_matmul_params=(vocab + hidden) * hidden,
+        attention_width=hidden, saved_values=6 * hidden + inner, causal=False)

@@ -1,0 +1,119 @@
+"""The sharper rule: every layer has its own window, from its gradient to its next use.
+
+Gradients arrive last layer first and the next forward uses the first layer first, so the windows are nested, and
+updates in order of layer keep every deadline iff each prefix of layers fits the window of its last one. With the
+first k layers on the device (A_k = their update time there) the step takes
+
+    T(k) = t_f + t_b + max( A_k, max_{m >= k, q} [ cost_q(k..m) - W_q(m) ] )        q in {cpu, d2h, h2d}
+    W(m) = sum_{j<m} (forward_j + backward_j)     or sum_{j<m} forward_j when updates start after the backward
+
+W_q is W less the time one chunk spends in the other two stages (copy out, update, copy back are a pipeline).
+
+The first term grows with k, the second falls: the better neighbour of their crossing is the optimum over prefixes,
+and a prefix is the best set of its size.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hytrain_fx.cost_model.equation import better_neighbour
+from hytrain_fx.ir.profile import Profile
+
+
+@dataclass(frozen=True)
+class Excess:
+    """By how much the units k..`last` overrun the window of unit `last` on one resource, negative when they fit."""
+
+    last: int
+    resource: str
+    demand_us: float
+    window_us: float
+
+    @property
+    def overrun_us(self) -> float:
+        """Demand less window."""
+        return self.demand_us - self.window_us
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Nested windows of the units, per resource q that a unit updated by the CPU uses.
+
+    `costs_us[q][l]` is what unit l takes of q, `windows_us[q][l]` the window W_q(l), `gpu_us[l]` its update time on the device.
+    """
+
+    windows_us: dict[str, tuple[float, ...]]
+    costs_us: dict[str, tuple[float, ...]]
+    gpu_us: tuple[float, ...]
+
+    @property
+    def n(self) -> int:
+        """Number of units."""
+        return len(self.gpu_us)
+
+    def device_us(self, k: int) -> float:
+        """A_k: update time of the first k units on the device."""
+        return self._gpu_prefix[k]
+
+    def row(self, resource: str, k: int, last: int) -> Excess:
+        """The row of units k..`last` on one resource."""
+        return Excess(last, resource, sum(self.costs_us[resource][k : last + 1]), self.windows_us[resource][last])
+
+    def tightest(self, k: int) -> Excess | None:
+        """The tightest prefix row with the first k units on the device; None for k = n."""
+        return self._tightest[k]
+
+    def exposed_us(self, k: int) -> float:
+        """What the updates add to forward and backward: max(A_k, the worst overrun)."""
+        return max(self.device_us(k), self._overrun_us(k))
+
+    def solve(self) -> int:
+        """The k in 0..n that exposes least, the smaller one on a tie."""
+        crossing = bisect_left(range(self.n + 1), 0.0, key=lambda k: self.device_us(k) - self._overrun_us(k))
+        return better_neighbour(min(crossing, self.n), self.exposed_us)
+
+    def _overrun_us(self, k: int) -> float:
+        tightest = self.tightest(k)
+        return max(tightest.overrun_us, 0.0) if tightest else 0.0
+
+    @functools.cached_property
+    def _gpu_prefix(self) -> list[float]:
+        return list(accumulate(self.gpu_us, initial=0.0))
+
+    @functools.cached_property
+    def _tightest(self) -> list[Excess | None]:
+        return [self._find_tightest(k) for k in range(self.n)] + [None]
+
+    def _find_tightest(self, k: int) -> Excess:
+        rows = (Excess(m, resource, demand, self.windows_us[resource][m])
+                for resource, cost in self.costs_us.items()
+                for m, demand in enumerate(accumulate(cost[k:]), start=k))
+        return max(rows, key=lambda row: row.overrun_us)
+
+
+def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], *, updates_in_backward: bool) -> tuple[float, ...]:
+    """W(m) for every unit: what the device computes between the gradient of unit m and its next use, less the common t_b."""
+    lengths = [f + b * updates_in_backward for f, b in zip(forward_us, backward_us, strict=True)]
+    return tuple(accumulate(lengths[:-1], initial=0.0))
+
+
+def windows_of(profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool) -> Windows:
+    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host always start in the backward."""
+    units = profile.units
+    forward, backward = [u.forward_us for u in units], [u.backward_us for u in units]
+    lengths = {"cpu": window_lengths(forward, backward, updates_in_backward=updates_in_backward)}
+    lengths["h2d"] = lengths["cpu"]
+    lengths["d2h"] = window_lengths(forward, backward, updates_in_backward=True)
+    costs = {"d2h": tuple(u.d2h_us for u in units),
+             "cpu": tuple(guard * u.cpu_update_us for u in units),
+             "h2d": tuple(u.h2d_us for u in units)}
+    chunk = [1.0 if chunk_params is None else min(1.0, chunk_params / u.params) for u in units]
+    pipeline = [sum(cost[u.index] for cost in costs.values()) for u in units]
+    windows = {q: tuple(w - share * (whole - own) for w, share, whole, own in zip(lengths[q], chunk, pipeline, costs[q], strict=True))
+               for q in costs}
+    return Windows(windows, costs, tuple(u.gpu_update_us for u in units))

@@ -1,0 +1,130 @@
+"""What each unit costs on one machine: the measured (or estimated) numbers that a plan is solved from."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hytrain_fx.errors import PlanError
+
+TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitProfile:
+    """Times of one unit in microseconds, each with the resource to itself unless measured in place.
+
+    params           elements
+    grad_bytes       bytes of its gradients in their own dtype; its new weights take as many
+    forward_us       its share of the forward
+    backward_us      its share of the backward, recomputed activations included
+    cpu_update_us    update of all its parameters by the CPU workers
+    gpu_update_us    update of all its parameters on the device
+    d2h_us, h2d_us   copy of its gradients to the host, of its new weights to the device
+    """
+
+    index: int
+    name: str
+    params: int
+    grad_bytes: int
+    forward_us: float
+    backward_us: float
+    cpu_update_us: float
+    gpu_update_us: float
+    d2h_us: float
+    h2d_us: float
+
+    def __post_init__(self) -> None:
+        if self.params <= 0 or self.grad_bytes <= 0:
+            raise PlanError(f"unit {self.index} ({self.name}) has {self.params} parameters and {self.grad_bytes} gradient bytes; "
+                            "expected both > 0: a unit without managed parameters belongs to its neighbour")
+        for name in TIMES:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"unit {self.index} ({self.name}) has {name}={value}, expected a finite time >= 0")
+
+    @property
+    def alpha(self) -> float:
+        """Device update time over CPU update time; infinite when the CPU's is not measurable."""
+        return self.gpu_update_us / self.cpu_update_us if self.cpu_update_us else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The units of a model in forward order with their costs, and where the numbers come from.
+
+    `tokens` is the size of one micro-batch where known; `peak_bytes` the highest device memory in use while measuring,
+    `free_device_bytes` what was left then for optimizer states; `steps` counts the steps measured, 0 = estimated.
+    Raises PlanError when the units are not numbered 0..n-1 in order.
+    """
+
+    units: tuple[UnitProfile, ...]
+    device: str
+    host: str
+    versions: dict[str, str] = field(default_factory=dict)
+    tokens: int | None = None
+    peak_bytes: int | None = None
+    free_device_bytes: int | None = None
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.units or [u.index for u in self.units] != list(range(len(self.units))):
+            raise PlanError(f"units must be numbered 0..n-1 in forward order, found {[u.index for u in self.units]}")
+
+    @property
+    def params(self) -> int:
+        """Managed parameters, in elements."""
+        return sum(u.params for u in self.units)
+
+    @property
+    def forward_us(self) -> float:
+        """t_f: the whole forward."""
+        return sum(u.forward_us for u in self.units)
+
+    @property
+    def backward_us(self) -> float:
+        """t_bwd: the whole backward."""
+        return sum(u.backward_us for u in self.units)
+
+    @property
+    def cpu_update_us(self) -> float:
+        """C = t_upd_cpu(n): all units updated by the CPU."""
+        return sum(u.cpu_update_us for u in self.units)
+
+    @property
+    def gpu_update_us(self) -> float:
+        """t_upd_gpu(n): all units updated on the device."""
+        return sum(u.gpu_update_us for u in self.units)
+
+    @property
+    def d2h_us(self) -> float:
+        """All gradients to the host."""
+        return sum(u.d2h_us for u in self.units)
+
+    @property
+    def h2d_us(self) -> float:
+        """All new weights to the device."""
+        return sum(u.h2d_us for u in self.units)
+
+    @property
+    def alpha(self) -> float:
+        """Device over CPU update time of the whole model."""
+        return self.gpu_update_us / self.cpu_update_us if self.cpu_update_us else math.inf
+
+    def to_json(self) -> str:
+        """This profile as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read `to_json`'s text back. Raises PlanError where it is not such a text."""
+        try:
+            raw: dict[str, Any] = dict(json.loads(text))
+            units = tuple(UnitProfile(**unit) for unit in raw.pop("units"))
+            return cls(units=units, **raw)
+        except PlanError:
+            raise
+        except (TypeError, ValueError, KeyError) as error:
+            raise PlanError(f"this is not a saved profile: {error}; expected the text that Profile.to_json() writes") from error
