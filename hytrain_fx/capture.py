@@ -1,0 +1,298 @@
+"""The torch.compile backend of one model: stock Inductor, with each graph handed to a rewrite on the way.
+
+    torch.compile -> backend(gm, example_inputs) -> compile_fx (stock: AOTAutograd, decompositions, partitioner)
+                        -> inner_compile(graph): CapturedGraph -> rewrite -> compile_fx_inner (stock)
+
+Example inputs are the real Parameters, so a graph's placeholders and gradient outputs map to rows by identity, through
+`meta["desc"]`. A backward graph is compiled at the first backward, long after its forward graph; what the two share lives in one
+`_Pair` per call of the backend. A recompile (a new shape, a new branch) is a new pair, rewritten again with the same rows.
+
+A parameter read by two pairs (tied across a graph break, or a model called twice) has two partial gradients in one backward. Each pair
+offloads its own: two `grad_offload` for one row add up, as AccumulateGrad would, and of two releases the later counts. So no pair
+needs to know of another, and a pair that is already compiled stays right when the next one shows up. `shared_rows` lists them.
+
+A parameter with a gradient hook of the user keeps its gradient output, so that the hook sees it and `.grad` arrives as usual.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import fx, nn
+
+from hytrain_fx import dataflow, torch_private
+from hytrain_fx.errors import CaptureError, UnsupportedError
+from hytrain_fx.flops import node_flops
+from hytrain_fx.layers import Unit, unit_of_rows
+
+R = TypeVar("R")
+
+
+class GraphKind(StrEnum):
+    """Which of AOTAutograd's graphs it is."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph on its way to Inductor, and where the managed parameters are in it.
+
+    index        number of this graph in the order of capture; `backward_end` carries it
+    pair         number of the backend call it came from; a forward and its backward share it
+    module       the graph itself; the rewrite edits it in place
+    weights      row -> placeholder that holds the parameter
+    views        row -> backward placeholders that hold a view of the parameter, saved by the forward
+    grads        row -> position of its gradient among the outputs; only rows that are to be offloaded
+    kept_grads   row -> why its gradient output stays
+    """
+
+    index: int
+    pair: int
+    kind: GraphKind
+    module: fx.GraphModule
+    weights: Mapping[int, fx.Node]
+    views: Mapping[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    grads: Mapping[int, int] = field(default_factory=dict)
+    kept_grads: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """`2.backward`, as in dump file names."""
+        return f"{self.index}.{self.kind}"
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The output node's values: nodes or None."""
+        return tuple(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def holders(self, row: int) -> tuple[fx.Node, ...]:
+        """The placeholders that hold the row's weight or a saved view of it."""
+        own = (self.weights[row],) if row in self.weights else ()
+        return own + self.views.get(row, ())
+
+    @property
+    def held_rows(self) -> tuple[int, ...]:
+        """Rows whose weight, or a view of it, comes into this graph."""
+        return tuple(sorted({*self.weights, *self.views}))
+
+
+@dataclass(frozen=True)
+class CompiledGraph(Generic[R]):
+    """What is kept of a captured graph: its place, text before the rewrite, FLOPs of each unit, and the rewrite's own result."""
+
+    index: int
+    pair: int
+    kind: GraphKind
+    rows: tuple[int, ...]
+    grad_rows: tuple[int, ...]
+    kept_grads: Mapping[int, str]
+    unit_flops: Mapping[int, float]
+    text_before: str
+    rewrite: R
+    rewrite_seconds: float
+
+
+@dataclass
+class _Pair:
+    """What a forward graph leaves for its backward graph: the rows of the example inputs, and saved views by output name."""
+
+    number: int
+    row_of_input: dict[int, int]
+    saved_views: dict[str, int] = field(default_factory=dict)
+
+
+class Capture(Generic[R]):
+    """The backend of one compiled model and the record of its graphs.
+
+    names, parameters    the managed parameters, row = position
+    units                their grouping (`layers.group_units`)
+    rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        units: Sequence[Unit],
+        rewrite: Callable[[CapturedGraph], R],
+    ) -> None:
+        if len(names) != len(parameters):
+            raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
+        self.names, self.parameters, self.units = tuple(names), tuple(parameters), tuple(units)
+        self.graphs: list[CompiledGraph[R]] = []
+        self._rewrite = rewrite
+        self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
+        self._unit_of = unit_of_rows(units)
+        self._used: dict[int, None] = {}
+        self._pairs = 0
+        self._captured = 0
+
+    @property
+    def unit_order(self) -> tuple[int, ...]:
+        """Numbers of all units in the order of first use in the forward graphs so far; units not seen yet come last."""
+        return tuple({**self._used, **{unit.number: None for unit in self.units}})
+
+    @property
+    def shared_rows(self) -> tuple[int, ...]:
+        """Rows whose gradient is made by more than one pair; their parts are added by the runtime."""
+        makers: dict[int, set[int]] = {}
+        for graph in self.graphs:
+            for row in graph.grad_rows:
+                makers.setdefault(row, set()).add(graph.pair)
+        return tuple(sorted(row for row, pairs in makers.items() if len(pairs) > 1))
+
+    def backend(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compile one Dynamo graph; `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it."""
+        patches = {**(torch_private.mode_options(mode) if mode else {}), **(options or {})}
+        _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
+        pair = _Pair(self._pairs, self._rows_of_inputs(example_inputs))
+        self._pairs += 1
+
+        def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            _refuse_cudagraphs(kwargs.get("cudagraphs", False))
+            self._on_graph(graph, pair, _kind(kwargs))
+            return torch_private.compile_fx_inner(graph, inputs, **kwargs)
+
+        with torch_private.autograd_cache_off():
+            return torch_private.compile_fx(gm, example_inputs, inner_compile, patches)
+
+    def _rows_of_inputs(self, example_inputs: Sequence[Any]) -> dict[int, int]:
+        return {i: self._row_of[id(e)] for i, e in enumerate(example_inputs) if id(e) in self._row_of}
+
+    def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> None:
+        graph = self._captured_graph(module, pair, kind)
+        if kind is not GraphKind.BACKWARD:
+            pair.saved_views = _saved_views(graph)
+            self._used.update(dict.fromkeys(first_use_order(graph, self._unit_of)))
+        text = module.print_readable(print_output=False)
+        flops = unit_flops(graph, self._unit_of)
+        started = time.perf_counter()
+        result = self._rewrite(graph)
+        seconds = time.perf_counter() - started
+        rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
+        self.graphs.append(
+            CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, text, result, seconds)
+        )
+
+    def _captured_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
+        weights: dict[int, fx.Node] = {}
+        views: dict[int, list[fx.Node]] = {}
+        for node in module.graph.find_nodes(op="placeholder"):
+            index = torch_private.plain_input(node.meta.get("desc"))
+            if index in pair.row_of_input:
+                weights.setdefault(pair.row_of_input[index], node)
+            elif kind is GraphKind.BACKWARD and node.name in pair.saved_views:
+                views.setdefault(pair.saved_views[node.name], []).append(node)
+        if kind is not GraphKind.BACKWARD:
+            self._check_all_found(pair, weights)
+        grads, kept = self._gradients(module, pair) if kind is GraphKind.BACKWARD else ({}, {})
+        index, self._captured = self._captured, self._captured + 1
+        frozen_views = {row: tuple(nodes) for row, nodes in views.items()}
+        return CapturedGraph(index, pair.number, kind, module, weights, frozen_views, grads, kept)
+
+    def _gradients(self, module: fx.GraphModule, pair: _Pair) -> tuple[dict[int, int], dict[int, str]]:
+        output = module.graph.output_node()
+        values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        descs: Sequence[object] | None = output.meta.get("desc")
+        if descs is None or len(descs) != len(values):
+            raise CaptureError(
+                f"the backward graph of pair {pair.number} does not say which output is which gradient (meta['desc'] of "
+                f"{len(values)} outputs is {descs!r}); torch {torch.__version__} is not supported, use torch 2.11 to 2.13"
+            )
+        grads: dict[int, int] = {}
+        kept: dict[int, str] = {}
+        for position, (value, desc) in enumerate(zip(values, descs, strict=True)):
+            index = torch_private.gradient_of(desc)
+            if index not in pair.row_of_input or not isinstance(value, fx.Node):
+                continue
+            row = pair.row_of_input[index]
+            if has_user_hooks(self.parameters[row]):
+                kept[row] = "it has a gradient hook"
+            else:
+                grads[row] = position
+        return grads, kept
+
+    def _check_all_found(self, pair: _Pair, weights: Mapping[int, fx.Node]) -> None:
+        missing = sorted(set(pair.row_of_input.values()) - set(weights))
+        if missing:
+            raise CaptureError(
+                f"parameter {self.names[missing[0]]!r} ({type(self.parameters[missing[0]]).__name__}) is an input of pair "
+                f"{pair.number} but no placeholder of its forward graph holds it; expected a plain dense Parameter"
+            )
+
+
+def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:
+    """Units in the order in which a forward graph first reads any of their weights."""
+    order = dataflow.Order.of(graph.module.graph)
+    first: dict[int, int] = {}
+    for row, holder in graph.weights.items():
+        for reader in dataflow.readers([holder]):
+            if reader.op != "output":
+                unit = unit_of[row]
+                first[unit] = min(first.get(unit, order.position[reader]), order.position[reader])
+    return tuple(sorted(first, key=first.__getitem__))
+
+
+def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, float]:
+    """Floating-point operations of each unit in this graph, by torch's own formulas (`torch.utils.flop_counter`).
+
+    A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the unit of the node before it.
+    Nodes before the first such node belong to the first unit met.
+    """
+    owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
+    for row, position in graph.grads.items():
+        owner[dataflow.view_base(graph.outputs[position])] = unit_of[row]
+    total: dict[int, float] = {}
+    unit: int | None = None
+    pending = 0.0
+    for node in graph.module.graph.nodes:
+        if node.op == "output":
+            break
+        unit = owner.get(node, unit)
+        pending += node_flops(node)
+        if unit is not None:
+            total[unit], pending = total.get(unit, 0.0) + pending, 0.0
+    return total
+
+
+def has_user_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a gradient hook that is not this library's own is registered on the parameter."""
+    own = __name__.partition(".")[0]
+    hooks = torch_private.gradient_hooks(parameter)
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != own for hook in hooks)
+
+
+def _saved_views(graph: CapturedGraph) -> dict[str, int]:
+    """Outputs of a forward graph that are views of a weight, by name: the backward's placeholder has the same name."""
+    row_of = {node: row for row, node in graph.weights.items()}
+    values = (v for v in graph.outputs if isinstance(v, fx.Node) and v not in row_of)
+    return {v.name: row_of[base] for v in values if (base := dataflow.view_base(v)) in row_of}
+
+
+def _kind(kwargs: Mapping[str, Any]) -> GraphKind:
+    if kwargs.get("is_backward"):
+        return GraphKind.BACKWARD
+    return GraphKind.INFERENCE if kwargs.get("is_inference") else GraphKind.FORWARD
+
+
+def _refuse_cudagraphs(wanted: object) -> None:
+    if bool(getattr(wanted, "value", wanted)):
+        raise UnsupportedError(
+            "CUDA graphs are on (mode='reduce-overhead', mode='max-autotune' or options={'triton.cudagraphs': True}); the inserted nodes "
+            "act on the host at each run, so use mode=None or mode='max-autotune-no-cudagraphs'"
+        )

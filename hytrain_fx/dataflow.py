@@ -1,0 +1,142 @@
+"""Who reads a weight in an FX graph, and what runs before what.
+
+An alias of a weight is its placeholder or a view of it. A reader is a node that is no view and takes an alias. A reader *stands alone*
+where Inductor runs it as a call of its own: once its result exists, the weight has been read. A pointwise reader does not: Inductor may
+inline it into any later kernel. Casts and paddings whose only readers stand alone are seen through, since a call's operands are
+made before the call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Operand positions that are read by the call itself. The bias of addmm or of a convolution is not among them: Inductor may add it later.
+_STANDALONE: dict[object, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.baddbmm.default: (1, 2),
+    aten.convolution.default: (0, 1),
+    aten.convolution_backward.default: (0, 1, 2),
+    aten._scaled_dot_product_flash_attention.default: (0, 1, 2),
+    aten._scaled_dot_product_efficient_attention.default: (0, 1, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
+}
+_COPIES = frozenset(
+    {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.clone.default, aten.constant_pad_nd.default}
+)
+_UNMARKED_VIEWS = frozenset({aten._unsafe_view.default, operator.getitem})
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares its first operand's memory, by the schema's alias marks."""
+    if node.op != "call_function":
+        return False
+    if node.target in _UNMARKED_VIEWS:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the node writes to one of its operands, by the schema's alias marks."""
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return schema is not None and any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
+def view_base(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` shares: itself, or what its chain of views starts from."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def aliases(roots: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """`roots` and every view of them."""
+    found = dict.fromkeys(roots)
+    queue = list(found)
+    while queue:
+        for user in queue.pop().users:
+            if user not in found and is_view(user):
+                found[user] = None
+                queue.append(user)
+    return tuple(found)
+
+
+def readers(roots: Iterable[fx.Node], ignore: frozenset[object] = frozenset()) -> tuple[fx.Node, ...]:
+    """Nodes that are no view and take an alias of `roots`, in no order; the output node counts, targets in `ignore` do not."""
+    found: dict[fx.Node, None] = {}
+    for alias in aliases(roots):
+        found.update(dict.fromkeys(u for u in alias.users if not is_view(u) and u.target not in ignore))
+    return tuple(found)
+
+
+def standalone_readers(roots: Iterable[fx.Node], ignore: frozenset[object] = frozenset()) -> tuple[fx.Node, ...] | None:
+    """The calls whose results show that `roots` have been read, or None where a reader may be inlined into a later kernel."""
+    found: dict[fx.Node, None] = {}
+    queue = list(roots)
+    while queue:
+        alias_set = set(aliases([queue.pop()]))
+        for reader in readers(alias_set, ignore):
+            if reader.target in _COPIES and reader.users:
+                queue.append(reader)
+            elif _stands_alone(reader, alias_set):
+                found[reader] = None
+            else:
+                return None
+    return tuple(found)
+
+
+def result_tensor(node: fx.Node) -> fx.Node | None:
+    """A node that holds a tensor made by `node`: itself, or one of the items of its tuple; None where it has neither."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    items = (u for u in node.users if u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor))
+    return next(items, None)
+
+
+def _stands_alone(node: fx.Node, alias_set: set[fx.Node]) -> bool:
+    positions = _STANDALONE.get(node.target)
+    if positions is None or any(kw in alias_set for kw in node.kwargs.values() if isinstance(kw, fx.Node)):
+        return False
+    inside = {i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg in alias_set}
+    return inside <= set(positions) and result_tensor(node) is not None
+
+
+@dataclass(frozen=True)
+class Order:
+    """Positions and ancestors of a graph's nodes, taken once; `ancestors[n]` is a bit set over positions, `n` itself included."""
+
+    position: dict[fx.Node, int]
+    ancestors: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Order:
+        """Take the order of a graph as it is now."""
+        position: dict[fx.Node, int] = {}
+        masks: dict[fx.Node, int] = {}
+        for index, node in enumerate(graph.nodes):
+            mask = 1 << index
+            for source in node.all_input_nodes:
+                mask |= masks[source]
+            position[node], masks[node] = index, mask
+        return cls(position, masks)
+
+    def reaches(self, early: fx.Node, late: fx.Node) -> bool:
+        """Whether `late` is `early` or needs its result, over any number of nodes."""
+        return bool(self.ancestors[late] >> self.position[early] & 1)
+
+    def frontier(self, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """The fewest of `nodes` whose ancestors include all of them, in graph order."""
+        kept: list[fx.Node] = []
+        for node in sorted(nodes, key=self.position.__getitem__, reverse=True):
+            if not any(self.reaches(node, later) for later in kept):
+                kept.append(node)
+        return tuple(reversed(kept))

@@ -1,0 +1,169 @@
+"""The operators that the passes insert: schema, fake and real; what they do lives behind `StepNodes`.
+
+    backward   grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor       token: 0 elements, orders what follows
+               cpu_step(Tensor token, int session, int[] rows) -> Tensor
+               gpu_step(Tensor token, int session, int[] rows) -> Tensor
+               reload(Tensor token, int session, int[] rows) -> ()
+               release(Tensor[] readers, int session, int[] rows) -> ()
+               backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()
+    forward    wait(Tensor(a!)[] weights, int session, int[] rows) -> ()
+
+All are marked as having side effects: without the mark Inductor drops an operator whose result is not used, and training
+silently stops. Their layout is flexible: Inductor makes no copy for them, so a gradient may come with any strides.
+Session numbers count up from 0 in each process, so that the graphs of two runs of a script are equal and caches hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hytrain_fx.errors import EngineError, UnsupportedError
+
+NAMESPACE = "hytrain_fx"
+
+
+class StepNodes(Protocol):
+    """What the operators call. Rows are integers of the session's parameter table, one call per inserted node."""
+
+    def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Take each row's gradient (the parameter's shape, any strides). A row's second gradient of a backward is added."""
+
+    def cpu_step(self, rows: Sequence[int]) -> None:
+        """Arm the CPU update of the rows placed there."""
+
+    def gpu_step(self, rows: Sequence[int]) -> None:
+        """Arm the device update of the rows placed there."""
+
+    def reload(self, rows: Sequence[int]) -> None:
+        """Arm the copy of the new weights to the device."""
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Everything of this backward graph that reads these weights is in the stream. A later call for a row replaces it."""
+
+    def backward_end(self, graph: int, rows: Sequence[int]) -> None:
+        """The backward graph number `graph` is wholly in the stream; releases `rows`."""
+
+    def wait(self, rows: Sequence[int]) -> None:
+        """Return when work put in the stream from now on will read the new weights."""
+
+
+class NodeRegistry:
+    """Finds the `StepNodes` of a session number, which is baked in the graphs."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, StepNodes] = {}
+        self._opened = 0
+
+    def register(self, nodes: StepNodes) -> int:
+        """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls of this process."""
+        session = self._opened
+        self._opened += 1
+        self._sessions[session] = nodes
+        return session
+
+    def unregister(self, session: int) -> None:
+        """Close a session; a node of one of its graphs that runs later is an EngineError."""
+        self._sessions.pop(session, None)
+
+    def find(self, session: int) -> StepNodes:
+        """The nodes of a session. Raises EngineError where it was never opened or is closed."""
+        try:
+            return self._sessions[session]
+        except KeyError:
+            raise self._unknown(session) from None
+
+    def _unknown(self, session: int) -> EngineError:
+        state = "is closed" if 0 <= session < self._opened else "was never opened in this process"
+        return EngineError(
+            f"a compiled graph called hytrain_fx session {session}, which {state}; open: {sorted(self._sessions)}. "
+            "Compile the model again with hytrain_fx.compile"
+        )
+
+
+NODES = NodeRegistry()
+
+
+def _grad_offload(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
+    NODES.find(session).grad_offload(rows, grads)
+    return grads[0].new_empty(0)
+
+
+def _cpu_step(token: torch.Tensor, session: int, rows: list[int]) -> torch.Tensor:
+    NODES.find(session).cpu_step(rows)
+    return token.new_empty(0)
+
+
+def _gpu_step(token: torch.Tensor, session: int, rows: list[int]) -> torch.Tensor:
+    NODES.find(session).gpu_step(rows)
+    return token.new_empty(0)
+
+
+def _reload(token: torch.Tensor, session: int, rows: list[int]) -> None:
+    NODES.find(session).reload(rows)
+
+
+def _release(readers: list[torch.Tensor], session: int, rows: list[int]) -> None:
+    NODES.find(session).release(rows)
+
+
+def _backward_end(deps: list[torch.Tensor], session: int, graph: int, rows: list[int]) -> None:
+    NODES.find(session).backward_end(graph, rows)
+
+
+def _wait(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
+    NODES.find(session).wait(rows)
+
+
+def _fake_offload(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
+    return grads[0].new_empty(0)
+
+
+def _fake_token(token: torch.Tensor, session: int, rows: list[int]) -> torch.Tensor:
+    return token.new_empty(0)
+
+
+def _fake_nothing(*_: object) -> None:
+    return None
+
+
+def _define() -> torch.library.Library:
+    try:
+        library = torch.library.Library(NAMESPACE, "DEF")
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"the operators of {NAMESPACE} are already defined in this process, so the package was imported twice, now as "
+            f"{__name__!r}; import it under the one name 'hytrain_fx'"
+        ) from error
+    wanted = ("cudagraph_unsafe", "flexible_layout")
+    tags = [getattr(torch.Tag, name) for name in wanted if hasattr(torch.Tag, name)]
+    for schema, real, fake in _DEFINITIONS:
+        name = schema.partition("(")[0]
+        library.define(schema, tags=tags)
+        library.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+        torch.fx.node.has_side_effect(getattr(getattr(torch.ops, NAMESPACE), name).default)
+    return library
+
+
+_DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor", _grad_offload, _fake_offload),
+    ("cpu_step(Tensor token, int session, int[] rows) -> Tensor", _cpu_step, _fake_token),
+    ("gpu_step(Tensor token, int session, int[] rows) -> Tensor", _gpu_step, _fake_token),
+    ("reload(Tensor token, int session, int[] rows) -> ()", _reload, _fake_nothing),
+    ("release(Tensor[] readers, int session, int[] rows) -> ()", _release, _fake_nothing),
+    ("backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()", _backward_end, _fake_nothing),
+    ("wait(Tensor(a!)[] weights, int session, int[] rows) -> ()", _wait, _fake_nothing),
+)
+_LIBRARY = _define()  # the definitions live as long as this object
+
+GRAD_OFFLOAD = torch.ops.hytrain_fx.grad_offload.default
+CPU_STEP = torch.ops.hytrain_fx.cpu_step.default
+GPU_STEP = torch.ops.hytrain_fx.gpu_step.default
+RELOAD = torch.ops.hytrain_fx.reload.default
+RELEASE = torch.ops.hytrain_fx.release.default
+BACKWARD_END = torch.ops.hytrain_fx.backward_end.default
+WAIT = torch.ops.hytrain_fx.wait.default
+ALL_OPS = frozenset({GRAD_OFFLOAD, CPU_STEP, GPU_STEP, RELOAD, RELEASE, BACKWARD_END, WAIT})

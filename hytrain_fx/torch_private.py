@@ -1,0 +1,112 @@
+"""The private torch surface in one place: what a new torch release can break is here and nowhere else.
+
+Each function names what it reaches for and raises `UnsupportedError` with the torch version when it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from hytrain_fx.errors import UnsupportedError
+
+
+def private_function(name: str) -> Callable[..., Any]:
+    """`torch.<name>`, an underscored function without a public twin (`_foreach_mul_`). Raises UnsupportedError."""
+    function = getattr(torch, name, None)
+    if function is None:
+        raise UnsupportedError(f"torch {torch.__version__} has no torch.{name}; hytrain_fx needs it and was run on torch 2.11 and 2.13")
+    return cast(Callable[..., Any], function)
+
+
+def wrapper_tensor(cls: type[Tensor], size: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of class `cls` with metadata only; its memory may not be written through a raw pointer (C++ extensions get an error)."""
+    tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return cast(Tensor, tensor)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Inside, `__torch_function__` of subclasses is not consulted: the plain method or property of `Tensor` runs."""
+    return cast("AbstractContextManager[None]", torch._C.DisableTorchFunctionSubclass())
+
+
+def allow_in_foreach(cls: type[Tensor]) -> None:
+    """Let `clip_grad_norm_(foreach=None)` take its foreach form for `cls` too, as DTensor does: the forms differ in bits on CUDA."""
+    from torch.utils import _foreach_utils
+
+    supported = getattr(_foreach_utils, "_foreach_supported_types", None)
+    if not isinstance(supported, list):
+        raise UnsupportedError(f"torch {torch.__version__} has no list torch.utils._foreach_utils._foreach_supported_types")
+    if cls not in supported:
+        supported.append(cls)
+
+
+def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Run Inductor's front half (AOTAutograd, decompositions, partitioner), handing each graph to `inner_compile`.
+
+    `options` are Inductor config patches; they also hold for the backward graph, which is compiled later.
+    """
+    run = _private("torch._inductor.compile_fx", "compile_fx")
+    return run(gm, inputs, inner_compile=inner_compile, config_patches=options or None)
+
+
+def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Run Inductor's back half on one graph: lowering, scheduling, code generation."""
+    return _private("torch._inductor.compile_fx", "compile_fx_inner")(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def autograd_cache_off() -> Iterator[None]:
+    """Keep AOTAutogradCache out: it is consulted before `inner_compile`, and its key does not know of a rewrite."""
+    with _private("torch._functorch", "config").patch(enable_autograd_cache=False):
+        yield
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The Inductor options that a `torch.compile(mode=...)` name stands for."""
+    return dict(_private("torch._inductor", "list_mode_options")(mode))
+
+
+def plain_input(desc: object) -> int | None:
+    """The position in the backend's example inputs that a placeholder's `meta["desc"]` names, or None."""
+    plain = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
+    return int(desc.idx) if isinstance(desc, plain) else None
+
+
+def gradient_of(desc: object) -> int | None:
+    """The position in the backend's example inputs whose gradient an output's descriptor names, or None."""
+    grad = _private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+    return plain_input(desc.grad_of) if isinstance(desc, grad) else None
+
+
+def gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[..., Any], ...]:
+    """The tensor hooks and the post-accumulate hooks registered on a parameter."""
+    found: list[Callable[..., Any]] = []
+    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, attribute, None)
+        found += list(hooks.values()) if hooks else []
+    return tuple(found)
+
+
+def size_hint(size: object, otherwise: int = 1) -> int:
+    """The size seen while tracing: an int itself, or what a symbolic size stood for; `otherwise` where there is none."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if hint is not None else otherwise
+
+
+def _private(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no {module}.{name}; hytrain_fx needs it and was run on torch 2.11 and 2.13"
+        ) from None
