@@ -1,0 +1,30 @@
+"""Which tests run where: tests/null without torch, tests/cpu with torch on the CPU, tests/gpu with a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in tests/gpu with `gpu`, and skip what has that marker where there is no CUDA device."""
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_cuda() if gpu_items else ""
+    if reason:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_cuda() -> str:
+    """Empty where a CUDA device can be used."""
+    import torch  # not above: tests/null runs without torch
+
+    if torch.cuda.is_available():
+        return ""
+    return f"needs a CUDA device; torch {torch.__version__} sees none"
