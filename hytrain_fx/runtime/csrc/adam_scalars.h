@@ -1,0 +1,32 @@
+// The scalars of one Adam step as C++, CUDA (NVRTC and nvcc) and arithmetic.AdamScalars.CStruct see them. No includes: NVRTC has none.
+#pragma once
+
+namespace hytrain_fx {
+
+enum AdamFlags : unsigned int {
+  kMaximize = 1u << 0,
+  kAmsgrad = 1u << 1,      // the vmax pointer must be given
+  kL2 = 1u << 2,           // Adam with weight decay
+  kLerpFromEnd = 1u << 3,  // 1 - beta1 >= 0.5: torch.lerp then counts from the end
+  kTorchCuda = 1u << 4,    // the arithmetic form of torch's CUDA foreach kernels, else of its CPU kernels (adamw.h)
+};
+
+constexpr int kMaxFactors = 4;
+
+struct AdamScalars {
+  float decay;                // 1 - lr * weight_decay, or 1
+  float l2;                   // weight_decay with kL2, else 0
+  float lerp;                 // w = 1 - beta1, or w - 1 with kLerpFromEnd
+  float beta2;
+  float one_minus_beta2;
+  float neg_step_size;        // -lr / (1 - beta1^step)
+  float bias2_sqrt;           // sqrt(1 - beta2^step)
+  float eps;
+  unsigned int flags;         // AdamFlags
+  unsigned int factor_count;  // 0..kMaxFactors: multiplications of the gradient, in order
+  float factors[kMaxFactors];
+  unsigned int reserved[2];   // 0
+};
+static_assert(sizeof(AdamScalars) == 64, "mirrored in Python");
+
+}  // namespace hytrain_fx
