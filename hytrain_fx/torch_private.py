@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from hytrain_fx.errors import UnsupportedError
+
+without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
+"""A context manager: inside, no subclass's `__torch_function__` is consulted, the plain method or property of `Tensor` runs."""
 
 
 def private_function(name: str) -> Callable[..., Any]:
@@ -27,14 +29,9 @@ def private_function(name: str) -> Callable[..., Any]:
 
 def wrapper_tensor(cls: type[Tensor], size: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of class `cls` with metadata only; its memory may not be written through a raw pointer (C++ extensions get an error)."""
-    tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
-    return cast(Tensor, tensor)
-
-
-def without_torch_function() -> AbstractContextManager[None]:
-    """Inside, `__torch_function__` of subclasses is not consulted: the plain method or property of `Tensor` runs."""
-    return cast("AbstractContextManager[None]", torch._C.DisableTorchFunctionSubclass())
+    return tensor
 
 
 def allow_in_foreach(cls: type[Tensor]) -> None:

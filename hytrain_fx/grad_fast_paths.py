@@ -1,0 +1,281 @@
+"""What a stand-in gradient answers without its values: metadata, norms, scaling, zeroing, detaching.
+
+    norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes back for this one answer and is dropped
+    mul_, *=, _foreach_mul_                  one more logged factor
+    _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a factor (float32 gradients)
+    zero_, _foreach_zero_                    the state becomes zeroed
+    detach, .data                            another stand-in of the same gradient
+
+Every function here gives what torch gives on the real gradients, bit for bit, or NotImplemented: then the real tensor is brought back.
+Lists may mix stand-ins and real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+
+from hytrain_fx.grad_state import Factor, GradState, effective_factor, state_of
+from hytrain_fx.torch_private import private_function, without_torch_function
+
+_foreach_norm: Final = private_function("_foreach_norm")
+_foreach_mul_: Final = private_function("_foreach_mul_")
+_foreach_zero_: Final = private_function("_foreach_zero_")
+_unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")
+
+_Args = Sequence[Any]
+_Kwargs = Mapping[str, Any]
+_Answer = Callable[[Callable[..., Any], _Args, _Kwargs], Any]
+
+
+def answer_fast(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """The answer of `func` without bringing a gradient back for good, or NotImplemented."""
+    answer = _ANSWERS.get(func)
+    return NotImplemented if answer is None else answer(func, args, kwargs)
+
+
+def _metadata(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    state = state_of(args[0])
+    if state is None or state.real is not None:
+        return NotImplemented
+    with without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _requires_grad_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    return args[0] if args[1:] == (False,) and not kwargs and _untouched(args[0]) else NotImplemented
+
+
+def _detach(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    return args[0].shared() if _untouched(args[0]) else NotImplemented
+
+
+def _detach_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    return args[0] if _untouched(args[0]) else NotImplemented
+
+
+def _untouched(value: object) -> bool:
+    state = state_of(value)
+    return state is not None and state.real is None
+
+
+# --- norms
+
+
+def _norm(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    order = _order_asked(args, kwargs)
+    state = state_of(args[0]) if args else None
+    if order is None or state is None or state.real is not None:
+        return NotImplemented
+    return _norm_of(state, order, foreach=False)
+
+
+def _order_asked(args: _Args, kwargs: _Kwargs) -> float | None:
+    """The order of a whole-tensor norm without further options: `norm(g)`, `norm(g, 1)`, `norm(g, p="fro")`, `vector_norm(g, ord=inf)`."""
+    if len(args) == 2 and not kwargs:
+        order = args[1]
+    elif len(args) == 1 and len(kwargs) <= 1 and kwargs.keys() <= {"p", "ord"}:
+        order = next(iter(kwargs.values()), 2.0)
+    else:
+        return None
+    if order == "fro":
+        return 2.0
+    return float(order) if type(order) in (int, float) else None
+
+
+def _foreach_norms(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    order = 2.0 if len(args) == 1 and not kwargs else _order_asked(args, kwargs)
+    if order is None or not _one_kind(args[0]):
+        return NotImplemented
+    reals = [tensor for tensor in args[0] if not _untouched(tensor)]
+    norms_of_reals = iter(func(_real(reals), order) if reals else ())
+    result: list[Tensor] = []
+    for tensor in args[0]:
+        state = state_of(tensor)
+        result.append(next(norms_of_reals) if state is None or state.real is not None else _norm_of(state, order, foreach=True))
+    return result
+
+
+def _norm_of(state: GradState, order: float, *, foreach: bool) -> Tensor:
+    norm = None if state.factors else state.source.norm(order, foreach)
+    if norm is not None:
+        return norm
+    if not state.factors:
+        state.source.note_norm_wanted(order, foreach)
+    copy = state.copy_out()
+    if foreach:
+        return cast(Tensor, _foreach_norm([copy], order)[0])
+    return cast(Tensor, torch.linalg.vector_norm(copy, order))
+
+
+def _one_kind(tensors: object) -> bool:
+    """Whether a foreach call handles each of these as it would alone: on CUDA one odd tensor sends the whole list to another kernel."""
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        return False
+    first = tensors[0]
+    return all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided and _dense(t) for t in tensors)
+
+
+def _dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in sorted(((s, st) for s, st in zip(tensor.shape, tensor.stride(), strict=True) if s != 1), key=lambda pair: pair[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# --- scaling
+
+
+def _mul_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    if len(args) != 2 or kwargs:
+        return NotImplemented
+    state = state_of(args[0])
+    if state is None or state.real is not None:
+        return NotImplemented
+    factor = _effective(args[0], args[1])
+    return args[0] if factor is not None and state.log(factor) else NotImplemented
+
+
+def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    if len(args) != 2 or kwargs or not isinstance(args[0], (list, tuple)):
+        return NotImplemented
+    tensors, scale = args
+    if isinstance(scale, (list, tuple)):
+        return _mul_each(func, tensors, scale) if len(scale) == len(tensors) else NotImplemented
+    snapshots: dict[tuple[torch.dtype, bool], Factor | None] = {}  # one copy of a device tensor for the whole list
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        state = state_of(tensor)
+        if state is None or state.real is not None:
+            rest.append(tensor)
+            continue
+        key = (tensor.dtype, tensor.dim() == 0)
+        if key not in snapshots:
+            snapshots[key] = _effective(tensor, scale)
+        factor = snapshots[key]
+        if factor is None or not state.log(factor):
+            rest.append(tensor)
+    if rest:
+        func(_real(rest), scale)
+    return tensors
+
+
+def _mul_each(func: Callable[..., Any], tensors: Sequence[Tensor], scales: Sequence[Any]) -> Any:
+    rest: list[tuple[Tensor, Any]] = []
+    for tensor, scale in zip(tensors, scales, strict=True):
+        state = state_of(tensor)
+        factor = _effective(tensor, scale) if state is not None and state.real is None else None
+        if state is None or factor is None or not state.log(factor):
+            rest.append((tensor, scale))
+    if rest:
+        func(_real([tensor for tensor, _ in rest]), _real([scale for _, scale in rest]))
+    return tensors
+
+
+def _unscale(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """`_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)`: an inf or nan anywhere shows in the inf-norm."""
+    if len(args) != 3 or kwargs or not _one_kind(args[0]) or args[0][0].dtype != torch.float32:
+        return NotImplemented
+    grads, found_inf, inv_scale = args
+    factor = _effective(grads[0], inv_scale.reshape(())) if type(inv_scale) is Tensor and inv_scale.numel() == 1 else None
+    rest: list[Tensor] = []
+    norms: list[Tensor] = []
+    for grad in grads:
+        state = state_of(grad)
+        norm = None if state is None or state.real is not None or state.factors else state.source.norm(float("inf"), True)
+        if state is None or norm is None or factor is None or not state.log(factor):
+            if state is not None and norm is None:
+                state.source.note_norm_wanted(float("inf"), True)
+            rest.append(grad)
+        else:
+            norms.append(norm)
+    if norms:
+        found_inf.masked_fill_(~torch.isfinite(torch.stack(norms)).all(), 1.0)
+    if rest:
+        func(_real(rest), found_inf, inv_scale)
+    return None
+
+
+def _effective(grad: Tensor, factor: object) -> Factor | None:
+    return effective_factor(factor, grad.dtype, grad.device, grad.dim())
+
+
+def _real(values: list[Any]) -> list[Any]:
+    """The list with each stand-in brought back."""
+    result: list[Any] = []
+    for value in values:
+        state = state_of(value)
+        result.append(value if state is None else state.materialize())
+        if state is not None:
+            state.become_parameter_grad()
+    return result
+
+
+# --- zeroing
+
+
+def _zero_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    state = state_of(args[0])
+    if state is None or state.real is not None:
+        return NotImplemented
+    state.zero(args[0])
+    return args[0]
+
+
+def _foreach_zero(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    if len(args) != 1 or kwargs:
+        return NotImplemented
+    rest: list[Tensor] = []
+    for tensor in args[0]:
+        state = state_of(tensor)
+        if state is None or state.real is not None:
+            rest.append(tensor)
+        else:
+            state.zero(tensor)
+    if rest:
+        func(_real(rest))
+    return args[0]
+
+
+_METADATA_PROPERTIES: Final = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "_version", "_base"),
+    *("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "_backward_hooks"),
+    *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_mtia"),
+    *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested"),
+)
+_METADATA_METHODS: Final = (
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "_is_view", "__len__", "__hash__", "__dir__"),
+)
+_ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
+    {
+        **{getattr(Tensor, name).__get__: _metadata for name in _METADATA_PROPERTIES if hasattr(Tensor, name)},
+        **{getattr(Tensor, name): _metadata for name in _METADATA_METHODS if hasattr(Tensor, name)},
+        **dict.fromkeys((torch.numel, torch.is_floating_point, torch.is_complex), _metadata),
+        Tensor.requires_grad_: _requires_grad_,
+        Tensor.detach: _detach,
+        torch.detach: _detach,
+        Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
+        Tensor.detach_: _detach_,
+        torch.detach_: _detach_,
+        Tensor.norm: _norm,
+        torch.norm: _norm,
+        torch.linalg.vector_norm: _norm,
+        _foreach_norm: _foreach_norms,
+        Tensor.mul_: _mul_,
+        Tensor.__imul__: _mul_,
+        _foreach_mul_: _foreach_muls,
+        _unscale_: _unscale,
+        Tensor.zero_: _zero_,
+        torch.zero_: _zero_,
+        _foreach_zero_: _foreach_zero,
+    }
+)
