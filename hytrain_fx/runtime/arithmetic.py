@@ -1,0 +1,215 @@
+"""The one AdamW/Adam update, op by op in torch, and the scalars that every form of it takes.
+
+`csrc/adamw.h` states the expression. There are two forms of it, chosen by a flag, each the same bits on every device:
+
+    torch_cpu    torch.optim.Adam/AdamW(foreach=False) on a CPU with AVX2 or AVX-512, except that the square root is correctly rounded.
+                 torch takes it from MKL, where 0.6% of the results are one unit in the last place off (none, or 17%, under other settings
+                 of MKL), so torch's own bits depend on the machine. With that one op replaced in torch every bit agrees; with it, moments
+                 still agree, and the step of a parameter differs by at most 4 units in the last place of the step, before it is added.
+    torch_cuda   torch.optim.Adam/AdamW(foreach=True) on CUDA, where square roots are correctly rounded.
+
+They differ in two fused multiply-adds. Not mirrored: fused=True, capturable=True, and foreach=False on CUDA, which multiplies by
+1 / sqrt(1 - beta2^step) instead of dividing. NaN stays NaN everywhere; its payload and sign are not fixed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from enum import IntFlag
+from typing import ClassVar
+
+import torch
+
+from hytrain_fx.errors import UnsupportedError
+
+MAX_FACTORS = 4
+
+
+class AdamFlag(IntFlag):
+    """Bits of `AdamScalars.flags`; mirrors AdamFlags in csrc/adam_scalars.h."""
+
+    MAXIMIZE = 1
+    AMSGRAD = 2
+    L2 = 4
+    LERP_FROM_END = 8
+    TORCH_CUDA = 16
+
+
+class AdamScalarsStruct(ctypes.Structure):
+    """AdamScalars as C++ and CUDA take it, 64 bytes; mirrors csrc/adam_scalars.h."""
+
+    _fields_ = (
+        ("decay", ctypes.c_float),
+        ("l2", ctypes.c_float),
+        ("lerp", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("neg_step_size", ctypes.c_float),
+        ("bias2_sqrt", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("flags", ctypes.c_uint32),
+        ("factor_count", ctypes.c_uint32),
+        ("factors", ctypes.c_float * MAX_FACTORS),
+        ("reserved", ctypes.c_uint32 * 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamScalars:
+    """What one step of Adam/AdamW multiplies, adds and divides by. Every float holds a binary32 value.
+
+    decay            1 - lr * weight_decay (AdamW), or 1
+    l2               weight_decay (Adam), or 0
+    lerp             1 - beta1, or that minus 1 with LERP_FROM_END
+    neg_step_size    -lr / (1 - beta1^step)
+    bias2_sqrt       sqrt(1 - beta2^step)
+    factors          multiplications of the gradient, in order, each rounded to the gradient's dtype; at most MAX_FACTORS
+    """
+
+    CStruct: ClassVar[type[AdamScalarsStruct]] = AdamScalarsStruct
+
+    decay: float
+    l2: float
+    lerp: float
+    beta2: float
+    one_minus_beta2: float
+    neg_step_size: float
+    bias2_sqrt: float
+    eps: float
+    flags: int
+    factors: tuple[float, ...] = ()
+
+    @property
+    def c_struct(self) -> AdamScalarsStruct:
+        """A new ctypes structure with these values."""
+        *floats, flags, factors = astuple(self)
+        return AdamScalarsStruct(*floats, flags, len(factors), (ctypes.c_float * MAX_FACTORS)(*factors))
+
+    @classmethod
+    def of(
+        cls, group: Mapping[str, object], step: float, *, decoupled: bool, torch_cuda: bool, factors: tuple[float, ...] = ()
+    ) -> AdamScalars:
+        """The scalars of step `step` (1 for the first) from a param_group of torch.optim.Adam or AdamW.
+
+        Computed as torch.optim does: in double, each rounded to binary32 where it meets a tensor.
+        decoupled    AdamW's weight decay, else Adam's
+        torch_cuda   the TORCH_CUDA form
+        `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises UnsupportedError for hyper-parameters that are not
+        numbers, a beta1 outside [0, 1) or more than MAX_FACTORS factors.
+        """
+        lr, eps, weight_decay = (_number(group[key]) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = (_number(beta) for beta in _pair(group["betas"]))
+        if not 0.0 <= beta1 < 1.0:
+            raise UnsupportedError(f"beta1 is {beta1}; Adam needs 0 <= beta1 < 1")
+        if len(factors) > MAX_FACTORS:
+            raise UnsupportedError(f"{len(factors)} multiplications of one gradient, at most {MAX_FACTORS} fit in the update: apply them first")
+        lerp = _f32(1 - beta1)
+        from_end = lerp >= 0.5
+        l2 = weight_decay != 0 and not decoupled
+        switches = (
+            (AdamFlag.MAXIMIZE, group.get("maximize")),
+            (AdamFlag.AMSGRAD, group.get("amsgrad")),
+            (AdamFlag.L2, l2),
+            (AdamFlag.LERP_FROM_END, from_end),
+            (AdamFlag.TORCH_CUDA, torch_cuda),
+        )
+        return cls(
+            decay=_f32(1 - lr * weight_decay) if weight_decay != 0 and decoupled else 1.0,
+            l2=_f32(weight_decay) if l2 else 0.0,
+            lerp=lerp - 1.0 if from_end else lerp,  # exact
+            beta2=_f32(beta2),
+            one_minus_beta2=_f32(1 - beta2),
+            neg_step_size=_f32(-(lr / (1 - beta1**step))),
+            bias2_sqrt=_f32((1 - beta2**step) ** 0.5),
+            eps=_f32(eps),
+            flags=sum(int(flag) for flag, on in switches if on),
+            factors=tuple(_f32(factor) for factor in factors),
+        )
+
+
+def adamw_(
+    grad: torch.Tensor,  # [n] fp32, bf16 or fp16
+    master: torch.Tensor,  # [n] fp32, in place, as are m, v and vmax
+    m: torch.Tensor,
+    v: torch.Tensor,
+    vmax: torch.Tensor | None,  # with AMSGRAD
+    scalars: AdamScalars,
+    out: torch.Tensor | None = None,  # [n] the new weight, rounded to nearest even; may be the memory of grad
+) -> None:
+    """One step, one torch op per rounding, on any device: the readable and slow form of csrc/adamw.h, with the same bits."""
+    s, flags = scalars, AdamFlag(scalars.flags)
+    g = _read_gradient(grad, s)
+    master.mul_(s.decay)
+    if AdamFlag.L2 in flags:
+        g = fma(_like(s.l2, g), master, g)
+    m.copy_(fma(_like(s.lerp, g), g - m, g if AdamFlag.LERP_FROM_END in flags else m))
+    first, second = (s.one_minus_beta2, g * g) if AdamFlag.TORCH_CUDA in flags else (g * s.one_minus_beta2, g)
+    v.copy_(fma(_like(first, g), second, v * s.beta2))
+    used = v
+    if AdamFlag.AMSGRAD in flags:
+        if vmax is None:
+            raise ValueError("AMSGRAD is set but vmax is None; pass the state max_exp_avg_sq")
+        used = torch.maximum(vmax, v, out=vmax)
+    denominator = square_root(used).div_(_like(s.bias2_sqrt, g)).add_(s.eps)
+    if AdamFlag.TORCH_CUDA in flags:
+        master.copy_(fma(_like(s.neg_step_size, g), m / denominator, master))
+    else:
+        master.add_((m * s.neg_step_size).div_(denominator))
+    if out is not None:
+        out.copy_(master)
+
+
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c rounded once to binary32, on any device and any torch version, for fp32 tensors.
+
+    The product is exact in double. The sum is rounded to odd there (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008), which makes
+    the second rounding, to binary32, the right one. torch has no fma: addcmul is one on some devices and versions only.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    addend_part = total - product
+    error = (product - (total - addend_part)) + (addend - addend_part)
+    bits = total.view(torch.int64)
+    away = (error > 0) == (total > 0)
+    inexact_even = (error != 0) & torch.isfinite(total) & ((bits & 1) == 0)
+    odd = bits + torch.where(away, 1, -1) * inexact_even
+    return odd.view(torch.float64).float()
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root of an fp32 tensor: torch's in fp32 is not on the CPU, its double one is near enough to round right."""
+    return x.double().sqrt_().float()
+
+
+def _read_gradient(grad: torch.Tensor, s: AdamScalars) -> torch.Tensor:
+    g = grad
+    for factor in s.factors:
+        g = (g.float() * factor).to(grad.dtype)
+    g = g.float()
+    return -g if s.flags & AdamFlag.MAXIMIZE else g
+
+
+def _like(value: float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A 0-dim tensor on the device: CUDA divides by a host scalar through its reciprocal."""
+    return value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float32, device=tensor.device)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, torch.Tensor):
+        return float(value.item())
+    if isinstance(value, int | float):
+        return float(value)
+    raise UnsupportedError(f"expected a number or a 0-dim tensor among Adam's hyper-parameters, found {type(value).__name__}")
+
+
+def _pair(value: object) -> tuple[object, object]:
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return value[0], value[1]
+    raise UnsupportedError(f"expected betas to be a pair, found {value!r}")
+
+
+def _f32(value: float) -> float:
+    """Nearest binary32, as a Python float."""
+    return ctypes.c_float(value).value
