@@ -104,7 +104,7 @@ class AdamScalars:
         if not 0.0 <= beta1 < 1.0:
             raise UnsupportedError(f"beta1 is {beta1}; Adam needs 0 <= beta1 < 1")
         if len(factors) > MAX_FACTORS:
-            raise UnsupportedError(f"{len(factors)} multiplications of one gradient, at most {MAX_FACTORS} fit in the update: apply them first")
+            raise UnsupportedError(f"{len(factors)} multiplications of one gradient, at most {MAX_FACTORS} fit: apply them first")
         lerp = _f32(1 - beta1)
         from_end = lerp >= 0.5
         l2 = weight_decay != 0 and not decoupled

@@ -1,0 +1,165 @@
+// adamw.h on the GPU: the same expression, each operation an intrinsic that rounds to nearest and is never contracted, denormals kept.
+//
+// Kernels: adamw_<grad>_<out> for f32, bf16, f16. Launched without the CUDA runtime (cuLaunchKernel, kernelParams in this order):
+//
+//     0  const void*  grad     [n]
+//     1  float*       master   [n]
+//     2  float*       m        [n]
+//     3  float*       v        [n]
+//     4  float*       vmax     [n]; null without kAmsgrad
+//     5  void*        out      [n]; may be grad; null: not written
+//     6  long long    n
+//     7  AdamScalars  scalars  64 bytes, by value
+//     8  Factors      factors  4 device addresses of one float each, by value; where not null it takes the place of scalars.factors[i]
+//
+// Block (256, 1, 1), no shared memory, any grid (grid-stride); ceil(n / 2048) blocks, at most 2^31 - 1, is a good one. No array may overlap
+// another, but out may be grad where both have the same dtype.
+#include "adam_scalars.h"
+
+namespace hytrain_fx {
+
+struct Factors {
+  const float* at[kMaxFactors];
+};
+
+using Bits16 = unsigned short;
+constexpr int kVector = 8;  // elements a thread takes at once: 16 bytes of a 16-bit array, 2 x 16 of an fp32 one
+
+template <int count>
+struct alignas(16) Words {
+  unsigned int at[count];
+};
+
+struct F32 {
+  using Storage = float;
+  static __device__ float widen(float x) { return x; }
+  static __device__ float narrow(float x) { return x; }
+};
+
+struct BF16 {
+  using Storage = Bits16;
+  static __device__ float widen(Bits16 x) { return __uint_as_float(static_cast<unsigned int>(x) << 16); }
+  static __device__ Bits16 narrow(float x) {
+    const unsigned int bits = __float_as_uint(x);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
+    return static_cast<Bits16>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+  }
+};
+
+struct F16 {
+  using Storage = Bits16;
+  static __device__ float widen(Bits16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+  }
+  static __device__ Bits16 narrow(float x) {
+    Bits16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+  }
+};
+
+// One element; the letters are those of adamw.h.
+template <class Grad>
+__device__ __forceinline__ void update(typename Grad::Storage grad, float& p, float& m, float& v, float& vmax, const AdamScalars& s) {
+  float g = Grad::widen(grad);
+#pragma unroll
+  for (unsigned int k = 0; k < kMaxFactors; ++k)
+    if (k < s.factor_count) g = Grad::widen(Grad::narrow(__fmul_rn(g, s.factors[k])));
+  if (s.flags & kMaximize) g = -g;
+  const float weight = __fmul_rn(p, s.decay);
+  if (s.flags & kL2) g = __fmaf_rn(s.l2, weight, g);
+  m = __fmaf_rn(s.lerp, __fadd_rn(g, -m), (s.flags & kLerpFromEnd) ? g : m);
+  const float kept = __fmul_rn(v, s.beta2);
+  v = (s.flags & kTorchCuda) ? __fmaf_rn(s.one_minus_beta2, __fmul_rn(g, g), kept) : __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, kept);
+  float used = v;
+  if (s.flags & kAmsgrad) {
+    used = (v > vmax || v != v) ? v : vmax;
+    vmax = used;
+  }
+  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(used), s.bias2_sqrt), s.eps);
+  p = (s.flags & kTorchCuda) ? __fmaf_rn(s.neg_step_size, __fdiv_rn(m, denominator), weight)
+                             : __fadd_rn(weight, __fdiv_rn(__fmul_rn(s.neg_step_size, m), denominator));
+}
+
+template <class T>
+union Pack {
+  T value[kVector];
+  Words<4> words[kVector * sizeof(T) / 16];
+  __device__ Pack() {}
+  __device__ void load(const T* from) {
+#pragma unroll
+    for (int k = 0; k < static_cast<int>(kVector * sizeof(T) / 16); ++k) words[k] = reinterpret_cast<const Words<4>*>(from)[k];
+  }
+  __device__ void store(T* to) const {
+#pragma unroll
+    for (int k = 0; k < static_cast<int>(kVector * sizeof(T) / 16); ++k) reinterpret_cast<Words<4>*>(to)[k] = words[k];
+  }
+};
+
+__device__ __forceinline__ bool aligned(const void* pointer) { return (reinterpret_cast<unsigned long long>(pointer) & 15u) == 0; }
+
+template <class Grad, class Out>
+__device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n, AdamScalars s,
+                                      const Factors& factors) {
+  const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
+  auto* out = static_cast<typename Out::Storage*>(out_);
+#pragma unroll
+  for (unsigned int k = 0; k < kMaxFactors; ++k)
+    if (k < s.factor_count && factors.at[k] != nullptr) s.factors[k] = *factors.at[k];
+  const bool amsgrad = s.flags & kAmsgrad;
+  const bool vectors = aligned(grad) && aligned(p) && aligned(m) && aligned(v) && aligned(vmax) && aligned(out);
+  const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
+  const long long whole = vectors ? n / kVector : 0;
+  for (long long i = thread; i < whole; i += threads) {
+    const long long at = i * kVector;
+    Pack<typename Grad::Storage> gs;
+    Pack<float> ps, ms, vs, vmaxs;
+    gs.load(grad + at);
+    ps.load(p + at);
+    ms.load(m + at);
+    vs.load(v + at);
+    if (amsgrad) vmaxs.load(vmax + at);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) update<Grad>(gs.value[k], ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], s);
+    ps.store(p + at);
+    ms.store(m + at);
+    vs.store(v + at);
+    if (amsgrad) vmaxs.store(vmax + at);
+    if (out != nullptr) {
+      Pack<typename Out::Storage> weights;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) weights.value[k] = Out::narrow(ps.value[k]);
+      weights.store(out + at);
+    }
+  }
+  for (long long i = whole * kVector + thread; i < n; i += threads) {
+    float largest = amsgrad ? vmax[i] : 0.0f, weight = p[i], first = m[i], second = v[i];
+    update<Grad>(grad[i], weight, first, second, largest, s);
+    p[i] = weight;
+    m[i] = first;
+    v[i] = second;
+    if (amsgrad) vmax[i] = largest;
+    if (out != nullptr) out[i] = Out::narrow(weight);
+  }
+}
+
+}  // namespace hytrain_fx
+
+#define ADAMW(name, Grad, Out)                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256) name(const void* grad, float* master, float* m, float* v, float* vmax, void* out, \
+                                                         long long n, hytrain_fx::AdamScalars scalars, hytrain_fx::Factors factors) { \
+    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(grad, master, m, v, vmax, out, n, scalars, factors);                      \
+  }
+
+ADAMW(adamw_f32_f32, F32, F32)
+ADAMW(adamw_f32_bf16, F32, BF16)
+ADAMW(adamw_f32_f16, F32, F16)
+ADAMW(adamw_bf16_f32, BF16, F32)
+ADAMW(adamw_bf16_bf16, BF16, BF16)
+ADAMW(adamw_bf16_f16, BF16, F16)
+ADAMW(adamw_f16_f32, F16, F32)
+ADAMW(adamw_f16_bf16, F16, BF16)
+ADAMW(adamw_f16_f16, F16, F16)
