@@ -49,8 +49,9 @@ class CapturedGraph:
     pair         number of the backend call it came from; a forward and its backward share it
     module       the graph itself; the rewrite edits it in place
     weights      row -> placeholder that holds the parameter
+    outputs      what the graph returned when it was captured: nodes or None
     views        row -> backward placeholders that hold a view of the parameter, saved by the forward
-    grads        row -> position of its gradient among the outputs; only rows that are to be offloaded
+    grads        row -> position of its gradient in `outputs`; only rows that are to be offloaded
     kept_grads   row -> why its gradient output stays
     """
 
@@ -59,19 +60,20 @@ class CapturedGraph:
     kind: GraphKind
     module: fx.GraphModule
     weights: Mapping[int, fx.Node]
+    outputs: tuple[Any, ...] = ()
     views: Mapping[int, tuple[fx.Node, ...]] = field(default_factory=dict)
     grads: Mapping[int, int] = field(default_factory=dict)
     kept_grads: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """`2.backward`, as in dump file names."""
-        return f"{self.index}.{self.kind}"
+        """`02.backward`, as in dump file names."""
+        return f"{self.index:02}.{self.kind}"
 
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        """The output node's values: nodes or None."""
-        return tuple(self.module.graph.output_node().args[0])  # type: ignore[arg-type]
+    def gradient(self, row: int) -> fx.Node:
+        """The node that makes the row's gradient."""
+        node: fx.Node = self.outputs[self.grads[row]]
+        return node
 
     def holders(self, row: int) -> tuple[fx.Node, ...]:
         """The placeholders that hold the row's weight or a saved view of it."""
@@ -202,8 +204,9 @@ class Capture(Generic[R]):
             self._check_all_found(pair, weights)
         grads, kept = self._gradients(module, pair) if kind is GraphKind.BACKWARD else ({}, {})
         index, self._captured = self._captured, self._captured + 1
+        outputs: tuple[Any, ...] = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
         frozen_views = {row: tuple(nodes) for row, nodes in views.items()}
-        return CapturedGraph(index, pair.number, kind, module, weights, frozen_views, grads, kept)
+        return CapturedGraph(index, pair.number, kind, module, weights, outputs, frozen_views, grads, kept)
 
     def _gradients(self, module: fx.GraphModule, pair: _Pair) -> tuple[dict[int, int], dict[int, str]]:
         output = module.graph.output_node()
@@ -255,8 +258,7 @@ def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, fl
     Nodes before the first such node belong to the first unit met.
     """
     owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
-    for row, position in graph.grads.items():
-        owner[dataflow.view_base(graph.outputs[position])] = unit_of[row]
+    owner.update({dataflow.view_base(graph.gradient(row)): unit_of[row] for row in graph.grads})
     total: dict[int, float] = {}
     unit: int | None = None
     pending = 0.0

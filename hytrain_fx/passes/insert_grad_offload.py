@@ -1,0 +1,47 @@
+"""Hand a unit's gradients over at the node that makes the last of them: one `grad_offload` for each unit.
+
+    Before:  mm_8 = aten.mm(permute_18, view_2);  view_22 = aten.view(sum_11, [8]);  mul_27 = ...
+    After:   mm_8 = aten.mm(permute_18, view_2);  view_22 = aten.view(sum_11, [8])
+             grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6]);  mul_27 = ...
+
+One node for each parameter would tear Inductor's fusions of bias and norm gradients apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from hytrain_fx.ops import GRAD_OFFLOAD
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note
+from hytrain_fx.passes.insertion import after_last, insert
+
+
+@dataclass(frozen=True)
+class InsertGradOffload:
+    """One `grad_offload` for each unit that has gradients in this graph."""
+
+    name: ClassVar[str] = "insert_grad_offload"
+    contract: ClassVar[PassContract] = PassContract(
+        requires=frozenset({Fact.ANNOTATED}),
+        provides=frozenset({Fact.GRADS_OFFLOADED}),
+        conflicts=frozenset({Fact.GRADS_OFFLOADED, Fact.OUTPUTS_DROPPED}),
+    )
+
+    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
+        """Insert in the order of units."""
+        maker = {row: node for node in module.graph.nodes for row in note(node).makes}
+        groups = by_unit(tuple(maker), context.unit_of)
+        for unit, rows in groups.items():
+            grads = [maker[row] for row in rows]
+            with after_last(module.graph, grads):
+                insert(module.graph, GRAD_OFFLOAD, (grads, context.session, list(rows)), unit, _token(grads[0]))
+        return (f"{len(maker)} gradients of {len(groups)} units are offloaded",)
+
+
+def _token(grad: fx.Node) -> torch.Tensor:
+    value: torch.Tensor = grad.meta["val"]
+    return value.new_empty(0)

@@ -1,0 +1,59 @@
+"""Say, at the last call that reads a unit's weights, that they may be overwritten.
+
+    Before:  mm_9 = aten.mm(view_24, permute_21);  view_26 = aten.view(mm_9, [2, 5, 8])
+    After:   mm_9 = aten.mm(view_24, permute_21)
+             release = hytrain_fx.release([mm_9], 0, [3, 4]);  view_26 = aten.view(mm_9, [2, 5, 8])
+
+Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the release takes readers' results, so
+it cannot run before them. Of the readers it takes the fewest that need all the others, so that no buffer lives longer for it.
+A weight that this backward does not read (a bias) goes with its unit's readers, or else with its unit's gradients.
+What has an inlined reader (a norm's weight) is left to `backward_end`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from hytrain_fx import dataflow
+from hytrain_fx.ops import BACKWARD_END, GRAD_OFFLOAD, RELEASE
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note
+from hytrain_fx.passes.insertion import after_last, insert
+
+NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END})  # they take tensors for order only
+
+
+@dataclass(frozen=True)
+class InsertRelease:
+    """One `release` for each unit that has rows which can be released before the end of the backward."""
+
+    name: ClassVar[str] = "insert_release"
+    contract: ClassVar[PassContract] = PassContract(
+        requires=frozenset({Fact.GRADS_OFFLOADED}),
+        provides=frozenset({Fact.RELEASED}),
+        conflicts=frozenset({Fact.RELEASED, Fact.BACKWARD_ENDED}),
+    )
+
+    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
+        """Insert one node for each unit that has something to release here."""
+        tokens = {note(node).unit: node for node in module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)}
+        order = dataflow.Order.of(module.graph)
+        rows = released_rows(context)
+        shown = {row: dataflow.standalone_readers(context.graph.holders(row), NO_READERS) for row in rows}
+        released = 0
+        for unit, group in by_unit([row for row in rows if shown[row] is not None], context.unit_of).items():
+            readers = order.frontier([reader for row in group for reader in shown[row] or ()])
+            results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None]
+            results = results or [tokens[unit]]
+            with after_last(module.graph, results):
+                insert(module.graph, RELEASE, (results, context.session, list(group)), unit)
+            released += len(group)
+        return (f"{released} of {len(rows)} rows are released before the end of the backward",)
+
+
+def released_rows(context: PassContext) -> tuple[int, ...]:
+    """Rows that a backward graph releases: those it offloads, and those it only reads."""
+    held = (row for row in context.graph.held_rows if dataflow.readers(context.graph.holders(row), NO_READERS))
+    return tuple(sorted({*context.graph.grads, *held}))

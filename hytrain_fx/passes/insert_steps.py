@@ -1,0 +1,39 @@
+"""Arm the updates behind each offload; which of a unit's rows each one updates is read from the plan at run time.
+
+    Before:  grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6])
+    After:   grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6])
+             cpu_step = hytrain_fx.cpu_step(grad_offload, 0, [5, 6]);  gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from hytrain_fx.ops import CPU_STEP, GPU_STEP, GRAD_OFFLOAD
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, note, rows_of
+from hytrain_fx.passes.insertion import after_last, insert
+
+
+@dataclass(frozen=True)
+class InsertSteps:
+    """A `cpu_step` and a `gpu_step` behind each `grad_offload`, one token through all three."""
+
+    name: ClassVar[str] = "insert_steps"
+    contract: ClassVar[PassContract] = PassContract(
+        requires=frozenset({Fact.GRADS_OFFLOADED}),
+        provides=frozenset({Fact.STEPS_INSERTED}),
+        conflicts=frozenset({Fact.STEPS_INSERTED}),
+    )
+
+    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
+        """Chain the two behind each token."""
+        offloads = module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)
+        for offload in offloads:
+            token, rows, unit = offload, list(rows_of(offload)), note(offload).unit
+            for target in (CPU_STEP, GPU_STEP):
+                with after_last(module.graph, [token]):
+                    token = insert(module.graph, target, (token, context.session, rows), unit, offload.meta["val"].new_empty(0))
+        return (f"updates armed behind {len(offloads)} offloads",)
