@@ -78,19 +78,22 @@ def known_devices() -> dict[str, DeviceSpec]:
     h200 = DeviceSpec(
         "h200", achieved_flops=525e12, memory_bytes=139 * GIB, memory_bytes_per_s=4.8e12, d2h_bytes_per_s=47.9e9, h2d_bytes_per_s=47.9e9,
         cpu_update_params_per_s=4.1e9, gpu_update_params_per_s=122.6e9, host_memory_bytes=128 * GIB,
-        source="measured on one H200 with PCIe 5 x16 and 16 Xeon cores: compiled 3.14 G and 6.74 G parameter steps of 4 x 2048 tokens in "
-               "0.309 s and 0.628 s, both copy directions together 95.9 GB/s, DeepSpeedCPUAdam 4.1 G parameters/s, fused AdamW on the device")
+        source="measured on one H200 with PCIe 5 x16 and 16 Xeon cores: compiled 3.14 G and 6.74 G parameter steps of 4 x 2048 "
+               "tokens in 0.309 s and 0.628 s, both copy directions together 95.9 GB/s, "
+               "DeepSpeedCPUAdam 4.1 G parameters/s, fused AdamW on the device")
     return {spec.name: spec for spec in (
         h200,
         _from_data_sheet("h100", tflops=989, memory_gib=80, memory_gbytes_per_s=3350, link_gbytes_per_s=64, host_gparams_per_s=4.1,
                          source="NVIDIA H100 SXM data sheet (BF16 dense 989 TFLOP/s, 3.35 TB/s); host as on the measured H200 machine"),
         _from_data_sheet("a100-80", tflops=312, memory_gib=80, memory_gbytes_per_s=2039, link_gbytes_per_s=32, host_gparams_per_s=3.7,
-                         source="NVIDIA A100 80GB SXM data sheet (BF16 312 TFLOP/s, 2039 GB/s, PCIe 4); host assumed to update at 120 GB/s"),
+                         source="NVIDIA A100 80GB SXM data sheet (BF16 312 TFLOP/s, 2039 GB/s, PCIe 4); "
+                                "host assumed to update at 105 GB/s"),
         _from_data_sheet("rtx4090", tflops=165, memory_gib=24, memory_gbytes_per_s=1008, link_gbytes_per_s=32, host_gparams_per_s=1.6,
                          source="NVIDIA Ada white paper (RTX 4090: FP16 with FP32 accumulate 165 TFLOP/s, 1008 GB/s, PCIe 4); "
                                 "host assumed: two channels of DDR5, 45 GB/s"),
         _from_data_sheet("v100", tflops=125, memory_gib=32, memory_gbytes_per_s=900, link_gbytes_per_s=16, host_gparams_per_s=2.1,
-                         source="NVIDIA V100 SXM2 data sheet (FP16 125 TFLOP/s, 900 GB/s, PCIe 3; no BF16); host assumed to update at 60 GB/s"),
+                         source="NVIDIA V100 SXM2 data sheet (FP16 125 TFLOP/s, 900 GB/s, PCIe 3; no BF16); "
+                                "host assumed to update at 60 GB/s"),
         DeviceSpec("cpu-laptop", achieved_flops=0.4e12, memory_bytes=16 * GIB, memory_bytes_per_s=40e9, d2h_bytes_per_s=10e9,
                    h2d_bytes_per_s=10e9, cpu_update_params_per_s=1.4e9, gpu_update_params_per_s=1.4e9, host_memory_bytes=16 * GIB,
                    source="assumed: 8 cores with AVX2 at half of 0.8 TFLOP/s (fp32), 40 GB/s of memory shared by device and host side"),
@@ -140,7 +143,8 @@ def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: i
 
 
 def _from_data_sheet(
-    name: str, *, tflops: float, memory_gib: int, memory_gbytes_per_s: float, link_gbytes_per_s: float, host_gparams_per_s: float, source: str
+    name: str, *, tflops: float, memory_gib: int, memory_gbytes_per_s: float, link_gbytes_per_s: float, host_gparams_per_s: float,
+    source: str,
 ) -> DeviceSpec:
     return DeviceSpec(
         name, achieved_flops=MATMUL_SHARE * tflops * 1e12, memory_bytes=memory_gib * GIB, memory_bytes_per_s=memory_gbytes_per_s * 1e9,

@@ -136,5 +136,6 @@ def units_that_fit(params: Sequence[int], budget_bytes: int | None, state_bytes_
     if budget_bytes is None:
         return len(params)
     if budget_bytes < 0 or state_bytes_per_param < 0:
-        raise PlanError(f"found a budget of {budget_bytes} bytes and {state_bytes_per_param} bytes of states per parameter, expected both >= 0")
+        raise PlanError(f"found a budget of {budget_bytes} bytes and {state_bytes_per_param} bytes of states per parameter, "
+                        "expected both >= 0")
     return bisect_right([p * state_bytes_per_param for p in accumulate(params)], budget_bytes)

@@ -83,7 +83,8 @@ def plan(
         return solution.reason(unit, settled)
 
     if k is None and guard > 1:
-        notes = (*notes, f"solved with CPU update times {guard:.3g} times as long as measured: too small a k costs more than too large a one")
+        notes = (*notes, f"solved with CPU update times {guard:.3g} times as long as measured")
+    inputs = _inputs(profile, guard, state_bytes_per_param, budget_bytes)
     draft = prefix_plan(profile.units, settled, source=rule if k is None else "fixed k", reason=reason)
     return replace(draft, inputs=inputs, notes=notes, predicted=predict(profile, draft, state_bytes_per_param, discipline))
 

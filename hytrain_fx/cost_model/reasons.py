@@ -15,7 +15,7 @@ def balance_reason(balance: Balance, unit: int, k: int) -> str:
         return (f"on the device: with only the {unit} units before it there, CPU updates last {time_text(balance.cpu_side_us(unit))} "
                 f"while backward and device updates last {time_text(balance.gpu_side_us(unit))}")
     slack_us = balance.gpu_side_us(k) - balance.cpu_side_us(k)
-    verdict = (f"{time_text(slack_us)} less than" if slack_us > 0 else f"{time_text(-slack_us)} more than" if slack_us < 0 else "as long as")
+    verdict = f"{time_text(abs(slack_us))} {'less' if slack_us >= 0 else 'more'} than"
     return (f"on the CPU: its update ({time_text(balance.cpu_us[unit])}) is one of {balance.n - k} that last "
             f"{time_text(balance.cpu_side_us(k))}, {verdict} backward and device updates ({time_text(balance.gpu_side_us(k))})")
 

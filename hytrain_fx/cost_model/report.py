@@ -93,8 +93,9 @@ class Report:
     def _head(self) -> str:
         return (f"# {self.model} on {self.device}\n\n"
                 f"{count_text(self.params)} parameters, micro-batch of {self.tokens} tokens in sequences of {self.sequence}, "
-                f"{'with' if self.recompute else 'no'} recomputation, {bytes_text(self.budget_bytes)} of device memory for optimizer states. "
-                f"Predicted, not measured. Forward and backward alone take {time_text(self.compute_us)}.\n\nRates: {self.source}.")
+                f"{'with' if self.recompute else 'no'} recomputation, {bytes_text(self.budget_bytes)} of device memory for "
+                f"optimizer states. Predicted, not measured. "
+                f"Forward and backward alone take {time_text(self.compute_us)}.\n\nRates: {self.source}.")
 
     def _steps_table(self) -> str:
         lines = ["| system | k | step | of compute | waits | device updates | device idle | fits |", "|---|---|---|---|---|---|---|---|"]
@@ -119,7 +120,8 @@ class Report:
         e = self.equal_layers
         return (f"All CPU updates of equal layers are hidden from this many tokens in a micro-batch on: {hidden}.\n\n"
                 f"Most parameters that fit beside these activations: {largest}.\n\n"
-                f"{e['n']:.0f} equal layers would balance at k = {e['k']:.1f}; 1% more backward time moves k by {e['k_per_percent_t_bwd']:+.2f}, "
+                f"{e['n']:.0f} equal layers would balance at k = {e['k']:.1f}; 1% more backward time moves k by "
+                f"{e['k_per_percent_t_bwd']:+.2f}, "
                 f"1% more CPU update time by {e['k_per_percent_t_cpu']:+.2f}, 1% more alpha by {e['k_per_percent_alpha']:+.3f}.")
 
     def _placement(self) -> str:

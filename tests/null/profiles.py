@@ -1,0 +1,56 @@
+"""Profiles for the tests of the planning half: hypothesis strategies and nets of equal units."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.profile import Profile, UnitProfile
+
+
+def unit(
+    index: int, *, params: int = 1000, forward: float = 10.0, backward: float = 20.0, cpu: float = 30.0, gpu: float = 1.0,
+    d2h: float = 1.0, h2d: float = 1.0,
+) -> UnitProfile:
+    """One unit; times in microseconds."""
+    return UnitProfile(index, f"layer.{index}", params, 2 * params, forward, backward, cpu, gpu, d2h, h2d)
+
+
+def profile_of(units: list[UnitProfile]) -> Profile:
+    """A profile of these units."""
+    return Profile(tuple(units), device="test device", host="test host", versions={"torch": "none"})
+
+
+def uniform(n: int, **times: float) -> Profile:
+    """`n` equal units."""
+    return profile_of([unit(i, **times) for i in range(n)])  # type: ignore[arg-type]  # params stays the default
+
+
+def prefix(profile: Profile, k: int) -> Plan:
+    """The first `k` units on the device."""
+    return prefix_plan(profile.units, k, source="test", reason=lambda _: "test")
+
+
+def subset(profile: Profile, on_device: set[int]) -> Plan:
+    """Any set of whole units on the device."""
+    rows = tuple(PlanRow(u.index, u.name, 0, u.params, Placement.GPU if u.index in on_device else Placement.CPU, "test")
+                 for u in profile.units)
+    k = next((i for i in range(len(profile.units)) if i not in on_device), len(profile.units))
+    return Plan(rows, k, "test")
+
+
+# Whole numbers: sums of these are exact, so equal things compare equal.
+TIMES = st.integers(0, 100).map(float)
+WORK = st.integers(1, 100).map(float)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, max_units: int = 8) -> Profile:
+    """Any small profile."""
+    n = draw(st.integers(1, max_units))
+    return profile_of([
+        unit(i, params=draw(st.integers(1, 5000)), forward=draw(WORK), backward=draw(WORK), cpu=draw(TIMES), gpu=draw(TIMES),
+             d2h=draw(TIMES), h2d=draw(TIMES))
+        for i in range(n)
+    ])

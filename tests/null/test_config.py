@@ -1,0 +1,78 @@
+"""Options are checked when they are given."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.config import Config
+from hytrain_fx.errors import ConfigError, HytrainError
+from hytrain_fx.ir.plan import Plan
+
+EMPTY_PLAN = Plan((), 0, "test")
+
+
+def test_defaults_are_accepted_and_fixed() -> None:
+    """The defaults pass their own checks, and a Config does not change."""
+    config = Config()
+    assert (config.k, config.gpu_states) == ("auto", "auto")
+    with pytest.raises(FrozenInstanceError):
+        config.k = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("options", [
+    {"k": 0}, {"k": 12}, {"plan": EMPTY_PLAN}, {"planner": "windowed"}, {"gpu_states": 0.25}, {"gpu_states": 0}, {"gpu_states": 1.0},
+    {"host_memory": 1}, {"replan_every": 10}, {"engine": "torch"}, {"workers": 2}, {"ring_bytes": 1 << 20}, {"timeout_s": 0.5},
+    {"mode": "default"}, {"dynamic": True}, {"options": {"max_autotune": False}},
+])
+def test_accepted(options: dict[str, Any]) -> None:
+    """Each option takes what its description says, and keeps it."""
+    config = Config.from_options(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("k", -1), ("k", "all"), ("k", True), ("k", 1.5), ("plan", {"k": 0}), ("planner", "greedy"), ("gpu_states", 1.5), ("gpu_states", -1),
+    ("gpu_states", "most"), ("gpu_states", True), ("host_memory", 0), ("host_memory", 1e9), ("replan_every", -1), ("replan_every", True),
+    ("warmup_steps", 0), ("engine", "cuda"), ("workers", 0), ("workers", True), ("ring_bytes", -5), ("timeout_s", 0), ("timeout_s", "long"),
+    ("mode", "reduce-overhead"), ("mode", "max-autotune"),
+])
+def test_refused(name: str, value: object) -> None:
+    """A wrong type or range is an error that names the option and what was found; it is a ValueError and one of ours."""
+    with pytest.raises(ConfigError, match=f"option {name}=") as caught:
+        Config.from_options(**{name: value})
+    assert repr(value) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, HytrainError)
+
+
+@given(fraction=st.floats())
+def test_fractions_of_the_states(fraction: float) -> None:
+    """A float is a fraction: 0..1 is accepted, anything else, nan included, is not."""
+    if 0.0 <= fraction <= 1.0:
+        assert Config(gpu_states=fraction).gpu_states == fraction
+    else:
+        with pytest.raises(ConfigError):
+            Config(gpu_states=fraction)
+
+
+def test_plan_and_k_exclude_each_other() -> None:
+    """A plan already fixes k, so giving both is an error."""
+    with pytest.raises(ConfigError, match="a plan already fixes k"):
+        Config(plan=EMPTY_PLAN, k=2)
+
+
+def test_unknown_names_are_refused() -> None:
+    """A misspelt option is an error that lists the options."""
+    with pytest.raises(ConfigError, match=r"unknown option 'gpu_state'; the options are .*gpu_states"):
+        Config.from_options(gpu_state=0.5)
+
+
+def test_every_option_is_described() -> None:
+    """The docstring describes each option on a line of its own."""
+    described = {line.split()[0] for line in (Config.__doc__ or "").splitlines() if line.startswith("    ") and line.split()}
+    assert {f.name for f in fields(Config)} <= described

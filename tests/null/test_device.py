@@ -1,0 +1,92 @@
+"""Named machines and the profiles made from their rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.device import DeviceSpec, analytic_profile, find_device, known_devices
+from hytrain_fx.cost_model.shapes import read_shape
+from hytrain_fx.errors import ConfigError
+
+SHAPE = read_shape("llama-1.3b")
+H200 = find_device("h200")
+
+
+@pytest.mark.parametrize("name", sorted(known_devices()))
+def test_known_devices_say_where_their_figures_come_from(name: str) -> None:
+    """Each device is found by its name in any case, survives JSON, and says measured, data sheet or assumed."""
+    spec = find_device(name.upper())
+    assert spec.name == name
+    assert DeviceSpec.from_json(spec.to_json()) == spec
+    assert any(word in spec.source for word in ("measured", "data sheet", "white paper", "assumed"))
+
+
+@pytest.mark.parametrize(("model", "step_s", "forward_s"), [("llama-3.1b", 0.309, 0.101), ("llama-7b", 0.628, None)])
+def test_h200_figures_meet_the_measured_steps(model: str, step_s: float, forward_s: float | None) -> None:
+    """For 4 x 2048 tokens the H200's forward and backward come within 4% of what was measured there."""
+    p = analytic_profile(read_shape(model), H200, 8192, sequence=2048)
+    assert (p.forward_us + p.backward_us) / 1e6 == pytest.approx(step_s, rel=0.04)
+    assert forward_s is None or p.forward_us / 1e6 == pytest.approx(forward_s, rel=0.04)
+
+
+def test_updates_and_copies_follow_the_rates() -> None:
+    """Update and copy times are parameters and 16-bit bytes over the device's rates."""
+    p = analytic_profile(SHAPE, H200, 4096)
+    assert p.cpu_update_us == pytest.approx(1e6 * SHAPE.params / 4.1e9)
+    assert p.alpha == pytest.approx(4.1 / 122.6)
+    assert p.d2h_us == pytest.approx(1e6 * 2 * SHAPE.params / 47.9e9)
+    assert [u.params for u in p.units] == [u.params for u in SHAPE.units]
+    assert (p.steps, p.tokens, p.device) == (0, 4096, "h200")
+
+
+@given(tokens=st.integers(256, 1 << 16), more=st.integers(1, 1 << 16))
+def test_more_tokens_take_longer(tokens: int, more: int) -> None:
+    """Forward and backward grow with tokens, updates and copies do not."""
+    short, long = (analytic_profile(SHAPE, H200, n, sequence=256) for n in (tokens, tokens + more))
+    assert long.forward_us > short.forward_us
+    assert long.backward_us > short.backward_us
+    assert (long.cpu_update_us, long.d2h_us) == (short.cpu_update_us, short.d2h_us)
+
+
+def test_recomputation_adds_one_forward_of_each_layer() -> None:
+    """With recomputation the backward is longer by the layers' forward, not by the head's or the embedding's."""
+    plain, again = (analytic_profile(SHAPE, H200, 8192, recompute) for recompute in (False, True))
+    layers = sum(u.forward_us for u in plain.units[1:-1])
+    assert again.backward_us - plain.backward_us == pytest.approx(layers)
+    assert again.units[-1].backward_us == plain.units[-1].backward_us
+
+
+def test_longer_sequences_cost_attention() -> None:
+    """At equal tokens longer sequences make layers slower, twice as much so without a causal mask."""
+    def layer_us(sequence: int, causal: bool) -> float:
+        return analytic_profile(replace(SHAPE, causal=causal), H200, 8192, sequence=sequence).units[1].forward_us
+
+    causal, full = (layer_us(4096, c) - layer_us(1024, c) for c in (True, False))
+    assert full == pytest.approx(2 * causal)
+    assert causal > 0
+
+
+def test_a_device_from_a_file(tmp_path: Path) -> None:
+    """A JSON file describes a device of the user's own."""
+    path = tmp_path / "mine.json"
+    path.write_text(replace(H200, name="mine").to_json())
+    assert find_device(path).name == "mine"
+
+
+def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
+    """An unknown name, a file that is no description, and a rate of 0 are errors."""
+    with pytest.raises(ConfigError, match="nor a device of that name; the names are h200"):
+        find_device("tpu")
+    path = tmp_path / "bad.json"
+    path.write_text('{"name": "x"}')
+    with pytest.raises(ConfigError, match="expected a JSON object with name, achieved_flops"):
+        find_device(path)
+    with pytest.raises(ConfigError, match="d2h_bytes_per_s=0"):
+        replace(H200, d2h_bytes_per_s=0)
+    with pytest.raises(ConfigError, match="found 0 tokens"):
+        analytic_profile(SHAPE, H200, 0)

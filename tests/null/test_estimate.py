@@ -1,0 +1,67 @@
+"""Estimators of measured series, and the decision to move to another plan."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.estimate import guard_of, median_of_last, ratio_of_sums, should_replan, standard_error
+from hytrain_fx.errors import PlanError
+
+SERIES = st.lists(st.floats(1, 1e6), min_size=1, max_size=30)
+
+
+@given(values=SERIES, n=st.integers(1, 20), guard=st.floats(1, 2))
+def test_median_of_last(values: list[float], n: int, guard: float) -> None:
+    """Only the last n values count, and the guard multiplies their median."""
+    assert median_of_last([1e9, *values], min(n, len(values)), guard) == guard * statistics.median(values[-n:])
+
+
+@given(value=st.floats(1, 1e6), spike=st.floats(2e6, 1e9))
+def test_spikes_do_not_move_the_median(value: float, spike: float) -> None:
+    """Three spikes in seven values leave the estimate and its error as they were."""
+    series = [value, spike, value, spike, value, spike, value]
+    assert median_of_last(series) == value
+    assert standard_error(series) == 0.0
+    assert guard_of(series) == 1.05
+
+
+def test_noise_raises_the_guard() -> None:
+    """The guard is at least 5% and grows with the relative standard error."""
+    calm, noisy = [100.0, 101.0, 99.0] * 3, [100.0, 160.0, 40.0] * 3
+    assert guard_of(calm) == 1.05
+    assert guard_of(noisy) == pytest.approx(1 + 1.5 * standard_error(noisy) / 100.0)
+    assert guard_of(noisy) > 1.2
+
+
+def test_ratio_of_sums_weighs_by_amount() -> None:
+    """A rate is total time over total bytes: a slow small chunk counts little."""
+    assert ratio_of_sums([(10.0, 100.0), (5.0, 1.0)]) == pytest.approx(15 / 101)
+
+
+def test_series_without_values_are_refused() -> None:
+    """No values, an empty window and no amounts are errors."""
+    with pytest.raises(PlanError, match="found 0 measured values"):
+        median_of_last([])
+    with pytest.raises(PlanError, match="window of 0"):
+        median_of_last([1.0], 0)
+    with pytest.raises(PlanError, match="sum to 0"):
+        ratio_of_sums([])
+
+
+def test_small_or_unpaid_gains_do_not_move_states() -> None:
+    """A plan is changed for a gain above 1%, above the noise, and repaid within the horizon; not otherwise."""
+    assert should_replan(1000.0, 950.0, 9000.0, 200)
+    assert not should_replan(1000.0, 950.0, 11_000.0, 200)
+    assert not should_replan(1000.0, 991.0, 0.0, 200)
+    assert not should_replan(1000.0, 950.0, 0.0, 200, standard_error_us=25.0)
+    assert not should_replan(1000.0, 1100.0, 0.0, 200)
+
+
+@given(a=st.floats(1, 1e6), b=st.floats(1, 1e6), migration=st.floats(0, 1e7), horizon=st.integers(1, 1000))
+def test_no_flip_and_back(a: float, b: float, migration: float, horizon: int) -> None:
+    """From the same numbers it never pays to move and to move back."""
+    assert not (should_replan(a, b, migration, horizon) and should_replan(b, a, migration, horizon))

@@ -1,0 +1,110 @@
+"""The offline report and its memory figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.device import find_device
+from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
+from hytrain_fx.cost_model.memory import activation_bytes, footprint, largest_params, states_budget_bytes
+from hytrain_fx.cost_model.report import SYSTEMS, report
+from hytrain_fx.cost_model.shapes import read_shape
+from hytrain_fx.errors import ConfigError, PlanError
+from hytrain_fx.ir.plan import validate
+
+SHAPE = read_shape("llama-7b")
+H200 = find_device("h200")
+
+
+def test_systems_keep_their_order() -> None:
+    """For 7 G parameters in 8k tokens: no overlap is slowest, then CoTrain, HyTrainDNN and windows, each at least as fast."""
+    r = report("llama-7b", "h200", 8192, sequence=2048)
+    steps = [row.step_us for row in r.rows[:5]]
+    assert [row.system for row in r.rows] == [system.name for system in SYSTEMS]
+    assert steps == sorted(steps, reverse=True)
+    assert all(row.step_us >= r.compute_us for row in r.rows)
+    validate(r.plan, SHAPE.units)
+
+
+def test_markdown_and_json_carry_the_same_figures() -> None:
+    """The text names every system, unit and note; the JSON holds the unrounded figures."""
+    r = report("llama-10b", "h200", 8192, sequence=2048)
+    text, raw = r.to_markdown(), json.loads(r.to_json())
+    assert all(f"| {system.name} |" in text for system in SYSTEMS)
+    assert all(f"- {row.unit} {row.unit_name}: {row.reason}" in text for row in r.plan.rows)
+    assert "capped by memory: " in text
+    assert raw["rows"][4]["step_us"] == r.rows[4].step_us
+    assert raw["plan"]["k"] == r.plan.k == r.rows[4].k
+    assert raw["params"] == r.params == read_shape("llama-10b").params
+
+
+def test_what_does_not_fit_is_shown_as_such() -> None:
+    """10 G parameters fit neither on the device alone nor with all states on that host, but split between both."""
+    fits = {row.system: row.fits for row in report("llama-10b", "h200", 8192, sequence=2048).rows}
+    assert not fits["all on the device"]
+    assert not fits["ZeRO-Offload, no overlap"]
+    assert fits["windows, waits per layer"]
+
+
+def test_tokens_that_hide_all_updates() -> None:
+    """From the stated micro-batch on, equal layers stall only for what the first and last of them cannot hide."""
+    r = report(SHAPE, H200, 8192)
+    tokens = int(1.1 * r.hidden_from_tokens["waits per layer"])
+    assert tokens == pytest.approx(1.1 * 525e12 / 4.1e9 / 6, rel=1e-3)
+    few, enough = (report(SHAPE, H200, n, budget_bytes=0).rows[4] for n in (tokens // 4, tokens))
+    assert enough.stall_us < 0.1 * enough.step_us
+    assert few.stall_us > 0.5 * few.step_us
+
+
+def test_budget_is_obeyed() -> None:
+    """With no device memory for states the solved systems keep k=0."""
+    r = report(SHAPE, H200, 8192, budget_bytes=0)
+    assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, len(SHAPE.units)]
+    with pytest.raises(PlanError, match="budget of -1"):
+        report(SHAPE, H200, 8192, budget_bytes=-1)
+    with pytest.raises(ConfigError, match="no-such-model"):
+        report("no-such-model", H200, 8192)
+
+
+@given(k=st.integers(0, 34), tokens=st.integers(1, 1 << 15), recompute=st.booleans())
+@settings(deadline=None)
+def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool) -> None:
+    """12 bytes of states a parameter, on one side or the other; 2 bytes of weights on the device whatever k is."""
+    m = footprint(SHAPE, tokens, k, recompute)
+    assert m.gpu_states_bytes + m.host_states_bytes == 12 * SHAPE.params
+    assert m.weights_bytes == 2 * SHAPE.params
+    assert m.device_bytes + m.host_bytes - m.activations_bytes >= 16 * SHAPE.params
+    assert activation_bytes(SHAPE, tokens, True) < activation_bytes(SHAPE, tokens, False)
+
+
+@given(tokens=st.integers(1, 1 << 14), memory=st.integers(10**9, 10**12))
+@settings(deadline=None)
+def test_the_budget_fits_the_device(tokens: int, memory: int) -> None:
+    """As many units as the budget holds never overfill a device that holds the rest."""
+    device = replace(H200, memory_bytes=memory, host_memory_bytes=10**13)
+    budget = states_budget_bytes(SHAPE, device, tokens)
+    k = max(k for k in range(len(SHAPE.units) + 1) if 12 * sum(u.params for u in SHAPE.units[:k]) <= budget)
+    assert k == 0 or footprint(SHAPE, tokens, k).fits(device)
+
+
+def test_largest_models() -> None:
+    """Split states hold the most: the host's share and, in what the weights leave of the device, another."""
+    sizes = largest_params(H200, 10_000_000_000)
+    assert sizes["split"] > max(sizes["host"], sizes["device"])
+    assert sizes["host"] == pytest.approx(0.85 * 128 * 2**30 / 14)
+    assert 2 * sizes["host"] + 16 * (sizes["split"] - sizes["host"]) == pytest.approx(0.95 * H200.memory_bytes - 1e10)
+    assert largest_params(H200, 10**13) == {"device": 0.0, "host": 0.0, "split": 0.0}
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (time_text(0.5), "0.5 us"), (time_text(12_345), "12.3 ms"), (time_text(1.234e6), "1.23 s"), (time_text(-2000), "-2 ms"),
+    (bytes_text(512), "512 B"), (bytes_text(14e9), "14 GB"), (count_text(6.738e9), "6.74 G"), (count_text(34), "34"),
+])
+def test_figures_as_text(text: str, expected: str) -> None:
+    """A figure has three digits and the unit that keeps it between 1 and 1000."""
+    assert text == expected

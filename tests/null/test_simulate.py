@@ -1,0 +1,180 @@
+"""The simulated step against closed forms, the task DAG's longest path, and its own rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.simulate import Barrier, CommitAt, Discipline, Order, simulate
+from hytrain_fx.cost_model.windows import windows_of
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import Resource, TaskId, TaskKind, Unit, build_task_graph
+from tests.null.profiles import prefix, profile_of, profiles, subset, uniform, unit
+
+FINE = 50  # chunks a unit of 1000 parameters is cut into
+DISCIPLINES = st.builds(
+    Discipline, order=st.sampled_from(["edf", "fifo"]), barrier=st.sampled_from(["none", "before_forward", "zero_offload"]),
+    commit_at=st.sampled_from(["backward_start", "backward_end"]), chunk_params=st.sampled_from([None, 100, 1000]))
+
+
+def step_us(profile: Profile, plan: Plan, order: Order = "edf", barrier: Barrier = "none", commit_at: CommitAt = "backward_start") -> float:
+    """Step time with units of 1000 parameters cut finely."""
+    return simulate(profile, plan, Discipline(order, barrier, commit_at, 1000 // FINE)).makespan_us
+
+
+def chunk_us(profile: Profile) -> float:
+    """One finest chunk through all three stages, and one on the device: what whole chunks may cost at a gate."""
+    return max(u.d2h_us + u.cpu_update_us + u.h2d_us + u.gpu_update_us for u in profile.units) / FINE
+
+
+@given(profile=profiles(), discipline=DISCIPLINES, data=st.data())
+@settings(deadline=None)
+def test_every_schedule_keeps_the_rules(profile: Profile, discipline: Discipline, data: st.DataObject) -> None:
+    """Resources do all their work, once; the step is work plus stalls; no forward starts before its own new weights are there.
+
+    (That no resource works twice at once is checked by Schedule itself.) The last fact makes one period the steady state.
+    """
+    on_device = data.draw(st.sets(st.sampled_from(range(len(profile.units)))))
+    s = simulate(profile, subset(profile, on_device), discipline)
+    gpu_us = sum(u.gpu_update_us for u in profile.units if u.index in on_device)
+    assert s.busy_us(Resource.GPU) == pytest.approx(profile.forward_us + profile.backward_us + gpu_us)
+    assert s.busy_us(Resource.CPU) == pytest.approx(sum(u.cpu_update_us for u in profile.units if u.index not in on_device))
+    assert s.makespan_us == pytest.approx(s.busy_us(Resource.GPU) + s.stall_us)
+    for u in profile.units:
+        (forward,) = s.of(TaskId(TaskKind.FORWARD, u.index))
+        updates = s.of(TaskId(TaskKind.H2D, u.index)) + s.of(TaskId(TaskKind.GPU_UPDATE, u.index))
+        assert all(i.end_us <= forward.start_us + 1e-9 for i in updates)
+        (backward,) = s.of(TaskId(TaskKind.BACKWARD, u.index))
+        assert all(i.start_us >= backward.end_us - 1e-9 for i in updates + s.of(TaskId(TaskKind.D2H, u.index)))
+
+
+@given(n=st.integers(1, 8), data=st.data())
+@settings(deadline=None)
+def test_longest_path_without_contention(n: int, data: st.DataObject) -> None:
+    """With equal layers whose copies and updates fit in one layer's backward no queue forms: the step is the DAG's longest path."""
+    short = st.integers(1, 20).map(float)
+    cpu, d2h, h2d = data.draw(st.tuples(short, short, short))
+    profile = profile_of([unit(i, forward=data.draw(short), backward=20.0, cpu=cpu, d2h=d2h, h2d=h2d) for i in range(n)])
+    units = tuple(Unit(u.index, u.name, u.params, (), u.grad_bytes) for u in profile.units)
+    dag = build_task_graph(units).dag
+    dag.remove_edge(TaskId(TaskKind.FORWARD, n - 1), TaskId(TaskKind.BACKWARD, n - 1))
+    dag.add_edges_from((TaskId(TaskKind.WAIT, i), TaskId(TaskKind.FORWARD, i)) for i in range(n))
+    dag.add_edge(TaskId(TaskKind.BACKWARD, 0), TaskId(TaskKind.FORWARD, 0))
+    dag.remove_nodes_from([TaskId(TaskKind.GPU_UPDATE, i) for i in range(n)])
+    times = {task: getattr(profile.units[task.unit], f"{task.kind}_us", 0.0) for task in dag}
+    for before, after, edge in dag.edges(data=True):
+        edge["us"] = times[before] + (times[after] if dag.out_degree(after) == 0 else 0.0)
+    longest = nx.dag_longest_path_length(dag, weight="us")
+    assert simulate(profile, prefix(profile, 0), Discipline(chunk_params=None)).makespan_us == pytest.approx(longest)
+
+
+@given(n=st.integers(2, 10), cpu=st.floats(0, 120), gpu=st.floats(0, 10), forward=st.floats(1, 20), backward=st.floats(1, 40),
+       data=st.data())
+@settings(deadline=None)
+def test_windows_closed_form_on_equal_layers(
+    n: int, cpu: float, gpu: float, forward: float, backward: float, data: st.DataObject
+) -> None:
+    """The simulated step is at least t_f + t_b + max(A_k, worst overrun), and above it by no more than a few chunks."""
+    profile = uniform(n, forward=forward, backward=backward, cpu=cpu, gpu=gpu, d2h=1.0, h2d=1.0)
+    k = data.draw(st.integers(0, n))
+    fluid = profile.forward_us + profile.backward_us + windows_of(
+        profile, guard=1.0, chunk_params=1, updates_in_backward=True).exposed_us(k)
+    found = step_us(profile, prefix(profile, k))
+    slack = chunk_us(profile)
+    assert fluid - slack <= found <= fluid + 4 * slack
+
+
+@given(n=st.integers(2, 10), cpu=st.floats(0, 120), forward=st.floats(1, 20), backward=st.floats(1, 40), data=st.data())
+@settings(deadline=None)
+def test_deferred_windows_closed_form(n: int, cpu: float, forward: float, backward: float, data: st.DataObject) -> None:
+    """With updates from the end of the backward on, only forward time before a layer hides them."""
+    profile = uniform(n, forward=forward, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=0.1)
+    k = data.draw(st.integers(0, n))
+    fluid = profile.forward_us + profile.backward_us + windows_of(
+        profile, guard=1.0, chunk_params=1, updates_in_backward=False).exposed_us(k)
+    found = step_us(profile, prefix(profile, k), commit_at="backward_end")
+    assert fluid - chunk_us(profile) <= found <= fluid + 4 * chunk_us(profile)
+
+
+@given(n=st.integers(1, 8), more_cpu=st.floats(0, 100), backward=st.floats(1, 40), gpu=st.floats(0, 30), data=st.data())
+@settings(deadline=None)
+def test_one_barrier_is_the_seed_equation(n: int, more_cpu: float, backward: float, gpu: float, data: st.DataObject) -> None:
+    """With one barrier and a CPU that stays busy, the step is t_f + max(t_bwd + A_k, C - C_k + the wait for the first gradient)."""
+    profile = uniform(n, backward=backward, cpu=backward + more_cpu, gpu=gpu, d2h=1.0, h2d=1.0)
+    k = data.draw(st.integers(0, n - 1))
+    balance = max(n * backward + gpu * k, backward + (backward + more_cpu) * (n - k))
+    found = step_us(profile, prefix(profile, k), barrier="before_forward")
+    assert profile.forward_us + balance - 1e-6 <= found <= profile.forward_us + balance + 4 * chunk_us(profile)
+
+
+@given(profile=profiles())
+@settings(deadline=None)
+def test_no_overlap_is_a_sum(profile: Profile) -> None:
+    """ZeRO-Offload without overlap takes forward, backward, all copies and all CPU updates one after the other."""
+    found = simulate(profile, prefix(profile, 0), Discipline(barrier="zero_offload")).makespan_us
+    assert found == pytest.approx(
+        profile.forward_us + profile.backward_us + profile.d2h_us + profile.cpu_update_us + profile.h2d_us)
+
+
+@given(n=st.integers(2, 6), forward=st.lists(st.floats(1, 30), min_size=6, max_size=6), cpu=st.floats(1, 150), gpu=st.floats(0, 10),
+       size=st.integers(0, 6))
+@settings(deadline=None, max_examples=40)
+def test_the_prefix_is_the_best_set_of_its_size(n: int, forward: list[float], cpu: float, gpu: float, size: int) -> None:
+    """No other set of as many equal-sized units on the device gives a shorter step than the leading ones (up to a few chunks)."""
+    profile = profile_of([unit(i, forward=f, backward=2 * f, cpu=cpu, gpu=gpu) for i, f in enumerate(forward[:n])])
+    best = step_us(profile, prefix(profile, min(size, n)))
+    for other in combinations(range(n), min(size, n)):
+        assert best <= step_us(profile, subset(profile, set(other))) + 4 * chunk_us(profile)
+
+
+@given(profile=profiles(max_units=6), k=st.integers(0, 6))
+@settings(deadline=None)
+def test_more_waiting_is_never_faster(profile: Profile, k: int) -> None:
+    """A later commit, one barrier, or no overlap do not shorten the step (up to a few chunks); order alone may not either."""
+    profile = replace(profile, units=tuple(replace(u, params=1000) for u in profile.units))
+    plan = prefix(profile, min(k, len(profile.units)))
+    free, slack = step_us(profile, plan), 4 * chunk_us(profile)
+    assert free <= step_us(profile, plan, commit_at="backward_end") + slack
+    assert free <= step_us(profile, plan, barrier="before_forward") + slack
+    assert step_us(profile, plan, barrier="before_forward") <= step_us(profile, plan, barrier="zero_offload") + slack
+    assert free <= step_us(profile, plan, order="fifo") + slack
+
+
+def test_lowest_layer_first_beats_first_come() -> None:
+    """Where the CPU falls behind, updating the lowest layer first lets the forward start earlier than first come, first served."""
+    profile = uniform(8, forward=10.0, backward=20.0, cpu=32.0, gpu=1.0)
+    plan = prefix(profile, 2)
+    assert step_us(profile, plan) < 0.9 * step_us(profile, plan, order="fifo")
+
+
+def test_device_updates_hide_in_waits() -> None:
+    """Where the forward waits for the CPU anyway, device updates add nothing to the step."""
+    slow = uniform(4, cpu=200.0, gpu=20.0)
+    without = profile_of([replace(u, gpu_update_us=0.0) for u in slow.units])
+    plan = prefix(slow, 2)
+    assert step_us(slow, plan) == pytest.approx(step_us(without, plan))
+
+
+def test_a_split_unit_uses_both_sides() -> None:
+    """Shares of one unit run where they are placed, each for its part of the time."""
+    profile = uniform(1, cpu=30.0, gpu=4.0)
+    rows = (PlanRow(0, "layer.0", 0, 250, Placement.GPU, ""), PlanRow(0, "layer.0", 250, 1000, Placement.CPU, ""))
+    s = simulate(profile, Plan(rows, 0, "test"))
+    assert s.busy_us(Resource.CPU) == pytest.approx(22.5)
+    assert sum(i.duration_us for i in s.of(TaskId(TaskKind.GPU_UPDATE, 0))) == pytest.approx(1.0)
+
+
+def test_streamed_shares_and_foreign_plans_are_refused() -> None:
+    """A streamed share, and a plan for another model, are errors."""
+    profile = uniform(1)
+    with pytest.raises(PlanError, match="streamed share"):
+        simulate(profile, Plan((PlanRow(0, "layer.0", 0, 1000, Placement.STREAM, ""),), 0, "test"))
+    with pytest.raises(PlanError, match=r"places unit 1, the model has units 0\.\.0"):
+        simulate(profile, prefix(uniform(2), 1))
