@@ -19,8 +19,9 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.grad_state import Factor, GradState, effective_factor, state_of
-from hytrain_fx.torch_private import private_function, without_torch_function
+from hytrain_fx.torch_private import metadata_functions, private_function, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
 _foreach_mul_: Final = private_function("_foreach_mul_")
@@ -47,7 +48,13 @@ def _metadata(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _requires_grad_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    return args[0] if args[1:] == (False,) and not kwargs and _untouched(args[0]) else NotImplemented
+    if (args[1:] or tuple(kwargs.values())) != (False,):
+        raise UnsupportedError("requires_grad_() of a gradient that is held on the host: take p.grad.clone().requires_grad_() instead")
+    return args[0]
+
+
+def _set_requires_grad(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    _requires_grad_(func, args, kwargs)
 
 
 def _detach(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
@@ -117,7 +124,8 @@ def _one_kind(tensors: object) -> bool:
     if not isinstance(tensors, (list, tuple)) or not tensors:
         return False
     first = tensors[0]
-    return all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided and _dense(t) for t in tensors)
+    with without_torch_function():
+        return all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided and _dense(t) for t in tensors)
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -149,23 +157,30 @@ def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
         return NotImplemented
     tensors, scale = args
     if isinstance(scale, (list, tuple)):
-        return _mul_each(func, tensors, scale) if len(scale) == len(tensors) else NotImplemented
-    snapshots: dict[tuple[torch.dtype, bool], Factor | None] = {}  # one copy of a device tensor for the whole list
+        return NotImplemented if len(scale) != len(tensors) or _share_one(tensors, scale) else _mul_each(func, tensors, scale)
+    snapshots: dict[tuple[torch.dtype, torch.device, bool], Factor | None] = {}  # one copy of a device tensor for the whole list
     rest: list[Tensor] = []
-    for tensor in tensors:
-        state = state_of(tensor)
-        if state is None or state.real is not None:
-            rest.append(tensor)
-            continue
-        key = (tensor.dtype, tensor.dim() == 0)
-        if key not in snapshots:
-            snapshots[key] = _effective(tensor, scale)
-        factor = snapshots[key]
-        if factor is None or not state.log(factor):
-            rest.append(tensor)
+    with without_torch_function():  # metadata of many tensors
+        for tensor in tensors:
+            state = state_of(tensor)
+            if state is None or state.real is not None:
+                rest.append(tensor)
+                continue
+            key = (tensor.dtype, tensor.device, tensor.dim() == 0)
+            if key not in snapshots:
+                snapshots[key] = effective_factor(scale, tensor.dtype, tensor.device, tensor.dim())
+            factor = snapshots[key]
+            if factor is None or not state.log(factor):
+                rest.append(tensor)
     if rest:
         func(_real(rest), scale)
     return tensors
+
+
+def _share_one(tensors: Sequence[Tensor], scales: Sequence[Any]) -> bool:
+    """Whether the order within the list matters, because a tensor is both scaled and a scale."""
+    scaled = {id(tensor) for tensor in tensors}
+    return any(id(scale) in scaled or state_of(scale) is not None for scale in scales)
 
 
 def _mul_each(func: Callable[..., Any], tensors: Sequence[Tensor], scales: Sequence[Any]) -> Any:
@@ -205,7 +220,8 @@ def _unscale(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _effective(grad: Tensor, factor: object) -> Factor | None:
-    return effective_factor(factor, grad.dtype, grad.device, grad.dim())
+    with without_torch_function():
+        return effective_factor(factor, grad.dtype, grad.device, grad.dim())
 
 
 def _real(values: list[Any]) -> list[Any]:
@@ -245,22 +261,11 @@ def _foreach_zero(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
     return args[0]
 
 
-_METADATA_PROPERTIES: Final = (
-    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "_version", "_base"),
-    *("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "_backward_hooks"),
-    *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_mtia"),
-    *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested"),
-)
-_METADATA_METHODS: Final = (
-    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "_is_view", "__len__", "__hash__", "__dir__"),
-)
 _ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
     {
-        **{getattr(Tensor, name).__get__: _metadata for name in _METADATA_PROPERTIES if hasattr(Tensor, name)},
-        **{getattr(Tensor, name): _metadata for name in _METADATA_METHODS if hasattr(Tensor, name)},
-        **dict.fromkeys((torch.numel, torch.is_floating_point, torch.is_complex), _metadata),
+        **dict.fromkeys(metadata_functions(), _metadata),
         Tensor.requires_grad_: _requires_grad_,
+        Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
         Tensor.detach: _detach,
         torch.detach: _detach,
         Tensor.data.__get__: _detach,  # type: ignore[attr-defined]

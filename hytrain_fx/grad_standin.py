@@ -70,6 +70,7 @@ class GradStandIn(Tensor):
             return f"GradStandIn({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {known}{scaled})"
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would read the memory a stand-in does not have
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -78,7 +79,8 @@ class GradStandIn(Tensor):
         return answer if answer is not NotImplemented else run_on_real(func, args, kwargs, into_parameter=True)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.detach.default and cast(GradStandIn, args[0]).grad_state.real is None:

@@ -27,6 +27,27 @@ def private_function(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
+def metadata_functions() -> frozenset[Callable[..., Any]]:
+    """What `__torch_function__` sees for reads that need no values of the tensor: shape, dtype, device, autograd's fields, hash."""
+    properties = (
+        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "_version"),
+        *("requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "grad_dtype", "retains_grad"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks"),
+        *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_mtia"),
+        *("is_sparse", "is_sparse_csr", "is_quantized", "is_mkldnn", "is_nested"),
+    )
+    methods = (
+        *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "_is_view"),
+        *("__len__", "__hash__", "__dir__"),
+    )
+    return frozenset(
+        [getattr(Tensor, name).__get__ for name in properties if hasattr(Tensor, name)]
+        + [getattr(Tensor, name) for name in methods if hasattr(Tensor, name)]
+        + [torch.numel, torch.is_floating_point, torch.is_complex]
+    )
+
+
 def wrapper_tensor(cls: type[Tensor], size: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of class `cls` with metadata only; its memory may not be written through a raw pointer (C++ extensions get an error)."""
     tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
@@ -86,9 +107,10 @@ def gradient_of(desc: object) -> int | None:
 def gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[..., Any], ...]:
     """The tensor hooks and the post-accumulate hooks registered on a parameter."""
     found: list[Callable[..., Any]] = []
-    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(parameter, attribute, None)
-        found += list(hooks.values()) if hooks else []
+    with without_torch_function():  # looking is no access to the values
+        for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(parameter, attribute, None)
+            found += list(hooks.values()) if hooks else []
     return tuple(found)
 
 
@@ -107,3 +129,28 @@ def _private(module: str, name: str) -> Any:
         raise UnsupportedError(
             f"torch {torch.__version__} has no {module}.{name}; hytrain_fx needs it and was run on torch 2.11 and 2.13"
         ) from None
+
+
+def compile_in_place(
+    model: nn.Module, backend: Callable[..., Any], dynamic: bool | None, mode: str | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """`model.compile(...)`, and the compiled call that it put in `model._compiled_call_impl`."""
+    model.compile(backend=backend, dynamic=dynamic, mode=mode, options=options or None)
+    return compiled_call(model)
+
+
+def compiled_call(model: nn.Module) -> Any:
+    """What `model(...)` calls when the model is compiled in place, else None."""
+    if not hasattr(nn.Module, "_compiled_call_impl"):
+        raise UnsupportedError(f"torch {torch.__version__} has no nn.Module._compiled_call_impl; hytrain_fx was run on torch 2.11 and 2.13")
+    return model._compiled_call_impl
+
+
+def set_compiled_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Make `model(...)` call this instead; None makes it a plain model again."""
+    model._compiled_call_impl = call
+
+
+def increment_versions(tensors: Sequence[Tensor]) -> None:
+    """Mark tensors as written, so that a backward through their old values is torch's own error."""
+    torch.autograd.graph.increment_version(tensors)
