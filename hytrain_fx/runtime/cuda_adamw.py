@@ -109,7 +109,7 @@ def _compile(nvrtc: ModuleType, source: bytes, header: bytes, options: tuple[str
     if int(status[0]) != 0:
         log = b" " * _checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "read its log")
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise EngineError(f"NVRTC failed on adamw.cu with {' '.join(options)}; is torch's CUDA too old for this GPU?\n{log.decode()[:4000]}")
+        raise EngineError(f"NVRTC failed on adamw.cu with {' '.join(options)}; is torch too old for this GPU?\n{log.decode()[:4000]}")
     code: bytes = b" " * _checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "get the cubin")
     _checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code), "get the cubin")
     _checked(nvrtc, nvrtc.nvrtcDestroyProgram(program), "destroy the program")
@@ -136,14 +136,17 @@ def _primary_context(ordinal: int) -> Any:
     return _checked(driver, driver.cuDevicePrimaryCtxRetain(device), "retain the primary context")
 
 
+@functools.cache
 def _binding(name: str) -> ModuleType:
     try:
-        return importlib.import_module(f"cuda.bindings.{name}")
-    except ImportError as error:
+        binding = importlib.import_module(f"cuda.bindings.{name}")
+        binding.nvrtcVersion() if name == "nvrtc" else binding.cuDriverGetVersion()  # loads the library behind it
+    except (ImportError, RuntimeError) as error:
         raise EngineError(
-            f"the CUDA kernel needs cuda.bindings.{name} ({error}); torch's CUDA wheels bring it: pip install cuda-bindings "
-            f"for CUDA {torch.version.cuda}, or pass engine='torch' (slower)."
+            f"the CUDA kernel needs cuda.bindings.{name} and its library ({error}); torch's CUDA wheels bring both: pip install "
+            f"cuda-bindings for CUDA {torch.version.cuda}, or pass engine='torch' (slower)."
         ) from error
+    return binding
 
 
 def _checked(binding: ModuleType, result: tuple[Any, ...], what: str) -> Any:

@@ -1,0 +1,30 @@
+"""Entry and exit of the compiled call: parameters are plain inside, guarded outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hytrain_fx.session import Session
+
+
+class CallGate:
+    """Stands where `torch.nn.Module.compile` puts the compiled call; a copied or pickled model loses it and is a plain model."""
+
+    def __init__(self, compiled: Callable[..., Any], session: Session) -> None:
+        self._compiled = compiled
+        self.session = session
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.enter_forward()
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            self.session.leave_forward()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return (type(None), ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None

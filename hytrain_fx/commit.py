@@ -1,0 +1,104 @@
+"""From parameter groups and `.grad` to what the engine commits: one item per row that has a gradient.
+
+    .grad is None                        the row sits this step out, as in torch
+    a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
+    a real tensor, row on the device     the update reads that tensor
+    a real tensor, row on the host       it is offloaded now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hytrain_fx.errors import GradientConsumedError, UnsupportedError
+from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import CommitItem
+from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.step_nodes import SessionNodes
+
+
+class CommitBuilder:
+    """Builds the items of one `step()` and counts each row's steps.
+
+    decoupled   True for AdamW's weight decay, False for Adam's (L2)
+    """
+
+    def __init__(self, table: ParameterTable, states: StateStore, nodes: SessionNodes, *, decoupled: bool) -> None:
+        self.steps = [0] * len(table)
+        self._table = table
+        self._states = states
+        self._nodes = nodes
+        self._decoupled = decoupled
+
+    def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
+        """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
+
+        Nothing is counted or changed where it raises. Raises GradientConsumedError when a gradient was used by an earlier `step()`,
+        UnsupportedError for a parameter that was added after `compile`.
+        """
+        items: list[CommitItem] = []
+        for group in groups:
+            by_step: dict[int, AdamScalars] = {}  # rows of a group usually agree
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None or parameter.numel() == 0:
+                    continue
+                row = self._row(parameter)
+                step = self.steps[row] + 1
+                if step not in by_step:
+                    by_step[step] = self._scalars(group, step)
+                items.append(self._item(row, grad, by_step[step], row in touched))
+        for item in items:
+            self.steps[item.row] += 1
+        return items
+
+    def expectations(self, groups: Iterable[Mapping[str, Any]]) -> list[CommitItem]:
+        """Items that commit the rows on the host before their gradients come."""
+        items = []
+        for group in groups:
+            for parameter in group["params"]:
+                row = self._row(parameter)
+                if self._states.placement[row] is Placement.CPU:
+                    self.steps[row] += 1
+                    items.append(CommitItem(row, self._scalars(group, self.steps[row])))
+        return items
+
+    def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
+        return AdamScalars.of(group, step, decoupled=self._decoupled, torch_cuda=self._table.device.type == "cuda")
+
+    def _row(self, parameter: torch.Tensor) -> int:
+        row = self._table.row_of.get(id(parameter))
+        if row is None:
+            raise UnsupportedError(
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled (it was frozen, "
+                "or was added to the optimizer later); call hytrain_fx.compile again after such a change"
+            )
+        return row
+
+    def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
+        if isinstance(grad, GradStandIn):
+            if grad.materialized is not None or grad.zeroed:
+                grad = grad.state.materialize()
+            elif not grad.state.source.is_live():
+                raise GradientConsumedError(
+                    f"step() was called again for {self._table.names[row]} without a new gradient: the last step() has used it. "
+                    "Call zero_grad() and backward() before the next step()"
+                )
+            elif self._states.placement[row] is Placement.GPU:
+                grad = grad.state.materialize()  # its states have moved since the backward
+            else:
+                return CommitItem(row, numbers, None, touched, grad.factors)
+        if self._states.placement[row] is Placement.CPU:
+            self._nodes.offload_real(row, grad)
+            return CommitItem(row, numbers, None, True)
+        grad = self._nodes.on_device(row, grad)
+        # A gradient that only this library has written needs no more than its own event; any other edit goes by the present.
+        edited = touched or not self._nodes.is_untouched(row, grad)
+        self._nodes.held[row] = grad
+        return CommitItem(row, numbers, grad, edited)

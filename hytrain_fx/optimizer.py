@@ -1,0 +1,74 @@
+"""The optimizer that `compile` returns: the user's own param_groups, the session's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.session import Session
+from hytrain_fx.state_dict import load_states, read_states
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Adam or AdamW whose states rest on host and device as the plan says.
+
+    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` is empty: the states
+    are read with `state_dict()`, which has `torch.optim.AdamW`'s keys, and for 16-bit parameters `master` besides.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        self.session = session
+        self._original = original
+        _hand_over(original, self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Commit this step: fixes the hyper-parameters and returns while updates run. Raises EngineError, GradientConsumedError."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
+        self.session.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        if set_to_none:
+            self.session.zero_grad()
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
+        self.session.drain()
+        self.state.update(read_states(self.session))
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError for other groups than these.
+
+        A 16-bit parameter without `master` takes its present weight for it.
+        """
+        self.session.drain()
+        load_states(self.session, self.param_groups, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once compiled. Raises UnsupportedError."""
+        if hasattr(self, "session"):
+            raise UnsupportedError("a parameter group was added after hytrain_fx.compile(); add it to the optimizer first, then compile")
+        super().add_param_group(param_group)
+
+
+def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> None:
+    """Calls on the user's old object reach ours: it no longer owns the states."""
+    for name in ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        setattr(original, name, getattr(ours, name))
+    original.state.clear()

@@ -1,0 +1,77 @@
+"""Which parameters are managed, checked before anything is allocated: row numbers, names, optimizer groups.
+
+A managed parameter requires grad, is in the optimizer, and has elements. Rows count them in `model.named_parameters()` order,
+so the same model gives the same numbers in every process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.runtime.states import is_dense
+
+SUPPORTED_OPTIMIZERS = (torch.optim.AdamW, torch.optim.Adam)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterTable:
+    """Managed parameters by row. `row_of` maps `id(parameter)` to the row."""
+
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    row_of: dict[int, int]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterTable:
+    """Number the managed parameters of a model. Raises UnsupportedError naming what was found and what to do."""
+    _check_kinds(model, optimizer)
+    named = dict(model.named_parameters())
+    if not named:
+        raise UnsupportedError("the model has no parameters; there is nothing to train")
+    in_model = {id(p): name for name, p in named.items()}
+    in_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [tuple(p.shape) for p in in_optimizer if id(p) not in in_model]
+    if foreign:
+        raise UnsupportedError(
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (the first has shape {foreign[0]}); "
+            "make the optimizer from this model's parameters(), after the last call that replaces them (.to(dtype), load)"
+        )
+    optimized = {id(p) for p in in_optimizer}
+    managed = {name: p for name, p in named.items() if p.requires_grad and id(p) in optimized and p.numel() > 0}
+    if not managed:
+        raise UnsupportedError("no parameter of the model requires grad and is in the optimizer; there is nothing to train")
+    device = next(iter(managed.values())).device
+    for name, parameter in managed.items():
+        _check_parameter(name, parameter, device)
+    parameters = tuple(managed.values())
+    return ParameterTable(tuple(managed), parameters, {id(p): row for row, p in enumerate(parameters)}, device)
+
+
+def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if type(optimizer) not in SUPPORTED_OPTIMIZERS:
+        raise UnsupportedError(f"optimizer is a {type(optimizer).__name__}; supported are torch.optim.AdamW and torch.optim.Adam")
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise UnsupportedError("differentiable=True needs the update inside autograd; make the optimizer without it")
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if parameter.device != device:
+        raise UnsupportedError(f"{name} is on {parameter.device}, others on {device}; one device for all trained parameters is supported")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{name} is on {device}; supported are CPU and CUDA devices (move the model before compile)")
+    if parameter.dtype not in _DTYPES:
+        raise UnsupportedError(f"{name} is {parameter.dtype}; supported are float32, bfloat16 and float16")
+    if parameter.layout != torch.strided or not is_dense(parameter):
+        raise UnsupportedError(f"{name} has strides {parameter.stride()} for shape {tuple(parameter.shape)}; expected a dense tensor")

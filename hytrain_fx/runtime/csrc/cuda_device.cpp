@@ -1,0 +1,236 @@
+// Lanes as CUDA streams, through the driver library that torch has already loaded: no CUDA headers, no link dependency.
+#include <dlfcn.h>
+
+#include <array>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "device.h"
+
+namespace hytrain_fx {
+namespace {
+
+// The driver's C interface, as far as it is used. Names and signatures: CUDA driver API, v2 entry points.
+using CUresult = int;
+using CUcontext = void*;
+using CUstream = void*;
+using CUevent = void*;
+using CUfunction = void*;
+using CUdeviceptr = unsigned long long;
+constexpr CUresult kSuccess = 0;
+constexpr CUresult kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kThreads = 256;
+constexpr long long kElementsPerBlock = 2048;
+constexpr unsigned kEventBlockingSync = 1;  // a waiting thread sleeps: the cores belong to the workers
+
+struct Driver {
+  CUresult (*init)(unsigned);
+  CUresult (*retain)(CUcontext*, int);
+  CUresult (*release)(int);
+  CUresult (*set_current)(CUcontext);
+  CUresult (*stream_create)(CUstream*, unsigned, int);
+  CUresult (*stream_destroy)(CUstream);
+  CUresult (*stream_sync)(CUstream);
+  CUresult (*stream_wait)(CUstream, CUevent, unsigned);
+  CUresult (*event_create)(CUevent*, unsigned);
+  CUresult (*event_destroy)(CUevent);
+  CUresult (*event_record)(CUevent, CUstream);
+  CUresult (*event_query)(CUevent);
+  CUresult (*event_sync)(CUevent);
+  CUresult (*event_elapsed)(float*, CUevent, CUevent);
+  CUresult (*h2d)(CUdeviceptr, const void*, size_t, CUstream);
+  CUresult (*d2h)(void*, CUdeviceptr, size_t, CUstream);
+  CUresult (*d2d)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
+  CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**, void**);
+  CUresult (*error_string)(CUresult, const char**);
+
+  Driver() {
+    void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (!lib) throw std::runtime_error("libcuda.so.1 cannot be loaded: is the NVIDIA driver installed?");
+    auto load = [lib](auto& target, const char* name) {
+      void* symbol = dlsym(lib, name);
+      if (!symbol) throw std::runtime_error(std::string("the CUDA driver lacks ") + name);
+      target = reinterpret_cast<std::decay_t<decltype(target)>>(symbol);
+    };
+    load(init, "cuInit");
+    load(retain, "cuDevicePrimaryCtxRetain");
+    load(release, "cuDevicePrimaryCtxRelease_v2");
+    load(set_current, "cuCtxSetCurrent");
+    load(stream_create, "cuStreamCreateWithPriority");
+    load(stream_destroy, "cuStreamDestroy_v2");
+    load(stream_sync, "cuStreamSynchronize");
+    load(stream_wait, "cuStreamWaitEvent");
+    load(event_create, "cuEventCreate");
+    load(event_destroy, "cuEventDestroy_v2");
+    load(event_record, "cuEventRecord");
+    load(event_query, "cuEventQuery");
+    load(event_sync, "cuEventSynchronize");
+    load(event_elapsed, "cuEventElapsedTime");
+    load(h2d, "cuMemcpyHtoDAsync_v2");
+    load(d2h, "cuMemcpyDtoHAsync_v2");
+    load(d2d, "cuMemcpyDtoDAsync_v2");
+    load(launch, "cuLaunchKernel");
+    load(error_string, "cuGetErrorString");
+  }
+  void check(CUresult result, const char* what) const {
+    if (result == kSuccess) return;
+    const char* text = nullptr;
+    error_string(result, &text);
+    throw std::runtime_error(std::string(what) + ": CUDA error " + std::to_string(result) + " (" + (text ? text : "unknown") + ")");
+  }
+};
+
+// Events are pooled: about a thousand are recorded in a step.
+class EventPool {
+ public:
+  explicit EventPool(const Driver& driver) : driver_(driver) {}
+  ~EventPool() {
+    for (CUevent event : free_) driver_.event_destroy(event);
+  }
+  CUevent take() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        CUevent event = free_.back();
+        free_.pop_back();
+        return event;
+      }
+    }
+    CUevent event;
+    driver_.check(driver_.event_create(&event, kEventBlockingSync), "create an event");
+    return event;
+  }
+  void give(CUevent event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(event);
+  }
+
+ private:
+  const Driver& driver_;
+  std::mutex mutex_;
+  std::vector<CUevent> free_;
+};
+
+// What events share; outlives the device while an event is held.
+struct CudaShared {
+  Driver driver;
+  EventPool pool{driver};
+  CUevent epoch = nullptr;
+  double epoch_us = 0;
+};
+
+class CudaEvent : public Event {
+ public:
+  explicit CudaEvent(std::shared_ptr<CudaShared> shared) : shared_(std::move(shared)), event_(shared_->pool.take()) {}
+  ~CudaEvent() override { shared_->pool.give(event_); }
+  bool done() override {
+    CUresult result = shared_->driver.event_query(event_);
+    if (result == kNotReady) return false;
+    shared_->driver.check(result, "query an event");
+    return true;
+  }
+  void sync() override { shared_->driver.check(shared_->driver.event_sync(event_), "wait for an event"); }
+  double time_us() override {
+    float elapsed_ms = 0;
+    shared_->driver.check(shared_->driver.event_elapsed(&elapsed_ms, shared_->epoch, event_), "time an event");
+    return shared_->epoch_us + 1e3 * elapsed_ms;
+  }
+  CUevent handle() const { return event_; }
+
+ private:
+  std::shared_ptr<CudaShared> shared_;
+  CUevent event_;
+};
+
+double clock_us() {
+  using namespace std::chrono;
+  return duration<double, std::micro>(steady_clock::now().time_since_epoch()).count();
+}
+
+CUevent handle(const EventPtr& event, const char* what) { return static_cast<CudaEvent&>(recorded(event, what)).handle(); }
+CUdeviceptr address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
+
+class CudaDevice : public Device {
+ public:
+  CudaDevice(int ordinal, void* const* adamw_functions) : ordinal_(ordinal), shared_(std::make_shared<CudaShared>()) {
+    std::copy(adamw_functions, adamw_functions + adamw_.size(), adamw_.begin());
+    const Driver& d = shared_->driver;
+    d.check(d.init(0), "initialise the driver");
+    d.check(d.retain(&context_, ordinal), "retain the primary context");
+    bind_thread();
+    for (CUstream& stream : streams_) d.check(d.stream_create(&stream, kStreamNonBlocking, 0), "create a stream");
+    shared_->epoch = shared_->pool.take();
+    d.check(d.event_record(shared_->epoch, streams_[0]), "record the epoch");
+    d.check(d.event_sync(shared_->epoch), "record the epoch");
+    shared_->epoch_us = clock_us();
+  }
+  ~CudaDevice() override {
+    const Driver& d = shared_->driver;
+    d.set_current(context_);
+    for (CUstream stream : streams_) {
+      d.stream_sync(stream);
+      d.stream_destroy(stream);
+    }
+    d.release(ordinal_);
+  }
+  void bind_thread() override { shared_->driver.check(shared_->driver.set_current(context_), "set the context"); }
+  EventPtr record_compute(void* stream) override { return record_on(stream); }
+  void compute_wait(void* stream, const EventPtr& event) override { wait_on(stream, event); }
+  void compute_copy(void* stream, void* dst, const void* src, size_t bytes) override {
+    shared_->driver.check(shared_->driver.d2d(address(dst), address(src), bytes, stream), "copy on the device");
+  }
+  EventPtr record(Lane lane) override { return record_on(stream(lane)); }
+  void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
+  void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
+    const Driver& d = shared_->driver;
+    if (lane == Lane::D2H) {
+      d.check(d.d2h(dst, address(src), bytes, stream(lane)), "copy a gradient to the host");
+    } else {
+      d.check(d.h2d(address(dst), src, bytes, stream(lane)), "copy a weight to the device");
+    }
+  }
+  void update(Lane lane, const DeviceUpdate& operands) override;
+  void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
+  double now_us() override { return clock_us(); }
+
+ private:
+  CUstream stream(Lane lane) const { return streams_[static_cast<int>(lane)]; }
+  EventPtr record_on(CUstream on) {
+    auto event = std::make_shared<CudaEvent>(shared_);
+    shared_->driver.check(shared_->driver.event_record(event->handle(), on), "record an event");
+    return event;
+  }
+  void wait_on(CUstream on, const EventPtr& event) {
+    shared_->driver.check(shared_->driver.stream_wait(on, handle(event, "stream"), 0), "make a stream wait");
+  }
+  int ordinal_;
+  std::shared_ptr<CudaShared> shared_;
+  CUcontext context_ = nullptr;
+  std::array<CUstream, kLanes> streams_{};
+  std::array<CUfunction, 3> adamw_{};  // by Dtype
+};
+
+// Parameters and launch shape as adamw.cu lists them.
+void CudaDevice::update(Lane lane, const DeviceUpdate& operands) {
+  struct Factors {
+    const float* at[kMaxFactors];
+  } factors{};
+  DeviceUpdate u = operands;  // cuLaunchKernel wants addresses of values that it may read once, here
+  long long n = u.numel;
+  void* parameters[] = {&u.grad, &u.master, &u.exp_avg, &u.exp_avg_sq, &u.max_exp_avg_sq, &u.out16, &n, &u.scalars, &factors};
+  const unsigned blocks = static_cast<unsigned>((n + kElementsPerBlock - 1) / kElementsPerBlock);
+  const Driver& d = shared_->driver;
+  d.check(d.launch(adamw_[static_cast<int>(u.dtype)], blocks, 1, 1, kThreads, 1, 1, 0, stream(lane), parameters, nullptr),
+          "launch the AdamW kernel");
+}
+
+}  // namespace
+
+std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions) {
+  return std::make_unique<CudaDevice>(ordinal, adamw_functions);
+}
+
+}  // namespace hytrain_fx

@@ -1,0 +1,68 @@
+// The device as the engine sees it: lanes (in-order queues of copies and updates), events, and the caller's compute stream.
+//
+// Two implementations stand behind it: CpuDevice (threads, injectable delays) and CudaDevice (streams, through the driver).
+// The engine's logic is the same for both, so a race that a GPU would show is one that a CPU test can provoke.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "adamw.h"
+
+namespace hytrain_fx {
+
+enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3 };
+constexpr int kLanes = 4;
+
+// A point in a lane or in the compute stream. `time_us` is on the device's clock and valid once done.
+class Event {
+ public:
+  virtual ~Event() = default;
+  virtual bool done() = 0;
+  virtual void sync() = 0;
+  virtual double time_us() = 0;
+};
+using EventPtr = std::shared_ptr<Event>;
+
+// Waiting on an event that was never recorded returns at once on every device and orders nothing; here it is an error.
+inline Event& recorded(const EventPtr& event, const char* what) {
+  if (!event) throw std::logic_error(std::string("internal: wait on an event that was never recorded: ") + what);
+  return *event;
+}
+
+// Operands of one AdamW update whose states rest on the device.
+struct DeviceUpdate {
+  const void* grad;
+  Dtype dtype;
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;  // null without amsgrad
+  void* out16;            // null for fp32 weights: `master` is the weight
+  int64_t numel;
+  AdamScalars scalars;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual void bind_thread() = 0;  // makes the device current on a thread of the engine
+  virtual EventPtr record_compute(void* stream) = 0;
+  virtual void compute_wait(void* stream, const EventPtr& event) = 0;
+  virtual void compute_copy(void* stream, void* dst, const void* src, size_t bytes) = 0;
+  virtual EventPtr record(Lane lane) = 0;
+  virtual void wait(Lane lane, const EventPtr& event) = 0;
+  virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
+  virtual void update(Lane lane, const DeviceUpdate& operands) = 0;
+  virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
+  virtual double now_us() = 0;                            // host time on the events' clock
+};
+
+std::unique_ptr<Device> make_cpu_device();
+// `adamw_functions`: CUfunction handles by grad type (fp32, bf16, fp16), from the compiled kernel.
+std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions);
+
+}  // namespace hytrain_fx

@@ -1,0 +1,190 @@
+// The engine: what becomes of a gradient between the backward graph that makes it and the forward graph that reads the new weight.
+//
+//   IDLE --grad_offload--> GRAD --commit--> PENDING --wait--> IDLE        (EXPECTED: committed before its gradient came)
+//
+// A PENDING row placed on the host goes, chunk by chunk, through three threads' hands:
+//   lander   its D2H event has passed      -> landed
+//   workers  landed, armed, factors known  -> updated     lowest unit first
+//   reloader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
+// A PENDING row placed on the device is one kernel on the update lane, behind its gradient and its last reader.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "device.h"
+#include "ring.h"
+
+namespace hytrain_fx {
+
+constexpr int64_t kChunk = 4 << 20;      // parameters in one copy, the grain of preemption
+constexpr int64_t kGranule = 256 << 10;  // parameters one worker takes at a time
+
+// The C interface's structs; runtime/native_engine.py mirrors them field by field.
+struct RowSpec {
+  int64_t numel;
+  int32_t unit;
+  int32_t dtype;  // Dtype: of gradient and weight
+  void* weight;
+};
+
+struct HostStates {  // where a row's states rest on the host
+  float* master;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;  // null without amsgrad
+  void* slot;
+};
+
+struct DeviceStates {
+  float* master;  // the weight itself for fp32 rows
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;
+};
+
+struct CommitItem {
+  int32_t row;
+  int32_t at_end;     // 1: weight or gradient was touched outside the graphs; go by the event of this commit
+  const void* grad;   // rows placed on the device: their real gradient
+  int32_t n_factors;  // multiplications logged on the gradient
+  int32_t factors[kMaxFactors];
+  AdamScalars scalars;
+};
+
+struct TaskRecord {
+  int32_t kind;  // 0 D2H, 1 CPU update, 2 device update, 3 H2D
+  int32_t row;
+  int32_t chunk;
+  int32_t worker;
+  double begin_us;
+  double end_us;
+};
+
+struct EngineOptions {
+  int32_t workers;
+  int32_t device_ordinal;  // -1: the model is on the CPU
+  double timeout_s;
+  void* ring;
+  uint64_t ring_bytes;
+  float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
+  int32_t factor_capacity;
+  void* adamw_functions[3];
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);
+  ~Engine();
+
+  int add_row(const RowSpec& spec);
+  void set_unit(int row, int unit);
+  void place_on_host(int row, const HostStates& states);
+  void place_on_device(int row, const DeviceStates& states);
+
+  void grad_offload(int row, const void* grad, void* stream);
+  void arm_cpu(const int32_t* rows, int n);
+  void arm_gpu(const int32_t* rows, int n, void* stream);
+  void arm_reload(const int32_t* rows, int n);
+  void release(const int32_t* rows, int n, void* stream);
+  // `factors[i]`: device address of a 0-dim float, or null where slot i already holds the value.
+  void commit(const CommitItem* items, int n, const void* const* factors, int n_factors, void* stream);
+  void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
+  void wait(const int32_t* rows, int n, void* stream);
+  void drain(const int32_t* rows, int n);  // as wait, and the host waits for the copies too
+  void fetch(int row, void* dst, void* stream);
+  void discard(const int32_t* rows, int n);
+  bool pending(int row);
+  float* factor_slots();  // the half that the next commit reads
+
+  void set_delay(int stage, double mean_us);
+  void fail_next_update(int row) { fail_row_ = row; }
+  void record(bool on);
+  int take_records(TaskRecord* out, int capacity);
+  double cpu_update_us(int row);  // of the last finished update: workers' time over their number
+
+ private:
+  enum class Phase { IDLE, GRAD, EXPECTED, PENDING };
+  enum class Place { NOWHERE, HOST, DEVICE };
+  using Key = std::array<int, 3>;  // unit, row, chunk: the order in which work is due
+
+  struct Chunk {
+    int64_t begin, end;
+    int granules, taken = 0, finished = 0;
+    bool landed = false, queued = false;
+  };
+  struct Row {
+    RowSpec spec{};
+    Place place = Place::NOWHERE;
+    HostStates host{};
+    DeviceStates device{};
+    Phase phase = Phase::IDLE;
+    uint64_t generation = 0;
+    bool armed_cpu = false, armed_reload = false, factors_known = true;
+    EventPtr landing, ready, released, weight;
+    int issued = 0;
+    AdamScalars scalars{};
+    int n_factors = 0;
+    std::array<int, kMaxFactors> factors{};
+    const float* factor_base = nullptr;
+    double busy_us = 0, last_busy_us = 0;
+    std::vector<Chunk> chunks;
+  };
+  struct Landing {
+    EventPtr begin, event;
+    int row, chunk;  // row -1: the factors of a commit
+    uint64_t generation;
+  };
+  struct LaneRecord {
+    int kind, row, chunk;
+    EventPtr begin, end;
+  };
+
+  static bool known_now(const CommitItem& item, const void* const* factors);
+  static int64_t grad_bytes(const Row& row) { return row.spec.dtype == static_cast<int>(Dtype::kF32) ? 4 : 2; }
+  Row& at(int row);
+  void begin_gradient(Row& row, int index);
+  void copy_gradient(Row& row, int index, const void* grad, void* stream);
+  void begin_update(Row& row, const CommitItem& item);
+  void commit_on_device(Row& row, const CommitItem& item, int index, const EventPtr& end);
+  void queue_if_ready(Row& row, int index, int chunk);
+  void queue_all_ready(Row& row, int index);
+  void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
+  void run_granule(Row& row, const Chunk& chunk, int granule, const AdamScalars& scalars);
+  const Key* next_reload();
+  void issue_reload(const Key& key, std::unique_lock<std::mutex>& lock);
+  void land();
+  void work(int index);
+  void reload();
+  void guarded(const char* who, void (Engine::*loop)());
+  void fail(const std::string& message);
+  void throw_if_failed();
+  void note(int kind, int row, int chunk, int worker, double begin_us, double end_us);
+
+  EngineOptions options_;
+  std::unique_ptr<Device> device_;
+  Ring ring_;
+  std::mutex mutex_;  // guards everything below but the contents of slabs
+  std::condition_variable landed_cv_, work_cv_, reload_cv_, issued_cv_;
+  std::vector<Row> rows_;
+  std::deque<Landing> landings_;
+  std::set<Key> ready_, updated_;
+  uint64_t commits_ = 0;
+  bool stop_ = false, recording_ = false;
+  std::string failure_;
+  std::vector<TaskRecord> records_;
+  std::vector<LaneRecord> lane_records_;
+  std::atomic<double> worker_delay_us_{0}, lander_delay_us_{0}, reload_delay_us_{0};
+  std::atomic<int> fail_row_{-1};
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace hytrain_fx

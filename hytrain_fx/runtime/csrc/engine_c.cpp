@@ -1,0 +1,102 @@
+// The engine's C interface, called through ctypes: 0 is success, anything else leaves its message in hytrain_error().
+#include <string>
+
+#include "engine.h"
+
+namespace {
+
+thread_local std::string error_message;
+
+template <class Call>
+int guarded(Call call) {
+  try {
+    call();
+    return 0;
+  } catch (const std::exception& error) {
+    error_message = error.what();
+    return 1;
+  }
+}
+
+}  // namespace
+
+using hytrain_fx::Engine;
+
+extern "C" {
+
+const char* hytrain_error() { return error_message.c_str(); }
+
+int hytrain_create(const hytrain_fx::EngineOptions* options, Engine** out) {
+  return guarded([&] { *out = new Engine(*options); });
+}
+int hytrain_destroy(Engine* engine) {
+  return guarded([&] { delete engine; });
+}
+int hytrain_add_row(Engine* engine, const hytrain_fx::RowSpec* spec) {
+  return guarded([&] { engine->add_row(*spec); });
+}
+int hytrain_set_unit(Engine* engine, int row, int unit) {
+  return guarded([&] { engine->set_unit(row, unit); });
+}
+int hytrain_place_on_host(Engine* engine, int row, const hytrain_fx::HostStates* states) {
+  return guarded([&] { engine->place_on_host(row, *states); });
+}
+int hytrain_place_on_device(Engine* engine, int row, const hytrain_fx::DeviceStates* states) {
+  return guarded([&] { engine->place_on_device(row, *states); });
+}
+int hytrain_grad_offload(Engine* engine, int row, const void* grad, void* stream) {
+  return guarded([&] { engine->grad_offload(row, grad, stream); });
+}
+int hytrain_arm_cpu(Engine* engine, const int32_t* rows, int n) {
+  return guarded([&] { engine->arm_cpu(rows, n); });
+}
+int hytrain_arm_gpu(Engine* engine, const int32_t* rows, int n, void* stream) {
+  return guarded([&] { engine->arm_gpu(rows, n, stream); });
+}
+int hytrain_arm_reload(Engine* engine, const int32_t* rows, int n) {
+  return guarded([&] { engine->arm_reload(rows, n); });
+}
+int hytrain_release(Engine* engine, const int32_t* rows, int n, void* stream) {
+  return guarded([&] { engine->release(rows, n, stream); });
+}
+int hytrain_commit(Engine* engine, const hytrain_fx::CommitItem* items, int n, const void* const* factors, int n_factors, void* stream) {
+  return guarded([&] { engine->commit(items, n, factors, n_factors, stream); });
+}
+int hytrain_expect(Engine* engine, const hytrain_fx::CommitItem* items, int n) {
+  return guarded([&] { engine->expect(items, n); });
+}
+int hytrain_wait(Engine* engine, const int32_t* rows, int n, void* stream) {
+  return guarded([&] { engine->wait(rows, n, stream); });
+}
+int hytrain_drain(Engine* engine, const int32_t* rows, int n) {
+  return guarded([&] { engine->drain(rows, n); });
+}
+int hytrain_fetch(Engine* engine, int row, void* dst, void* stream) {
+  return guarded([&] { engine->fetch(row, dst, stream); });
+}
+int hytrain_discard(Engine* engine, const int32_t* rows, int n) {
+  return guarded([&] { engine->discard(rows, n); });
+}
+int hytrain_pending(Engine* engine, int row, int* out) {
+  return guarded([&] { *out = engine->pending(row) ? 1 : 0; });
+}
+int hytrain_factor_slots(Engine* engine, float** out) {
+  return guarded([&] { *out = engine->factor_slots(); });
+}
+int hytrain_set_delay(Engine* engine, int stage, double mean_us) {
+  return guarded([&] { engine->set_delay(stage, mean_us); });
+}
+int hytrain_fail_next_update(Engine* engine, int row) {
+  return guarded([&] { engine->fail_next_update(row); });
+}
+int hytrain_record(Engine* engine, int on) {
+  return guarded([&] { engine->record(on != 0); });
+}
+int hytrain_take_records(Engine* engine, hytrain_fx::TaskRecord* out, int capacity, int* taken) {
+  return guarded([&] { *taken = engine->take_records(out, capacity); });
+}
+int hytrain_cpu_update_us(Engine* engine, int row, double* out) {
+  return guarded([&] { *out = engine->cpu_update_us(row); });
+}
+
+}  // extern "C"

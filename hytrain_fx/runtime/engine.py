@@ -1,0 +1,113 @@
+"""The engine as the rest of the library sees it, and what is handed to it.
+
+Two engines stand behind this Protocol: `native_engine` (C++ threads that never take the GIL) and `torch_engine`
+(one Python thread and plain torch ops, where no compiler is at hand). Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+from hytrain_fx.runtime.arithmetic import AdamScalars
+
+# Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
+CHUNK_PARAMS = 4 << 20
+# A gradient may carry this many logged multiplications; more are made on the real tensor.
+MAX_FACTORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """One managed parameter: its flat size, its unit (priority), and the weight on the device."""
+
+    numel: int
+    unit: int
+    weight: torch.Tensor  # the parameter's own memory, dense, any shape; fp32, bf16 or fp16
+
+
+@dataclass(frozen=True, slots=True)
+class RowStates:
+    """Where one row's optimizer states rest: flat tensors, all on the host or all on the device.
+
+    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype.
+    """
+
+    master: torch.Tensor  # [numel] fp32
+    exp_avg: torch.Tensor  # [numel] fp32
+    exp_avg_sq: torch.Tensor  # [numel] fp32
+    max_exp_avg_sq: torch.Tensor | None  # [numel] fp32, with amsgrad
+    slot: torch.Tensor | None  # [numel] gradient in, 16-bit weight out; None on the device
+
+
+@dataclass(frozen=True, slots=True)
+class CommitItem:
+    """One row's part of a `step()`.
+
+    grad     the real gradient of a row placed on the device, None for a row whose gradient went to its slot
+    at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as of now
+    factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device
+    """
+
+    row: int
+    scalars: AdamScalars
+    grad: torch.Tensor | None = None
+    at_end: bool = False
+    factors: tuple[float | torch.Tensor, ...] = field(default=())
+
+
+class Stage(IntEnum):
+    """A stage of the pipeline, for recording and for delays in tests."""
+
+    D2H = 0
+    CPU_UPDATE = 1
+    GPU_UPDATE = 2
+    H2D = 3
+    LANDING = 4
+    ISSUE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """One task that ran: times in microseconds on the engine's clock (monotonic host clock)."""
+
+    stage: Stage
+    row: int
+    chunk: int
+    worker: int
+    begin_us: float
+    end_us: float
+
+
+class Engine(Protocol):
+    """Takes gradients, updates, and brings new weights back. Every method raises EngineError when a worker has failed."""
+
+    name: str
+    workers: int
+
+    def add_row(self, spec: RowSpec) -> None: ...
+    def set_unit(self, row: int, unit: int) -> None: ...
+    def place_on_host(self, row: int, states: RowStates) -> None: ...
+    def place_on_device(self, row: int, states: RowStates) -> None: ...
+    def grad_offload(self, row: int, grad: torch.Tensor) -> None: ...
+    def arm_cpu(self, rows: Sequence[int]) -> None: ...
+    def arm_gpu(self, rows: Sequence[int]) -> None: ...
+    def arm_reload(self, rows: Sequence[int]) -> None: ...
+    def release(self, rows: Sequence[int]) -> None: ...
+    def commit(self, items: Sequence[CommitItem]) -> None: ...
+    def expect(self, items: Sequence[CommitItem]) -> None: ...
+    def wait(self, rows: Sequence[int]) -> None: ...
+    def drain(self, rows: Sequence[int]) -> None: ...
+    def fetch(self, row: int, out: torch.Tensor) -> None: ...
+    def discard(self, rows: Sequence[int]) -> None: ...
+    def pending(self, row: int) -> bool: ...
+    def record(self, on: bool) -> None: ...
+    def take_records(self) -> list[TaskRecord]: ...
+    def cpu_update_us(self, row: int) -> float: ...
+    def set_delay(self, stage: Stage, mean_us: float) -> None: ...
+    def fail_next_update(self, row: int) -> None: ...
+    def close(self) -> None: ...

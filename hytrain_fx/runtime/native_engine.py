@@ -1,0 +1,241 @@
+"""The C++ engine, through ctypes: every call releases the GIL, and its threads never take it.
+
+The library has no dependency on torch's binaries, so it builds in seconds and serves every torch version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+
+import torch
+
+from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.runtime import build
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord
+from hytrain_fx.runtime.slabs import HostSlab
+
+SOURCES = ("engine_c.cpp", "engine.cpp", "cpu_device.cpp", "cuda_device.cpp")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FACTOR_CAPACITY = 4096
+_RECORD_CAPACITY = 1 << 16
+
+
+class _RowSpec(Structure):
+    _fields_ = [("numel", c_int64), ("unit", c_int32), ("dtype", c_int32), ("weight", c_void_p)]
+
+
+class _HostStates(Structure):
+    _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p), ("slot", c_void_p)]
+
+
+class _DeviceStates(Structure):
+    _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p)]
+
+
+class _CommitItem(Structure):
+    _fields_ = [
+        ("row", c_int32),
+        ("at_end", c_int32),
+        ("grad", c_void_p),
+        ("n_factors", c_int32),
+        ("factors", c_int32 * MAX_FACTORS),
+        ("scalars", AdamScalars.CStruct),
+    ]
+
+
+class _TaskRecord(Structure):
+    _fields_ = [
+        ("kind", c_int32),
+        ("row", c_int32),
+        ("chunk", c_int32),
+        ("worker", c_int32),
+        ("begin_us", c_double),
+        ("end_us", c_double),
+    ]
+
+
+class _Options(Structure):
+    _fields_ = [
+        ("workers", c_int32),
+        ("device_ordinal", c_int32),
+        ("timeout_s", c_double),
+        ("ring", c_void_p),
+        ("ring_bytes", c_uint64),
+        ("factor_slots", c_void_p),
+        ("factor_capacity", c_int32),
+        ("adamw_functions", c_void_p * 3),
+    ]
+
+
+class NativeEngine:
+    """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed."""
+
+    name = "native"
+
+    def __init__(self, device: torch.device, workers: int, ring_bytes: int, timeout_s: float) -> None:
+        self.workers = workers
+        self._device = device
+        self._library = build.load(SOURCES)
+        self._library.hytrain_error.restype = c_char_p
+        self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
+        self._factors = HostSlab(2 * _FACTOR_CAPACITY * 4)
+        if device.type == "cuda":
+            self._factors.pin(device)
+        slots = self._factors.take(2 * _FACTOR_CAPACITY, torch.float32)
+        options = _Options(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), _FACTOR_CAPACITY)
+        if device.type == "cuda":
+            from hytrain_fx.runtime import cuda_adamw
+
+            options.device_ordinal = device.index
+            options.adamw_functions = (c_void_p * 3)(*cuda_adamw.functions(device.index))
+        self._handle = c_void_p()
+        self._call("create", byref(options), byref(self._handle), with_handle=False)
+        # The C++ side holds addresses only: these hold the memory.
+        self._rows: list[RowSpec] = []
+        self._states: dict[int, RowStates] = {}
+        self._keep: list[object] = []  # tensors whose memory a lane may still read, until the next commit
+
+    def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
+        function = getattr(self._library, f"hytrain_{name}")
+        if with_handle:
+            if not self._handle:
+                raise EngineError("this engine is closed: the model was closed with hytrain_fx.close(); compile it again to train on")
+            arguments = (self._handle, *arguments)
+        if function(*arguments) != 0:
+            message = self._library.hytrain_error().decode()
+            raise (DroppedNodeError if "dropped node" in message else EngineError)(message)
+
+    def _rows_array(self, rows: Sequence[int]) -> ctypes.Array[c_int32]:
+        return (c_int32 * len(rows))(*rows)
+
+    def _stream(self) -> c_void_p:
+        return c_void_p(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None)
+
+    def add_row(self, spec: RowSpec) -> None:
+        self._rows.append(spec)
+        self._call("add_row", byref(_RowSpec(spec.numel, spec.unit, _DTYPES[spec.weight.dtype], spec.weight.data_ptr())))
+
+    def set_unit(self, row: int, unit: int) -> None:
+        self._call("set_unit", row, unit)
+
+    def place_on_host(self, row: int, states: RowStates) -> None:
+        pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+        self._states[row] = states
+        self._call("place_on_host", row, byref(_HostStates(*map(_pointer, pointers))))
+
+    def place_on_device(self, row: int, states: RowStates) -> None:
+        pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq)
+        self._states[row] = states
+        self._call("place_on_device", row, byref(_DeviceStates(*map(_pointer, pointers))))
+
+    def grad_offload(self, row: int, grad: torch.Tensor) -> None:
+        self._call("grad_offload", row, c_void_p(grad.data_ptr()), self._stream())
+
+    def arm_cpu(self, rows: Sequence[int]) -> None:
+        self._call("arm_cpu", self._rows_array(rows), len(rows))
+
+    def arm_gpu(self, rows: Sequence[int]) -> None:
+        self._call("arm_gpu", self._rows_array(rows), len(rows), self._stream())
+
+    def arm_reload(self, rows: Sequence[int]) -> None:
+        self._call("arm_reload", self._rows_array(rows), len(rows))
+
+    def release(self, rows: Sequence[int]) -> None:
+        self._call("release", self._rows_array(rows), len(rows), self._stream())
+
+    def commit(self, items: Sequence[CommitItem]) -> None:
+        slots = POINTER(c_float)()
+        self._call("factor_slots", byref(slots))
+        factors = _FactorTable(slots)
+        packed = (_CommitItem * len(items))()
+        for at, item in zip(packed, items, strict=True):
+            at.row, at.at_end, at.scalars = item.row, item.at_end, item.scalars.c_struct
+            if item.grad is not None:
+                at.grad = item.grad.data_ptr()
+            if item.factors:
+                at.n_factors = len(item.factors)
+                at.factors = (c_int32 * MAX_FACTORS)(*(factors.index(f) for f in item.factors))
+        sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
+        self._keep = factors.keep
+        self._call("commit", packed, len(items), sources, len(factors.sources), self._stream())
+
+    def expect(self, items: Sequence[CommitItem]) -> None:
+        packed = (_CommitItem * len(items))()
+        for at, item in zip(packed, items, strict=True):
+            at.row, at.scalars = item.row, item.scalars.c_struct
+        self._call("expect", packed, len(items))
+
+    def wait(self, rows: Sequence[int]) -> None:
+        self._call("wait", self._rows_array(rows), len(rows), self._stream())
+
+    def drain(self, rows: Sequence[int]) -> None:
+        self._call("drain", self._rows_array(rows), len(rows))
+
+    def fetch(self, row: int, out: torch.Tensor) -> None:
+        self._call("fetch", row, c_void_p(out.data_ptr()), self._stream())
+
+    def discard(self, rows: Sequence[int]) -> None:
+        self._call("discard", self._rows_array(rows), len(rows))
+
+    def pending(self, row: int) -> bool:
+        out = c_int()
+        self._call("pending", row, byref(out))
+        return bool(out.value)
+
+    def record(self, on: bool) -> None:
+        self._call("record", int(on))
+
+    def take_records(self) -> list[TaskRecord]:
+        buffer, taken = (_TaskRecord * _RECORD_CAPACITY)(), c_int()
+        self._call("take_records", buffer, _RECORD_CAPACITY, byref(taken))
+        return [TaskRecord(Stage(r.kind), r.row, r.chunk, r.worker, r.begin_us, r.end_us) for r in buffer[: taken.value]]
+
+    def cpu_update_us(self, row: int) -> float:
+        out = c_double()
+        self._call("cpu_update_us", row, byref(out))
+        return out.value
+
+    def set_delay(self, stage: Stage, mean_us: float) -> None:
+        self._call("set_delay", int(stage), c_double(mean_us))
+
+    def fail_next_update(self, row: int) -> None:
+        self._call("fail_next_update", row)
+
+    def close(self) -> None:
+        if self._handle:
+            self._call("destroy")
+            self._handle = c_void_p()
+            self._factors.unpin()
+            self._rows, self._states, self._keep = [], {}, []
+
+
+class _FactorTable:
+    """Numbers the distinct factors of one commit: host values go straight to their slot, device scalars are copied there."""
+
+    def __init__(self, slots: ctypes._Pointer[c_float]) -> None:
+        self._slots = slots
+        self._index: dict[object, int] = {}
+        self.sources: list[int | None] = []
+        self.keep: list[object] = []
+
+    def index(self, factor: float | torch.Tensor) -> int:
+        key: object = id(factor) if isinstance(factor, torch.Tensor) else float(factor)
+        if key not in self._index:
+            number = len(self.sources)
+            if number == _FACTOR_CAPACITY:
+                raise EngineError(f"more than {_FACTOR_CAPACITY} different gradient factors in one step()")
+            self._index[key] = number
+            if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
+                self.sources.append(factor.data_ptr())
+                self.keep.append(factor)
+            else:
+                self.sources.append(None)
+                self._slots[number] = float(factor)
+        return self._index[key]
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

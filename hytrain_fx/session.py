@@ -1,0 +1,241 @@
+"""One compiled model: its parameters, graphs, engine and plan, from the first call to `close`.
+
+    enter_forward   a new plan is put in force; parameters become plain; weights of rows that eager code reads are waited for
+    (the graphs)    nodes call `SessionNodes`
+    leave_forward   parameters are guarded again
+    step            commits: hyper-parameters fixed, updates begin (or continue) behind the launching thread
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain_fx.call_gate import CallGate
+from hytrain_fx.capture import Capture, CapturedGraph, GraphKind
+from hytrain_fx.commit import CommitBuilder
+from hytrain_fx.config import Config
+from hytrain_fx.cost_model.measure import Mark, StepMarks
+from hytrain_fx.guarded_parameter import guard, unguard
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.layers import group_units, unit_of_rows
+from hytrain_fx.ops import NODES
+from hytrain_fx.parameters import ParameterTable, build_table
+from hytrain_fx.passes.base import PassRecord
+from hytrain_fx.passes.pipeline import Pipeline
+from hytrain_fx.planning import Planning
+from hytrain_fx.runtime.engine import Engine, RowSpec
+from hytrain_fx.runtime.launch import make_engine
+from hytrain_fx.runtime.probe import UpdateProbe
+from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.step_nodes import SessionNodes
+from hytrain_fx.torch_private import compile_in_place, compiled_call, increment_versions, set_compiled_call, without_torch_function
+
+
+class Session:
+    """Controls one compiled model. Made by `api.compile`; found again through the model's `CallGate`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        self.config = config
+        self.table: ParameterTable = build_table(model, optimizer)
+        self.groups: list[dict[str, Any]] = optimizer.param_groups
+        self.units = group_units(model, self.table.names)
+        self.marks = StepMarks(self.table.device)
+        self.step_us: deque[float] = deque(maxlen=31)  # wall time between calls of step(), newest last
+        self.touched: set[int] = set()  # rows that eager code has reached since the last step()
+        self.eager_rows: set[int] = set()  # rows whose gradients come from outside the graphs
+        self.steps_done = 0
+        self._depth = 0
+        self._last_step_s: float | None = None
+        self.engine: Engine = make_engine(config, self.table.parameters)
+        self.states = self._make_states(optimizer)
+        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
+        self.builder = CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
+        self.planning = Planning(self)
+        self.number = NODES.register(self.nodes)
+        self._pipeline = Pipeline(self.units, self.number, self.config.dump)
+        self.capture: Capture[tuple[PassRecord, ...]] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite)
+        self._versions = [p._version for p in self.table.parameters]
+        self._install(model)
+
+    # ---- construction ----
+
+    def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
+        unit_of = unit_of_rows(self.units)
+        amsgrad = [False] * len(self.table)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in self.table.row_of:
+                    amsgrad[self.table.row_of[id(parameter)]] = bool(group.get("amsgrad"))
+        for row, parameter in enumerate(self.table.parameters):
+            self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach()))
+        self._probe = UpdateProbe(self.engine, self.table.parameters)
+        return StateStore(self.table.parameters, [unit_of[row] for row in range(len(self.table))], amsgrad, self.engine)
+
+    def _install(self, model: nn.Module) -> None:
+        self.states.allocate(self.planning.first_placement(), self.config.host_memory)
+        for number, rows in ((unit.number, unit.rows) for unit in self.units):
+            for row in rows:
+                self.nodes.unit_of[row] = number
+        compiled = compile_in_place(model, self.capture.backend, self.config.dynamic, self.config.mode, self.config.options)
+        set_compiled_call(model, CallGate(compiled, self))
+        self._on_touch = _touch_of(weakref.ref(self))
+        for row, parameter in enumerate(self.table.parameters):
+            parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row))
+        self._guard_all()
+        # Not a reference to the session: it must not be kept alive by its own end.
+        self._shut_down = weakref.finalize(model, shut_down, self.engine, self.number, len(self.table), os.getpid())
+
+    def _rewrite(self, graph: CapturedGraph) -> tuple[PassRecord, ...]:
+        records = self._pipeline(graph)
+        if graph.kind is GraphKind.BACKWARD:
+            self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
+        else:
+            self._number_units()
+        return records
+
+    def _number_units(self) -> None:
+        """Units count in forward order from here on: it is the order in which new weights are due."""
+        for index, number in enumerate(self.capture.unit_order):
+            for row in self.units[number].rows:
+                self.nodes.unit_of[row] = index
+                self.engine.set_unit(row, index)
+
+    # ---- the loop ----
+
+    def enter_forward(self) -> None:
+        """Before the compiled call."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self.planning.before_forward()
+        if self.eager_rows:
+            self.engine.drain(sorted(self.eager_rows))
+        for parameter in self.table.parameters:
+            unguard(parameter)
+        self.marks.mark(Mark.FORWARD_BEGIN)
+
+    def leave_forward(self) -> None:
+        """After the compiled call."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.marks.mark(Mark.FORWARD_END)
+            self._guard_all()
+
+    def step(self) -> None:
+        """Commit the gradients of this step with the hyper-parameters that the groups have now."""
+        with torch.no_grad(), without_torch_function():
+            self._follow_written_weights()
+            items = self.builder.build(self.groups, self.touched | self.eager_rows)
+            self.engine.commit(items)
+            on_host = {item.row for item in items if item.grad is None}
+            self.nodes.consumed.update(on_host)
+            parameters = [self.table.parameters[item.row] for item in items]
+            increment_versions(parameters)
+            for item in items:
+                self._versions[item.row] = self.table.parameters[item.row]._version
+        self.touched.clear()
+        self._guard_all()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        now_s = time.perf_counter()
+        if self._last_step_s is not None:
+            self.step_us.append((now_s - self._last_step_s) * 1e6)
+        self._last_step_s = now_s
+        self.marks.end_step()
+        self.steps_done += 1
+        self.planning.after_step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those that are in their slots."""
+        with without_torch_function():
+            for group in self.groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        self.engine.discard(range(len(self.table)))
+
+    def drain(self) -> None:
+        """Return when every committed weight is on the device and every state at rest."""
+        self.engine.drain(range(len(self.table)))
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
+        row = self.table.row_of[id(parameter)]
+        self.engine.drain([row])
+        self.touched.add(row)
+
+    def place(self, plan: Plan) -> None:
+        """Move the states to where `plan` has them. All gradients must have been dropped."""
+        self.drain()
+        self.nodes.held.clear()
+        wanted = self.planning.placement_of(plan)
+        for place in (Placement.GPU, Placement.CPU):  # host memory is given back before any is taken
+            self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
+
+    def probe_device_update_us_per_param(self) -> float:
+        """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""
+        return self._probe.us_per_param()
+
+    def _follow_written_weights(self) -> None:
+        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too."""
+        for row, parameter in enumerate(self.table.parameters):
+            if parameter._version != self._versions[row]:
+                self.states.reload_master(row)
+                self._versions[row] = parameter._version
+
+    def _guard_all(self) -> None:
+        for parameter in self.table.parameters:
+            if not guard(parameter, self._on_touch):
+                raise AssertionError("parameters of a subclass are refused by build_table")
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Finish what is committed, stop the threads, give the memory back; the model stays as trained. Safe to call twice."""
+        try:
+            self._shut_down()
+        finally:
+            for parameter in self.table.parameters:
+                unguard(parameter)
+
+
+def _touch_of(session: weakref.ref[Session]) -> Any:
+    def on_touch(parameter: nn.Parameter) -> None:
+        found = session()
+        if found is not None:
+            found.touch(parameter)
+
+    return on_touch
+
+
+def _eager_gradient_of(session: weakref.ref[Session], row: int) -> Any:
+    def on_gradient(parameter: torch.Tensor) -> None:
+        found = session()
+        if found is not None:
+            found.eager_rows.add(row)
+
+    return on_gradient
+
+
+def shut_down(engine: Engine, number: int, rows: int, pid: int) -> None:
+    """Finish what is committed and stop the threads; runs when the model dies, at `close`, and at interpreter exit."""
+    if os.getpid() != pid:
+        return  # a forked child has no threads to stop
+    try:
+        engine.drain(range(rows))
+    finally:
+        engine.close()
+        NODES.unregister(number)
+
+
+def find_session(model: nn.Module) -> Session | None:
+    """The session of a compiled model, None where it has none."""
+    gate = compiled_call(model)
+    return gate.session if isinstance(gate, CallGate) else None

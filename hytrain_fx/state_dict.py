@@ -1,0 +1,77 @@
+"""Optimizer states in torch's checkpoint form, read from and written to wherever they rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hytrain_fx.session import Session
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """By parameter: `step`, the moments, and `master` for 16-bit parameters; copies on the CPU. The session must be drained."""
+    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    for row, parameter in enumerate(session.table.parameters):
+        if session.builder.steps[row] == 0:
+            continue  # torch, too, has no state for a parameter before its first step
+        states = session.states[row]
+        entry = {"step": torch.tensor(float(session.builder.steps[row]))}
+        for name in _MOMENTS:
+            if (flat := getattr(states, name)) is not None:
+                entry[name] = _shaped(flat, parameter)
+        if parameter.dtype != torch.float32:
+            entry["master"] = _shaped(states.master, parameter)
+        found[parameter] = entry
+    return found
+
+
+def load_states(session: Session, groups: Sequence[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+    """Write a checkpoint's states and group options into a drained session. Raises ValueError where the groups do not match."""
+    saved_groups = state_dict["param_groups"]
+    found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    if found != expected:
+        raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
+    for group, saved in zip(groups, saved_groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            row = session.table.row_of.get(id(parameter))
+            if row is not None:
+                _load_row(session, row, state_dict["state"].get(number))
+
+
+def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
+    states, parameter = session.states[row], session.table.parameters[row]
+    if saved is None:
+        session.builder.steps[row] = 0
+        for name in _MOMENTS:
+            if (flat := getattr(states, name)) is not None:
+                flat.zero_()
+        return
+    session.builder.steps[row] = int(saved["step"])
+    for name in _MOMENTS:
+        if (flat := getattr(states, name)) is not None and name in saved:
+            _check_shape(session, row, name, saved[name])
+            _view(flat, parameter).copy_(saved[name])
+    if "master" in saved and parameter.dtype != torch.float32:
+        _check_shape(session, row, "master", saved["master"])
+        _view(states.master, parameter).copy_(saved["master"])
+    else:
+        session.states.reload_master(row)
+
+
+def _check_shape(session: Session, row: int, name: str, value: torch.Tensor) -> None:
+    expected = session.table.parameters[row].shape
+    if value.shape != expected:
+        raise ValueError(f"{name} of {session.table.names[row]} has shape {tuple(value.shape)} in the checkpoint, expected {tuple(expected)}")
+
+
+def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return _view(flat, parameter).to("cpu", copy=True)

@@ -1,0 +1,205 @@
+"""What the inserted nodes do in one session: gradients into the engine, stand-ins into `.grad`, marks, counts.
+
+    grad_offload   row on the host: gradient to the engine, `.grad` becomes a stand-in
+                   row on the device, or `.grad` already a real tensor: gradient added to the real `.grad`
+    backward_end   every gradient that this graph should have offloaded has been: otherwise a node was dropped
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from hytrain_fx.cost_model.measure import Mark, StepMarks
+from hytrain_fx.errors import DroppedNodeError, GradientConsumedError
+from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.torch_private import private_function, without_torch_function
+
+
+# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits.
+Norm = tuple[float, bool]
+
+
+class RowGradient:
+    """Source of one stand-in: the gradient of `row` as its `generation`-th offload left it in the slot."""
+
+    __slots__ = ("_nodes", "_row", "_generation", "_norms")
+
+    def __init__(self, nodes: SessionNodes, row: int, norms: dict[Norm, torch.Tensor]) -> None:
+        self._nodes = nodes
+        self._row = row
+        self._generation = nodes.generation[row]
+        self._norms = norms
+
+    def is_live(self) -> bool:
+        """Whether the slot still holds this gradient."""
+        return self._nodes.generation[self._row] == self._generation and self._row not in self._nodes.consumed
+
+    def fetch(self) -> torch.Tensor:
+        """The gradient as a new tensor on the device. Raises GradientConsumedError."""
+        if not self.is_live():
+            raise GradientConsumedError(
+                f"the gradient of {self._nodes.table.names[self._row]} is gone: step() has used its host memory for the new weight, "
+                "or a later backward() has taken it; read .grad between backward() and step()"
+            )
+        return self._nodes.fetch(self._row)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
+        return self._norms.pop((float(ord), foreach), None)
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Take this norm of every gradient from the next backward on."""
+        self._nodes.norms_wanted.add((float(ord), foreach))
+
+
+class SessionNodes:
+    """Implements `ops.StepNodes` for one session."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks) -> None:
+        self.table = table
+        self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
+        self.generation = [0] * len(table)
+        self.consumed: set[int] = set()  # rows whose gradient was used by step() and whose slot is no longer it
+        self.norms_wanted: set[Norm] = set()
+        self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
+        self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
+        self.unit_of: list[int] = [0] * len(table)
+        self._engine = engine
+        self._states = states
+        self._marks = marks
+        self._offloaded: set[int] = set()
+        self._own: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # real gradients made here, with their version
+
+    def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of `rows`, in the parameters' shapes, from buffers that die after this call."""
+        self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
+        with torch.no_grad(), without_torch_function():
+            norms = self._norms(grads)
+            for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
+                self._take(row, grad, {norm: values[i] for norm, values in norms.items()})
+        self._offloaded.update(rows)
+        self.runs["grad_offload"] += len(rows)
+
+    def cpu_step(self, rows: Sequence[int]) -> None:
+        """Arm the CPU update of rows placed on the host."""
+        self._engine.arm_cpu(rows)
+        self.runs["cpu_step"] += len(rows)
+
+    def gpu_step(self, rows: Sequence[int]) -> None:
+        """Arm the update on the device of rows placed there."""
+        self._engine.arm_gpu(rows)
+        self.runs["gpu_step"] += len(rows)
+
+    def reload(self, rows: Sequence[int]) -> None:
+        """Arm the copy of the new weights."""
+        self._engine.arm_reload(rows)
+        self.runs["reload"] += len(rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """The compute stream has, at this point, read these weights for the last time."""
+        self._engine.release(rows)
+        self.runs["release"] += len(rows)
+
+    def backward_end(self, graph: int, rows: Sequence[int]) -> None:
+        """Release the rest and check the count. Raises DroppedNodeError."""
+        missing = self.graph_rows.get(graph, frozenset()) - self._offloaded
+        if missing:
+            names = ", ".join(self.table.names[row] for row in sorted(missing)[:3])
+            raise DroppedNodeError(
+                f"backward graph {graph} ended but {len(missing)} of its gradients were never offloaded ({names}, ...); "
+                "an inserted node was dropped by the compiler: please report this with the torch version"
+            )
+        self._offloaded -= self.graph_rows.get(graph, frozenset())
+        if rows:
+            self.release(rows)
+        self._marks.mark(Mark.BACKWARD_END)
+        self.runs["backward_end"] += 1
+
+    def wait(self, rows: Sequence[int]) -> None:
+        """Return when the compute stream will see the committed weights of `rows`."""
+        unit = self.unit_of[rows[0]]
+        self._marks.mark(Mark.WAIT_BEGIN, unit)
+        self._engine.wait(rows)
+        for row in rows:
+            self.held.pop(row, None)
+        self._marks.mark(Mark.WAIT_END, unit)
+        self.runs["wait"] += len(rows)
+
+    def fetch(self, row: int) -> torch.Tensor:
+        """The gradient in the slot of `row`, brought back to the device."""
+        gradient = torch.empty_like(self.table.parameters[row].detach())
+        self._engine.fetch(row, gradient)
+        return gradient
+
+    def offload_real(self, row: int, grad: torch.Tensor) -> None:
+        """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
+        self._offload(row, grad)
+        self._engine.arm_cpu([row])
+        self._engine.arm_reload([row])
+
+    def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
+        """A real gradient in the parameter's order of memory."""
+        return _like_parameter(grad, self.table.parameters[row], copy=False)
+
+    def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this real gradient was made by the graphs and not edited since."""
+        made, version = self._own.get(row, (None, 0))
+        return made is not None and made() is grad and version == grad._version
+
+    def _take(self, row: int, grad: torch.Tensor, norms: dict[Norm, torch.Tensor]) -> None:
+        parameter = self.table.parameters[row]
+        held = parameter.grad
+        if isinstance(held, GradStandIn):
+            if is_clean(held) and held.state.source.is_live():
+                grad = held.state.source.fetch().add_(grad)
+                norms = {norm: values[0] for norm, values in self._norms([grad]).items()}
+                held = None
+            else:
+                held = held.state.materialize()  # raises where the gradient is gone: zero_grad() was left out
+                parameter.grad = held
+        if held is not None:
+            ours = self.is_untouched(row, held)
+            held.add_(grad)
+            if ours:
+                self._own[row] = (weakref.ref(held), held._version)
+        elif self._states.placement[row] is Placement.GPU:
+            parameter.grad = _like_parameter(grad, parameter, copy=True)
+            self._own[row] = (weakref.ref(parameter.grad), parameter.grad._version)
+        else:
+            self._offload(row, grad)
+            parameter.grad = GradStandIn(parameter, RowGradient(self, row, norms))
+
+    def _offload(self, row: int, grad: torch.Tensor) -> None:
+        self.generation[row] += 1
+        self.consumed.discard(row)
+        self._engine.grad_offload(row, _like_parameter(grad, self.table.parameters[row], copy=False))
+
+    def _norms(self, grads: Sequence[torch.Tensor]) -> dict[Norm, Sequence[torch.Tensor]]:
+        return {(order, foreach): _norm_of_each(grads, order, foreach) for order, foreach in self.norms_wanted}
+
+
+def is_clean(standin: GradStandIn) -> bool:
+    """Whether the stand-in's values are those in the slot."""
+    return standin.materialized is None and not standin.factors and not standin.zeroed
+
+
+def _norm_of_each(grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
+    if foreach:
+        norms: Sequence[torch.Tensor] = private_function("_foreach_norm")(list(grads), order)
+        return norms
+    return [torch.linalg.vector_norm(grad, order) for grad in grads]
+
+
+def _like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """`grad` in the parameter's order of memory, so that flat ranges of both agree."""
+    if not copy and grad.stride() == parameter.stride() and grad.dtype == parameter.dtype:
+        return grad
+    return torch.empty_like(parameter.detach()).copy_(grad)

@@ -1,0 +1,87 @@
+"""A training loop on the bare engine: gradients from a generator, weights on the "device", every bit checked against `adamw_`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates
+
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def host_states(weight: torch.Tensor) -> RowStates:
+    """States of a row on the host, master equal to the weight."""
+    master = weight.float().flatten().clone()
+    return RowStates(master, torch.zeros_like(master), torch.zeros_like(master), None, torch.zeros(weight.numel(), dtype=weight.dtype))
+
+
+def device_states(weight: torch.Tensor) -> RowStates:
+    """States of a row on the device; an fp32 weight is its own master."""
+    master = weight.flatten() if weight.dtype == torch.float32 else weight.float().flatten()
+    return RowStates(master, torch.zeros_like(master).float(), torch.zeros_like(master).float(), None, None)
+
+
+@dataclass
+class EngineLoop:
+    """Rows with weights on the engine's device and, beside them, the reference's master weights and moments."""
+
+    engine: Engine
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    on_device: frozenset[int] = frozenset()
+    weights: list[torch.Tensor] = field(default_factory=list)
+    reference: list[RowStates] = field(default_factory=list)
+    step_count: int = 0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        for row, size in enumerate(self.sizes):
+            weight = torch.randn(size).to(self.dtype)
+            self.weights.append(weight)
+            self.reference.append(host_states(weight))
+            self.engine.add_row(RowSpec(size, row, weight))
+            if row in self.on_device:
+                self.engine.place_on_device(row, device_states(weight))
+            else:
+                self.engine.place_on_host(row, host_states(weight))
+
+    def step(self, *, ahead: bool = False, read_late: bool = False) -> None:
+        """One backward in reverse order and one commit; with `ahead` the commit comes first, as on a GPU that is far behind.
+
+        With `read_late` each weight is read again after its gradient has left and before its release, and must be the old one.
+        """
+        self.step_count += 1
+        rows = list(range(len(self.sizes)))
+        self.engine.wait(rows)
+        scalars = AdamScalars.of(GROUP, self.step_count, decoupled=True, torch_cuda=False)
+        before = [weight.clone() for weight in self.weights]
+        hosted = [row for row in rows if row not in self.on_device]
+        if ahead:
+            self.engine.expect([CommitItem(row, scalars) for row in hosted])
+        grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
+        for row in reversed(hosted):
+            buffer = grads[row].clone()
+            self.engine.grad_offload(row, buffer)
+            buffer.fill_(float("nan"))  # its memory is somebody else's at once
+            self.engine.arm_cpu([row])
+            self.engine.arm_reload([row])
+            if read_late:
+                assert torch.equal(self.weights[row], before[row]), "a weight was overwritten before its release"
+            self.engine.release([row])
+        self.engine.arm_gpu(rows)
+        items = [] if ahead else [CommitItem(row, scalars) for row in hosted]
+        items += [CommitItem(row, scalars, grad=grads[row], at_end=True) for row in rows if row in self.on_device]
+        self.engine.commit(items)
+        self._kept = grads
+        for row in rows:
+            state = self.reference[row]
+            adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
+
+    def check(self) -> None:
+        """Every weight has the reference's bits."""
+        self.engine.drain(range(len(self.sizes)))
+        for row, (weight, state) in enumerate(zip(self.weights, self.reference, strict=True)):
+            assert torch.equal(weight, state.master.to(self.dtype)), f"row {row} differs"
