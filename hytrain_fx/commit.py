@@ -84,14 +84,14 @@ class CommitBuilder:
     def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
         if isinstance(grad, GradStandIn):
             if grad.materialized is not None or grad.zeroed:
-                grad = grad.state.materialize()
-            elif not grad.state.source.is_live():
+                grad = grad.grad_state.materialize()
+            elif not grad.grad_state.source.is_live():
                 raise GradientConsumedError(
                     f"step() was called again for {self._table.names[row]} without a new gradient: the last step() has used it. "
                     "Call zero_grad() and backward() before the next step()"
                 )
             elif self._states.placement[row] is Placement.GPU:
-                grad = grad.state.materialize()  # its states have moved since the backward
+                grad = grad.grad_state.materialize()  # its states have moved since the backward
             else:
                 return CommitItem(row, numbers, None, touched, grad.factors)
         if self._states.placement[row] is Placement.CPU:

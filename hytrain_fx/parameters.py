@@ -67,6 +67,8 @@ def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(f"{name} is a {type(parameter).__name__}; supported are plain torch.nn.Parameter objects")
     if parameter.device != device:
         raise UnsupportedError(f"{name} is on {parameter.device}, others on {device}; one device for all trained parameters is supported")
     if device.type not in ("cpu", "cuda"):

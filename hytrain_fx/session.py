@@ -22,13 +22,12 @@ from hytrain_fx.capture import Capture, CapturedGraph, GraphKind
 from hytrain_fx.commit import CommitBuilder
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
-from hytrain_fx.guarded_parameter import guard, unguard
+from hytrain_fx.guarded_parameter import guard, guard_type, unguard
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
 from hytrain_fx.parameters import ParameterTable, build_table
-from hytrain_fx.passes.base import PassRecord
-from hytrain_fx.passes.pipeline import Pipeline
+from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.planning import Planning
 from hytrain_fx.runtime.engine import Engine, RowSpec
 from hytrain_fx.runtime.launch import make_engine
@@ -59,8 +58,7 @@ class Session:
         self.builder = CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
         self.planning = Planning(self)
         self.number = NODES.register(self.nodes)
-        self._pipeline = Pipeline(self.units, self.number, self.config.dump)
-        self.capture: Capture[tuple[PassRecord, ...]] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite)
+        self.capture: Capture[PipelineRecord] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite)
         self._versions = [p._version for p in self.table.parameters]
         self._install(model)
 
@@ -85,20 +83,20 @@ class Session:
                 self.nodes.unit_of[row] = number
         compiled = compile_in_place(model, self.capture.backend, self.config.dynamic, self.config.mode, self.config.options)
         set_compiled_call(model, CallGate(compiled, self))
-        self._on_touch = _touch_of(weakref.ref(self))
+        self._guarded = guard_type(_touch_of(weakref.ref(self)))
         for row, parameter in enumerate(self.table.parameters):
             parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row))
         self._guard_all()
         # Not a reference to the session: it must not be kept alive by its own end.
         self._shut_down = weakref.finalize(model, shut_down, self.engine, self.number, len(self.table), os.getpid())
 
-    def _rewrite(self, graph: CapturedGraph) -> tuple[PassRecord, ...]:
-        records = self._pipeline(graph)
+    def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
+        record = rewrite(graph, session=self.number, units=self.units, dump=self.config.dump)
         if graph.kind is GraphKind.BACKWARD:
             self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
         else:
             self._number_units()
-        return records
+        return record
 
     def _number_units(self) -> None:
         """Units count in forward order from here on: it is the order in which new weights are due."""
@@ -192,8 +190,7 @@ class Session:
 
     def _guard_all(self) -> None:
         for parameter in self.table.parameters:
-            if not guard(parameter, self._on_touch):
-                raise AssertionError("parameters of a subclass are refused by build_table")
+            guard(parameter, self._guarded)
 
     # ---- the end ----
 

@@ -158,12 +158,12 @@ class SessionNodes:
         parameter = self.table.parameters[row]
         held = parameter.grad
         if isinstance(held, GradStandIn):
-            if is_clean(held) and held.state.source.is_live():
-                grad = held.state.source.fetch().add_(grad)
+            if is_clean(held) and held.grad_state.source.is_live():
+                grad = held.grad_state.source.fetch().add_(grad)
                 norms = {norm: values[0] for norm, values in self._norms([grad]).items()}
                 held = None
             else:
-                held = held.state.materialize()  # raises where the gradient is gone: zero_grad() was left out
+                held = held.grad_state.materialize()  # raises where the gradient is gone: zero_grad() was left out
                 parameter.grad = held
         if held is not None:
             ours = self.is_untouched(row, held)
