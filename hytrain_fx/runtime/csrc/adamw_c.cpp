@@ -6,7 +6,7 @@ extern "C" {
 // Layout of `grad`, `out` and dtypes as in adamw.h. Returns 0, or 1 when kAmsgrad is set without vmax.
 int hytrain_fx_adamw_chunk(const void* grad, int32_t grad_dtype, float* master, float* m, float* v, float* vmax, void* out, int32_t out_dtype,
                            int64_t n, const hytrain_fx::AdamScalars* scalars) {
-  if ((scalars->flags & hytrain_fx::kAmsgrad) != 0 && vmax == nullptr) return 1;
+  if ((scalars->flags & hytrain_fx::kAmsgrad) != 0 && vmax == nullptr && n > 0) return 1;
   hytrain_fx::adamw_chunk(grad, static_cast<hytrain_fx::Dtype>(grad_dtype), master, m, v, vmax, out, static_cast<hytrain_fx::Dtype>(out_dtype),
                           n, *scalars);
   return 0;

@@ -1,0 +1,129 @@
+"""Rates of the AdamW kernels beside torch's fused ones, as JSON.
+
+    python benchmarks/kernels.py [--parameters N] [--threads 1,2,4] [--repeats R]
+
+CPU: the C++ kernel (bf16 gradient in, bf16 weight out, fp32 states: 28 bytes of DRAM traffic a parameter) and torch._fused_adamw_ (fp32
+gradient in, no 16-bit weight: also 28 bytes), by threads, from DRAM and, one thread, from a chunk of 64 Ki parameters in L2.
+GPU, where there is one: the CUDA kernel and torch._fused_adamw_. Rates are of the fastest repeat; GB/s counts the 28 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hytrain_fx.runtime import build, cuda_adamw
+from hytrain_fx.runtime.arithmetic import AdamScalars
+
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+BYTES_PER_PARAMETER = 28
+CHUNK_IN_L2 = 1 << 16
+
+
+@dataclass(frozen=True)
+class Rate:
+    kernel: str
+    device: str
+    threads: int
+    parameters: int
+    parameters_per_s: float
+    gb_per_s: float
+
+
+def measure(kernel: str, device: str, threads: int, parameters: int, repeats: int, calls: int, step: Callable[[], object]) -> Rate:
+    """Rate of `step`, which updates `parameters` parameters `calls` times and returns when done; its first run is not counted."""
+    step()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    rate = parameters * calls / min(seconds)
+    return Rate(kernel, device, threads, parameters, rate, rate * BYTES_PER_PARAMETER / 1e9)
+
+
+def states(parameters: int, device: str) -> list[torch.Tensor]:
+    """Master, m and v, [parameters] fp32 each."""
+    return [torch.full((parameters,), value, device=device) for value in (1.0, 0.01, 0.02)]
+
+
+def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1) -> Rate:
+    """The C++ kernel with each thread on a range of its own; ctypes releases the GIL. `calls`: passes in one repeat."""
+    function = build.load(("adamw_c.cpp",)).hytrain_fx_adamw_chunk
+    struct = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=False).c_struct
+    per_thread = parameters // threads
+    operands = [(torch.full((per_thread,), 0.01, dtype=torch.bfloat16), *states(per_thread, "cpu")) for _ in range(threads)]
+
+    def update(tensors: tuple[torch.Tensor, ...]) -> None:
+        grad, master, m, v = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+        for _ in range(calls):
+            function(grad, 1, master, m, v, None, grad, 1, ctypes.c_int64(per_thread), ctypes.byref(struct))
+
+    with ThreadPoolExecutor(threads) as pool:
+        return measure("hytrain_fx", "cpu", threads, per_thread * threads, repeats, calls, lambda: list(pool.map(update, operands)))
+
+
+def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls: int = 1) -> Rate:
+    """torch._fused_adamw_ on fp32 gradients; `calls`: passes in one repeat."""
+    master, m, v = states(parameters, device)
+    grad, step = torch.full_like(master, 0.01), torch.tensor(10.0, device=device)
+    if threads:
+        torch.set_num_threads(threads)
+
+    def update() -> None:
+        for _ in range(calls):
+            torch._fused_adamw_(
+                [master], [grad], [m], [v], [], [step],
+                lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return measure("torch._fused_adamw_", device, threads, parameters, repeats, calls, update)
+
+
+def cuda_kernel(parameters: int, repeats: int, calls: int) -> Rate:
+    """The CUDA kernel, bf16 gradient in and weight out, launched `calls` times a repeat."""
+    master, m, v = states(parameters, "cuda")
+    grad = torch.full_like(master, 0.01, dtype=torch.bfloat16)
+    scalars = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=True)
+
+    def update() -> None:
+        for _ in range(calls):
+            cuda_adamw.adamw_(grad, master, m, v, None, scalars, grad)
+        torch.cuda.synchronize()
+
+    return measure("hytrain_fx", "cuda", 0, parameters, repeats, calls, update)
+
+
+def main() -> None:
+    """Prints one JSON object: machine, rates."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--parameters", type=int, default=40 << 20, help="of one update (default: 40 Mi, far more than the caches hold)")
+    parser.add_argument("--threads", type=lambda text: [int(part) for part in text.split(",")], default=None, help="as 1,2,4")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    threads = arguments.threads or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores]
+    n, repeats = arguments.parameters, arguments.repeats
+    rates = [cpu_kernel(CHUNK_IN_L2, 1, repeats, calls=200), torch_fused(CHUNK_IN_L2, "cpu", 1, repeats, calls=200)]
+    for count in threads:
+        rates += [cpu_kernel(n, count, repeats), torch_fused(n, "cpu", count, repeats)]
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": cores, "torch": torch.__version__}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+        rates += [cuda_kernel(n, repeats, calls=10), torch_fused(n, "cuda", 0, repeats, calls=10)]
+    print(json.dumps({"machine": machine, "rates": [asdict(rate) for rate in rates]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Operands of one AdamW update, updated by the C++ kernel or op by op, and compared bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hytrain_fx.runtime import build
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+
+GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass
+class Operands:
+    grad: torch.Tensor
+    master: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    vmax: torch.Tensor | None
+    out: torch.Tensor | None = None
+
+    def clone(self) -> Operands:
+        return Operands(*(None if t is None else t.clone() for t in vars(self).values()))  # type: ignore[arg-type]
+
+    def cut(self, start: int, end: int) -> Operands:
+        return Operands(*(None if t is None else t[start:end] for t in vars(self).values()))  # type: ignore[arg-type]
+
+
+def kernel_(operands: Operands, scalars: AdamScalars, library: ctypes.CDLL | None = None) -> None:
+    o, lib = operands, library or build.load(("adamw_c.cpp",))
+    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, o.master, o.m, o.v, o.vmax, o.out)]
+    grad, master, m, v, vmax, out = pointers
+    code, out_code = DTYPE_CODES[o.grad.dtype], 0 if o.out is None else DTYPE_CODES[o.out.dtype]
+    n = ctypes.c_int64(o.master.numel())
+    assert lib.hytrain_fx_adamw_chunk(grad, code, master, m, v, vmax, out, out_code, n, ctypes.byref(scalars.c_struct)) == 0
+
+
+def op_by_op_(operands: Operands, scalars: AdamScalars) -> None:
+    o = operands
+    adamw_(o.grad, o.master, o.m, o.v, o.vmax, scalars, o.out)
+
+
+def assert_same_bits(a: Operands, b: Operands) -> None:
+    for name, left in vars(a).items():
+        right = getattr(b, name)
+        if left is not None:
+            assert different_bits(left, right) == 0, name
+
+
+def different_bits(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Elements that differ in a bit, NaN counted as equal to NaN."""
+    integer = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return int(((a.view(integer) != b.view(integer)) & ~(a.isnan() & b.isnan())).sum())
+
+
+def operands(n: int, seed: int, kind: str, grad_dtype: torch.dtype = torch.float32, out_dtype: torch.dtype | None = None) -> Operands:
+    """States as training has them ("normal"), over 80 binary orders ("wide"), denormal ("denormal"), or any bits at all ("bits")."""
+    random = torch.Generator().manual_seed(seed)
+
+    def values() -> torch.Tensor:
+        x = torch.randn(n, generator=random)
+        if kind == "wide":
+            return x * torch.exp2(torch.randint(-40, 40, (n,), generator=random).float())
+        if kind == "denormal":
+            return torch.randint(0, 1 << 24, (n,), generator=random, dtype=torch.int32).view(torch.float32) * x.sign()
+        if kind == "bits":
+            return torch.randint(-(1 << 31), 1 << 31, (n,), generator=random).to(torch.int32).view(torch.float32)
+        return x
+
+    v = values().abs()
+    out = None if out_dtype is None else torch.zeros(n, dtype=out_dtype)
+    return Operands(values().to(grad_dtype), values(), values(), v, torch.maximum(v, values().abs()), out)
