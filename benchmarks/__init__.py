@@ -1,0 +1,1 @@
+"""Measurements that anyone with a GPU can run: `python -m benchmarks --help`."""
