@@ -109,6 +109,7 @@ def test_units_that_fit_is_the_longest_prefix(params: list[int], budget: int) ->
     assert 12 * sum(params[:k]) <= budget
     assert k == len(params) or 12 * sum(params[: k + 1]) > budget
     assert units_that_fit(params, None, 12) == len(params)
+    assert units_that_fit(params, 12 * sum(params), 12) == len(params)
 
 
 def test_bad_times_are_refused() -> None:

@@ -59,6 +59,16 @@ def test_k_grows_with_the_guard(n: int, cpu: float, guard: float, more: float, r
     assert k <= larger
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_the_guard_counts(rule: Rule) -> None:
+    """Planning with CPU times half as long again puts more units on the device, and a note says how times were taken."""
+    profile = uniform(20, forward=10.0, backward=20.0, cpu=60.0)
+    exact, guarded = plan(profile, rule=rule, guard=1.0), plan(profile, rule=rule, guard=1.5)
+    assert guarded.k > exact.k
+    assert not exact.notes
+    assert guarded.notes == ("solved with CPU update times 1.5 times as long as measured",)
+
+
 def test_first_unit_goes_to_the_device_where_the_seed_sees_no_need() -> None:
     """With a long backward the balance gives k=0, the windows give k=1: nothing hides the update of the unit whose gradient is last."""
     profile = uniform(10, forward=50.0, backward=100.0, cpu=40.0, gpu=1.0)

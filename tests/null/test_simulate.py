@@ -46,6 +46,8 @@ def test_every_schedule_keeps_the_rules(profile: Profile, discipline: Discipline
     gpu_us = sum(u.gpu_update_us for u in profile.units if u.index in on_device)
     assert s.busy_us(Resource.GPU) == pytest.approx(profile.forward_us + profile.backward_us + gpu_us)
     assert s.busy_us(Resource.CPU) == pytest.approx(sum(u.cpu_update_us for u in profile.units if u.index not in on_device))
+    assert s.busy_us(Resource.D2H) == pytest.approx(sum(u.d2h_us for u in profile.units if u.index not in on_device))
+    assert s.busy_us(Resource.H2D) == pytest.approx(sum(u.h2d_us for u in profile.units if u.index not in on_device))
     assert s.makespan_us == pytest.approx(s.busy_us(Resource.GPU) + s.stall_us)
     for u in profile.units:
         (forward,) = s.of(TaskId(TaskKind.FORWARD, u.index))
