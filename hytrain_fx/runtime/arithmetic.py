@@ -6,17 +6,19 @@
                  torch takes it from MKL, where 0.6% of the results are one unit in the last place off (none, or 17%, under other settings
                  of MKL), so torch's own bits depend on the machine. With that one op replaced in torch every bit agrees; with it, moments
                  still agree, and the step of a parameter differs by at most 4 units in the last place of the step, before it is added.
-    torch_cuda   torch.optim.Adam/AdamW(foreach=True) on CUDA, where square roots are correctly rounded.
+    torch_cuda   torch.optim.Adam/AdamW(foreach=True) on CUDA, where square roots are correctly rounded
+                 (as torch's CUDA sources have it; tests/gpu/test_cuda_adamw_bits.py holds it).
 
-They differ in two fused multiply-adds. Not mirrored: fused=True, capturable=True, and foreach=False on CUDA, which multiplies by
-1 / sqrt(1 - beta2^step) instead of dividing. NaN stays NaN everywhere; its payload and sign are not fixed.
+They differ in two fused multiply-adds: the last bit of 0.2% of v and 0.1% of the parameters in a step. fused=True on the CPU gives
+the torch_cpu bits in whole vectors, others in v in the tail of each thread's range. Not mirrored: fused=True on CUDA, capturable=True, and
+foreach=False on CUDA, which multiplies by 1 / sqrt(1 - beta2^step) instead of dividing. NaN stays NaN; its payload and sign are not fixed.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntFlag
 from typing import ClassVar
 
@@ -84,8 +86,9 @@ class AdamScalars:
     @property
     def c_struct(self) -> AdamScalarsStruct:
         """A new ctypes structure with these values."""
-        *floats, flags, factors = astuple(self)
-        return AdamScalarsStruct(*floats, flags, len(factors), (ctypes.c_float * MAX_FACTORS)(*factors))
+        moments = (self.lerp, self.beta2, self.one_minus_beta2)
+        step = (self.neg_step_size, self.bias2_sqrt, self.eps)
+        return AdamScalarsStruct(self.decay, self.l2, *moments, *step, self.flags, len(self.factors), self.factors)
 
     @classmethod
     def of(

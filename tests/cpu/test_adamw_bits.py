@@ -61,10 +61,10 @@ def test_kernel_is_op_by_op(
     assert_same_bits(by_kernel, by_ops)
 
 
-def torch_step(o: Operands, group: dict[str, Any], step: int, *, decoupled: bool) -> None:
+def torch_step(o: Operands, group: dict[str, Any], step: int, *, decoupled: bool, fused: bool = False) -> None:
     """One step of torch.optim, foreach=False, from and into `o`."""
     parameter = torch.nn.Parameter(o.master)
-    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([parameter], foreach=False, **group)
+    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([parameter], foreach=False, fused=fused, **group)
     state: dict[str, Any] = {"step": torch.tensor(float(step - 1)), "exp_avg": o.m, "exp_avg_sq": o.v, "max_exp_avg_sq": o.vmax}
     optimizer.state[parameter].update(state)
     parameter.grad = o.grad
@@ -110,6 +110,20 @@ def test_kernel_is_torch_optim(options: dict[str, Any], decoupled: bool, kind: s
 
 
 @needs_torch_fma
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_kernel_is_torch_fused(options: dict[str, Any], decoupled: bool) -> None:
+    """torch.optim(fused=True) on the CPU gives the bits of the kernel as it is, in whole vectors; its tails are contracted otherwise."""
+    group = GROUP | options
+    for kind in ("normal", "wide", "denormal", "bits"):
+        ours = operands(64 * 100, 13, kind)
+        theirs = ours.clone()
+        kernel_(ours, AdamScalars.of(group, 7, decoupled=decoupled, torch_cuda=False))
+        torch_step(theirs, group, 7, decoupled=decoupled, fused=True)
+        assert_same_bits(replace(ours, grad=theirs.grad, vmax=ours.vmax if group["amsgrad"] else None), theirs)
+
+
+@needs_torch_fma
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_torch_optim_as_it_is(amsgrad: bool) -> None:
     """Against torch.optim's own square root the moments agree to the bit and a parameter's step to 4 units in the last place."""
@@ -125,7 +139,7 @@ def test_torch_optim_as_it_is(amsgrad: bool) -> None:
     assert bool(((ours.master.double() - theirs.master.double()).abs() <= allowed).all())
 
 
-def test_torch_sqrt_is_not_needed() -> None:
+def test_square_root_is_correctly_rounded() -> None:
     """The op-by-op square root is libm's correctly rounded one, on normal, denormal and infinite values."""
     x = torch.cat([operands(3000, 5, kind).v for kind in ("normal", "wide", "denormal", "bits")])
     libm = libm_function("sqrtf", 1)
