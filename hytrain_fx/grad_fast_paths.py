@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.grad_state import Factor, GradState, effective_factor, state_of
+from hytrain_fx.grad_factors import Factor, Form, Scaling, effective_factor
+from hytrain_fx.grad_state import GradState, state_of
 from hytrain_fx.torch_private import metadata_functions, private_function, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
@@ -82,20 +83,22 @@ def _norm(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _order_asked(args: _Args, kwargs: _Kwargs) -> float | None:
-    """The order of a whole-tensor norm without further options: `norm(g)`, `norm(g, 1)`, `norm(g, p="fro")`, `vector_norm(g, ord=inf)`."""
-    if len(args) == 2 and not kwargs:
-        order = args[1]
-    elif len(args) == 1 and len(kwargs) <= 1 and kwargs.keys() <= {"p", "ord"}:
-        order = next(iter(kwargs.values()), 2.0)
-    else:
+    """The order of a whole-tensor norm without further options: `norm(g)`, `norm(g, 1)`, `norm(g, p="fro", dim=None)`; else None."""
+    options = dict(kwargs)
+    given = [*args[1:], *(options.pop(name) for name in ("p", "ord") if name in options)]
+    if len(given) > 1 or any(value is not _NO_OPTION.get(name, ...) for name, value in options.items()):
         return None
+    order = given[0] if given else 2.0
     if order == "fro":
         return 2.0
     return float(order) if type(order) in (int, float) else None
 
 
+_NO_OPTION: Final = MappingProxyType({"dim": None, "keepdim": False, "dtype": None, "out": None})
+
+
 def _foreach_norms(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    order = 2.0 if len(args) == 1 and not kwargs else _order_asked(args, kwargs)
+    order = _order_asked(args, kwargs)
     if order is None or not _one_kind(args[0]):
         return NotImplemented
     reals = [tensor for tensor in args[0] if not _untouched(tensor)]
@@ -111,12 +114,11 @@ def _norm_of(state: GradState, order: float, *, foreach: bool) -> Tensor:
     norm = None if state.factors else state.source.norm(order, foreach)
     if norm is not None:
         return norm
-    if not state.factors:
-        state.source.note_norm_wanted(order, foreach)
     copy = state.copy_out()
-    if foreach:
-        return cast(Tensor, _foreach_norm([copy], order)[0])
-    return cast(Tensor, torch.linalg.vector_norm(copy, order))
+    norm = cast(Tensor, _foreach_norm([copy], order)[0] if foreach else torch.linalg.vector_norm(copy, order))
+    if not state.factors:  # after the norm was taken: an empty gradient has no inf-norm, torch raises
+        state.source.note_norm_wanted(order, foreach)
+    return norm
 
 
 def _one_kind(tensors: object) -> bool:
@@ -148,7 +150,7 @@ def _mul_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     state = state_of(args[0])
     if state is None or state.real is not None:
         return NotImplemented
-    factor = _effective(args[0], args[1])
+    factor = _effective(args[0], args[1], Scaling(func, Form.ONE))
     return args[0] if factor is not None and state.log(factor) else NotImplemented
 
 
@@ -159,6 +161,7 @@ def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
     if isinstance(scale, (list, tuple)):
         return NotImplemented if len(scale) != len(tensors) or _share_one(tensors, scale) else _mul_each(func, tensors, scale)
     snapshots: dict[tuple[torch.dtype, torch.device, bool], Factor | None] = {}  # one copy of a device tensor for the whole list
+    scaling = Scaling(func, Form.LIST, _one_kind(tensors))
     rest: list[Tensor] = []
     with without_torch_function():  # metadata of many tensors
         for tensor in tensors:
@@ -168,7 +171,7 @@ def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
                 continue
             key = (tensor.dtype, tensor.device, tensor.dim() == 0)
             if key not in snapshots:
-                snapshots[key] = effective_factor(scale, tensor.dtype, tensor.device, tensor.dim())
+                snapshots[key] = effective_factor(scale, scaling, tensor.dtype, tensor.device, tensor.dim())
             factor = snapshots[key]
             if factor is None or not state.log(factor):
                 rest.append(tensor)
@@ -184,10 +187,11 @@ def _share_one(tensors: Sequence[Tensor], scales: Sequence[Any]) -> bool:
 
 
 def _mul_each(func: Callable[..., Any], tensors: Sequence[Tensor], scales: Sequence[Any]) -> Any:
+    scaling = Scaling(func, Form.LISTS, _one_kind(tensors))
     rest: list[tuple[Tensor, Any]] = []
     for tensor, scale in zip(tensors, scales, strict=True):
         state = state_of(tensor)
-        factor = _effective(tensor, scale) if state is not None and state.real is None else None
+        factor = _effective(tensor, scale, scaling) if state is not None and state.real is None else None
         if state is None or factor is None or not state.log(factor):
             rest.append((tensor, scale))
     if rest:
@@ -200,28 +204,31 @@ def _unscale(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     if len(args) != 3 or kwargs or not _one_kind(args[0]) or args[0][0].dtype != torch.float32:
         return NotImplemented
     grads, found_inf, inv_scale = args
-    factor = _effective(grads[0], inv_scale.reshape(())) if type(inv_scale) is Tensor and inv_scale.numel() == 1 else None
+    is_number = type(inv_scale) is Tensor and inv_scale.numel() == 1
+    factor = _effective(grads[0], inv_scale.reshape(()), Scaling(Tensor.mul_, Form.ONE)) if is_number else None
     rest: list[Tensor] = []
     norms: list[Tensor] = []
     for grad in grads:
         state = state_of(grad)
-        norm = None if state is None or state.real is not None or state.factors else state.source.norm(float("inf"), True)
-        if state is None or norm is None or factor is None or not state.log(factor):
-            if state is not None and norm is None:
-                state.source.note_norm_wanted(float("inf"), True)
+        if factor is None or state is None or state.real is not None or state.factors or grad.numel() == 0:
             rest.append(grad)
+            continue
+        norm = state.source.norm(float("inf"), True)
+        if norm is None:
+            state.source.note_norm_wanted(float("inf"), True)
+            func([state.copy_out()], found_inf, inv_scale)
         else:
             norms.append(norm)
+        state.log(factor)
     if norms:
         found_inf.masked_fill_(~torch.isfinite(torch.stack(norms)).all(), 1.0)
     if rest:
         func(_real(rest), found_inf, inv_scale)
-    return None
 
 
-def _effective(grad: Tensor, factor: object) -> Factor | None:
+def _effective(grad: Tensor, factor: object, scaling: Scaling) -> Factor | None:
     with without_torch_function():
-        return effective_factor(factor, grad.dtype, grad.device, grad.dim())
+        return effective_factor(factor, scaling, grad.dtype, grad.device, grad.dim())
 
 
 def _real(values: list[Any]) -> list[Any]:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from hytrain_fx import torch_private
+from hytrain_fx.grad_factors import Factor
 from hytrain_fx.grad_fast_paths import answer_fast
-from hytrain_fx.grad_state import Factor, GradSource, GradState, ZeroSource
+from hytrain_fx.grad_state import GradSource, GradState, ZeroSource
 
 
 class GradStandIn(Tensor):

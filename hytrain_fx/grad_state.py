@@ -1,16 +1,11 @@
-"""What is known of one offloaded gradient, and how a multiplication of it is written down instead of done.
+"""What is known of one offloaded gradient, in one of four forms.
 
     clean    source alone                  scaled   source and factors: g <- round(float32(g) * factor), in order
     zeroed   a ZeroSource (and factors)    real     a tensor on the device holds the values; every later op goes to it
-
-The rounding rule is aten's own, read off torch 2.11 (CUDA) and 2.13 (CPU) and tested bit for bit: with g in bfloat16 or float16 the product
-is taken in float32, a Python number or a 0-dim CPU tensor enters it rounded to float32, a 0-dim CUDA tensor rounded to g's dtype first.
-`effective_factor` makes that number; a factor that has none is not logged, the gradient is brought back.
 """
 
 from __future__ import annotations
 
-import struct
 import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -19,13 +14,10 @@ import torch
 from torch import Tensor
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.grad_factors import Factor
 
 MAX_LOGGED_FACTORS: Final = 4
 """Factors kept before the gradient is brought back instead: a clip, an unscale and two by hand."""
-
-Factor = float | Tensor
-"""`g <- round(float32(g) * factor)` in g's dtype. A float is exact in float32; a tensor is 0-dim float32 on g's device, and ours alone."""
-
 
 class GradSource(Protocol):
     """Where the values of one offloaded gradient are. All methods are called on the thread that touches the stand-in."""
@@ -94,6 +86,8 @@ class GradState:
 
     def log(self, factor: Factor) -> bool:
         """Note one more factor; False, and nothing noted, if the gradient is real or has as many as are kept."""
+        if isinstance(factor, float) and factor == 1.0 and self.real is None:
+            return True
         if self.real is not None or len(self.factors) == MAX_LOGGED_FACTORS:
             return False
         self.factors = (*self.factors, factor)
@@ -126,33 +120,3 @@ def state_of(value: object) -> GradState | None:
     """The state behind a stand-in; None for anything else."""
     state = getattr(value, "grad_state", None)
     return state if isinstance(state, GradState) else None
-
-
-_FLOATS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_FACTOR_FLOATS: Final = _FLOATS | {torch.float64}
-_MAX_EXACT_INT: Final = 2**24  # integers up to here are float32 numbers
-
-
-def effective_factor(factor: object, dtype: torch.dtype, device: torch.device, dim: int) -> Factor | None:
-    """The float32 number by which `grad.mul_(factor)` multiplies a `dim`-dimensional gradient; None where there is no such number.
-
-    A tensor on an accelerator is copied, so later edits of it change nothing logged; one on the CPU is read.
-    """
-    if dtype not in _FLOATS or dim == 0:  # a 0-dim gradient promotes with a 0-dim factor, unlike others
-        return None
-    if type(factor) is float or (type(factor) is int and abs(factor) <= _MAX_EXACT_INT):
-        return _round_to_float32(float(factor))
-    if type(factor) is not Tensor or factor.dim() != 0 or factor.dtype not in _FACTOR_FLOATS:
-        return None
-    if factor.requires_grad and torch.is_grad_enabled():  # the product would carry a graph
-        return None
-    if factor.device.type == "cpu":
-        return _round_to_float32(factor.item())
-    return factor.detach().to(dtype).to(torch.float32, copy=True) if factor.device == device else None
-
-
-def _round_to_float32(value: float) -> float | None:
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:  # finite, but not in float32: torch decides what to do
-        return None

@@ -1,0 +1,92 @@
+"""A gradient held elsewhere, for tests: a source that counts what is asked of it, and parameters with a gradient real or stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.grad_standin import GradStandIn
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class HeldGradient:
+    """Implements GradSource. `known`: the (order, foreach) pairs whose norm is at hand."""
+
+    def __init__(self, gradient: Tensor, known: Iterable[tuple[float, bool]] = ()) -> None:
+        self.fetches = 0
+        self.wanted: list[tuple[float, bool]] = []
+        self.live = True
+        self._gradient = gradient.detach().clone()
+        self._known = frozenset(known)
+
+    def fetch(self) -> Tensor:
+        if not self.live:
+            raise GradientConsumedError("the gradient was used by step()")
+        self.fetches += 1
+        return self._gradient.clone()
+
+    def norm(self, ord: float, foreach: bool) -> Tensor | None:
+        if (ord, foreach) not in self._known or not self._gradient.numel():
+            return None
+        gradient = self._gradient
+        result: Tensor = torch._foreach_norm([gradient], ord)[0] if foreach else torch.linalg.vector_norm(gradient, ord)
+        return result
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        self.wanted.append((ord, foreach))
+
+    def is_live(self) -> bool:
+        return self.live
+
+
+def stood_in(gradient: Tensor, known: Iterable[tuple[float, bool]] = ()) -> tuple[nn.Parameter, HeldGradient]:
+    """A parameter of the gradient's metadata whose `.grad` is a stand-in for it."""
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    source = HeldGradient(gradient, known)
+    parameter.grad = GradStandIn(parameter, source)
+    return parameter, source
+
+
+def with_real(gradient: Tensor) -> nn.Parameter:
+    """A parameter of the gradient's metadata with a copy of it as `.grad`."""
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient.clone()
+    return parameter
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    """`parameter.grad`, which must be there."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def standin_of(parameter: Tensor) -> GradStandIn:
+    """`parameter.grad`, which must be a stand-in."""
+    assert isinstance(parameter.grad, GradStandIn)
+    return parameter.grad
+
+
+def bits(value: Any) -> Any:
+    """Something equal for equal bits (every nan counts as one): tensors by dtype, shape and integer view, containers item by item."""
+    if isinstance(value, Tensor):
+        plain = value.detach().clone().cpu()
+        if plain.is_floating_point():
+            plain = torch.where(plain.isnan(), torch.full_like(plain, float("nan")), plain)
+            plain = plain.contiguous().reshape(-1).view(INTEGERS[plain.element_size()])
+        return str(value.dtype), tuple(value.shape), plain.reshape(-1).tolist()
+    if isinstance(value, (list, tuple)):
+        return [bits(item) for item in value]
+    return value
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The bits a call returns, or the type of what it raises."""
+    try:
+        return bits(call())
+    except (RuntimeError, IndexError, NotImplementedError, TypeError) as error:
+        return type(error)

@@ -1,0 +1,377 @@
+"""Stand-in gradients, fact by fact: what needs no values, what brings them back, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hytrain_fx.errors import EngineError, GradientConsumedError, UnsupportedError
+from hytrain_fx.grad_standin import GradStandIn
+
+from .held_gradient import HeldGradient, bits, grad_of, standin_of, stood_in, with_real
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+KNOWN = ((2.0, True), (2.0, False), (float("inf"), True))
+
+
+def gradient(dtype: torch.dtype = torch.float32, device: str = "cpu", shape: tuple[int, ...] = (3, 4)) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_accepted_as_grad(dtype: torch.dtype) -> None:
+    """`p.grad = standin` is accepted, gives the same object back, and can be taken off."""
+    parameter = nn.Parameter(gradient(dtype))
+    standin = GradStandIn(parameter, HeldGradient(gradient(dtype)))
+    parameter.grad = standin
+    assert parameter.grad is standin
+    parameter.grad = None
+    assert parameter.grad is None
+
+
+def test_metadata_and_repr_need_no_values() -> None:
+    """Shape, strides, dtype, device, autograd's fields, hash and repr are answered without a fetch."""
+    held = gradient().t()
+    parameter, source = stood_in(held)
+    grad = standin_of(parameter)
+    assert (grad.shape, grad.stride(), grad.dtype, grad.device) == (held.shape, held.stride(), held.dtype, held.device)
+    assert (grad.numel(), grad.dim(), grad.size(0), len(grad), grad.layout, grad.nbytes) == (12, 2, 4, 4, torch.strided, 48)
+    assert (grad.requires_grad, grad.is_leaf, grad.grad_fn, grad.is_sparse, grad.is_cuda) == (False, True, None, False, False)
+    assert "on the host" in repr(grad)
+    assert hash(grad) == id(grad)
+    assert grad.requires_grad_(False) is grad
+    assert (source.fetches, grad.materialized) == (0, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_with_known_norms_brings_nothing_back(dtype: torch.dtype, foreach: bool | None, device: str) -> None:
+    """`clip_grad_norm_` reads the norms of the form it takes on real gradients and logs one factor; the total norm has the same bits."""
+    held = [gradient(dtype, device, shape) for shape in ((3, 4), (300, 7))]
+    real, mixed = [with_real(h) for h in held], [stood_in(h, KNOWN) for h in held]
+    expected = torch.nn.utils.clip_grad_norm_(real, 0.5, foreach=foreach)
+    assert bits(torch.nn.utils.clip_grad_norm_([p for p, _ in mixed], 0.5, foreach=foreach)) == bits(expected)
+    assert [(s.fetches, s.wanted, len(standin_of(p).factors)) for p, s in mixed] == [(0, [], 1)] * 2
+    assert bits([grad_of(p).clone() for p, _ in mixed]) == bits([p.grad for p in real])
+
+
+def test_an_unknown_norm_is_noted_and_the_standin_stays_clean() -> None:
+    """Without the norm at hand a copy is fetched for this answer, the kind of norm is noted, and nothing is kept on the device."""
+    parameter, source = stood_in(gradient())
+    assert bits(torch.nn.utils.clip_grad_norm_([parameter], 1e9)) == bits(torch.linalg.vector_norm(gradient()).reshape(1).norm())
+    assert bits(grad_of(parameter).norm(1)) == bits(gradient().norm(1))
+    assert source.wanted == [(2.0, True), (1.0, False)]
+    assert (source.fetches, standin_of(parameter).materialized) == (2, None)
+
+
+def test_a_norm_after_scaling_counts_the_scaling() -> None:
+    """With factors logged the norm is that of the scaled gradient, not the one taken at offload, and the factors stay logged."""
+    parameter, _ = stood_in(gradient(), KNOWN)
+    grad_of(parameter).mul_(0.1)
+    assert bits(grad_of(parameter).norm()) == bits(gradient().mul_(0.1).norm())
+    assert len(standin_of(parameter).factors) == 1
+
+
+FACTORS = st.one_of(
+    st.floats(width=64, min_value=-1e4, max_value=1e4),
+    st.integers(-70000, 70000),
+    st.builds(
+        lambda number, dtype: torch.tensor(number, dtype=dtype),
+        st.floats(-1e4, 1e4),
+        st.sampled_from([*DTYPES, torch.float64]),
+    ),
+)
+SCALE: dict[str, Callable[[Tensor, Any], Any]] = {
+    "mul_": lambda g, c: g.mul_(c),
+    "foreach": lambda g, c: torch._foreach_mul_([g], c),
+    "lists": lambda g, c: torch._foreach_mul_([g, g], [c, c]),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", SCALE)
+@settings(deadline=None, max_examples=150)
+@given(dtype=st.sampled_from(DTYPES), factor=FACTORS, beside=st.booleans())
+def test_logged_factors_follow_the_documented_rounding(device: str, form: str, dtype: torch.dtype, factor: Any, beside: bool) -> None:
+    """round(float32(g) * factor), factor by factor, gives the bits of the same call on the real gradient."""
+    if beside and isinstance(factor, Tensor):
+        factor = factor.to(device)
+    expected = gradient(dtype, device, (67,))
+    parameter, source = stood_in(expected)
+    SCALE[form](expected, factor)
+    SCALE[form](grad_of(parameter), factor)
+    logged = standin_of(parameter).factors
+    assert len(logged) == (2 if form == "lists" else 1)
+    ours = source.fetch()
+    for m in logged:
+        assert isinstance(m, float) or (m.dtype, m.dim(), m.device) == (torch.float32, 0, ours.device)
+        assert not isinstance(m, float) or float(np.float32(m)) == m
+        ours = (ours.float() * m).to(dtype)
+    assert bits(ours) == bits(expected)
+
+
+def test_a_fifth_factor_brings_the_gradient_back() -> None:
+    """Four factors are logged; the next multiplication is done on the real tensor."""
+    parameter, _ = stood_in(gradient(torch.bfloat16))
+    expected = gradient(torch.bfloat16)
+    for factor in (0.9, 1.1, 0.7, 1.3, 0.3):
+        grad_of(parameter).mul_(factor)
+        expected.mul_(factor)
+    assert type(parameter.grad) is Tensor
+    assert bits(parameter.grad) == bits(expected)
+
+
+@pytest.mark.parametrize("factor", [torch.tensor([2.0]), torch.tensor(2), True, 2**24 + 1, 1e300, torch.ones(3, 4)], ids=repr)
+def test_a_factor_without_a_float32_number_is_not_logged(factor: Any) -> None:
+    """Factors that promote, broadcast or overflow float32 are left to torch on the real gradient."""
+    parameter, _ = stood_in(gradient())
+    standin = standin_of(parameter)
+    standin.mul_(factor)
+    assert standin.factors == ()
+    assert standin.materialized is not None
+    assert bits(standin.materialized) == bits(gradient().mul_(factor))
+
+
+def test_a_factor_that_needs_grad_keeps_its_graph() -> None:
+    """With grad mode on, scaling by a tensor that requires grad is done on the real gradient, which then has a graph."""
+    parameter, _ = stood_in(gradient())
+    weight = torch.tensor(2.0, requires_grad=True)
+    grad_of(parameter).mul_(weight)
+    grad_of(parameter).sum().backward()
+    assert bits(weight.grad) == bits(gradient().sum())
+
+
+def test_the_real_tensor_takes_the_place_of_the_standin() -> None:
+    """Once values are needed `p.grad` is the real tensor, on_materialize has seen it once, and every alias leads to it."""
+    parameter = nn.Parameter(gradient())
+    seen: list[Tensor] = []
+    parameter.grad = GradStandIn(parameter, HeldGradient(gradient()), seen.append)
+    standin, twin = standin_of(parameter), grad_of(parameter).data
+    view = standin.view(-1)
+    assert [parameter.grad is standin.materialized, len(seen), seen[0] is parameter.grad] == [True, 1, True]
+    view[0] = 5.0
+    twin.mul_(2)
+    assert standin.add_(1) is standin
+    assert bits(parameter.grad) == bits(standin.clone()) == bits(twin.clone())
+    assert parameter.grad[0, 0] == 11.0
+
+
+def test_a_grad_that_was_replaced_is_left_alone() -> None:
+    """Bringing back a stand-in that is no longer `p.grad` does not touch `p.grad`."""
+    parameter, _ = stood_in(gradient())
+    held = standin_of(parameter)
+    parameter.grad = None
+    held.abs()
+    assert parameter.grad is None
+
+
+C_READS: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda g: g.numpy().tolist(),
+    "asarray": lambda g: np.asarray(g).tolist(),
+    "tolist": lambda g: g.tolist(),
+    "item": lambda g: g[0, 0].item(),
+    "data_ptr": lambda g: g.data_ptr() != 0,
+    "storage": lambda g: g.untyped_storage().tolist(),
+    "dlpack": lambda g: bits(torch.from_dlpack(g)),
+    "tensor": lambda g: bits(torch.tensor(g[0].tolist())),
+    "copy construct": lambda g: bits(torch.tensor(g)),
+    "deepcopy": lambda g: bits(copy.deepcopy(g)),
+    "pickle": lambda g: bits(pickle.loads(pickle.dumps(g))),
+    "vmap": lambda g: bits(torch.vmap(lambda row: row.sum())(g)),
+    "format": lambda g: f"{g}",
+    "cpu": lambda g: bits(g.cpu()),
+    "equal": lambda g: torch.equal(g, gradient()),
+    "compare": lambda g: bits(g == gradient()),
+    "iterate": lambda g: [bits(row) for row in g],
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("name", C_READS)
+def test_reads_that_bypass_the_dispatcher_see_the_values(name: str) -> None:
+    """What torch answers in C without dispatching (and would refuse or get wrong on a subclass) gives what a real gradient gives."""
+    parameter, _ = stood_in(gradient())
+    assert C_READS[name](grad_of(parameter)) == C_READS[name](gradient())
+
+
+def test_a_saved_gradient_is_a_plain_tensor() -> None:
+    """torch.save, deepcopy and pickle write tensors that need nothing of ours to be read."""
+    parameter, _ = stood_in(gradient())
+    file = io.BytesIO()
+    torch.save({"grad": parameter.grad}, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)["grad"]) is Tensor
+    assert type(copy.deepcopy(stood_in(gradient())[0].grad)) is Tensor
+
+
+def test_a_raw_pointer_is_refused() -> None:
+    """C++ that asks a stand-in itself for its memory gets an error, never a null pointer."""
+    parameter, _ = stood_in(gradient())
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(parameter.grad)
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError):
+        grad_of(parameter).data_ptr()
+
+
+def test_ops_below_torch_function_work_on_the_real_tensor() -> None:
+    """Where `__torch_function__` is switched off, in-place ops and views reach the real gradient through the dispatcher."""
+    parameter, _ = stood_in(gradient())
+    standin = standin_of(parameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert standin.add_(1) is standin
+        standin.view(-1).mul_(2)
+        standin.detach()[0].sub_(3)
+    expected = gradient().add_(1).mul_(2)
+    expected[0].sub_(3)
+    assert bits(standin.clone()) == bits(expected)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_accumulates_into_it(create_graph: bool) -> None:
+    """AccumulateGrad adds to the gradient, in place or out of place, after logged factors and into a zeroed one."""
+    for prepare in (lambda g: g, lambda g: g.mul_(0.3), lambda g: g.zero_()):
+        (parameter, _), real = stood_in(gradient(torch.bfloat16)), with_real(gradient(torch.bfloat16))
+        for p in (parameter, real):
+            prepare(grad_of(p))
+            (p.exp() * 1.7).sum().backward(create_graph=create_graph)
+        assert bits(grad_of(parameter).detach().clone()) == bits(grad_of(real).detach())
+
+
+def test_after_step_values_are_gone_but_zeroing_works() -> None:
+    """A consumed gradient raises GradientConsumedError where values are needed; metadata, repr and `zero_grad` do not need them."""
+    parameter, source = stood_in(gradient(), KNOWN)
+    source.live = False
+    assert "used by step()" in repr(parameter.grad)
+    with pytest.raises(GradientConsumedError):
+        grad_of(parameter).abs()
+    with pytest.raises(GradientConsumedError):
+        grad_of(parameter).norm(3)
+    torch.optim.SGD([parameter], lr=0.1).zero_grad(set_to_none=False)
+    assert standin_of(parameter).zeroed
+    assert bits(grad_of(parameter).clone()) == bits(torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+@pytest.mark.parametrize("known", [(), KNOWN], ids=["unknown norm", "known norm"])
+def test_grad_scaler_unscales_and_skips(bad: float | None, known: tuple[tuple[float, bool], ...]) -> None:
+    """GradScaler finds an inf or nan, skips the step for it, otherwise steps from the unscaled gradients, without keeping them."""
+    held = [gradient(), gradient(shape=(5,))]
+    if bad is not None:
+        held[1][3] = bad
+    results = []
+    for parameters in ([with_real(h) for h in held], [stood_in(h, known)[0] for h in held]):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+        kept = [getattr(p.grad, "materialized", None) for p in parameters]
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((bits(parameters), scaler.get_scale(), kept))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_another_optimizer_steps_from_it(make: Any, kind: dict[str, bool]) -> None:
+    """Plain torch optimizers of every implementation take a stand-in for the gradient it stands for."""
+    results = []
+    for parameters in ([with_real(gradient())], [stood_in(gradient())[0]]):
+        make(parameters, lr=0.1, **kind).step()
+        results.append(bits(parameters))
+    assert results[0] == results[1]
+
+
+COMPILED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "reads": lambda p: grad_of(p) * 2 + p,
+    "scales": lambda p: (grad_of(p).mul_(3), p.sum())[1],
+    "clips": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.1),
+    "takes": lambda p: (lambda g: g.sin() + 1)(grad_of(p)),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_gets_the_right_values(name: str) -> None:
+    """A function of the user's under torch.compile that uses `p.grad` breaks its graph there and gives what eager gives."""
+    torch._dynamo.reset()
+    run = torch.compile(COMPILED[name], backend="aot_eager")
+    for _ in range(2):
+        (parameter, _), real = stood_in(gradient()), with_real(gradient())
+        assert bits(run(parameter)) == bits(COMPILED[name](real))
+        assert bits(grad_of(parameter).clone()) == bits(real.grad)
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(gradient())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_a_model_compiles_while_its_gradients_are_stood_in() -> None:
+    """Dynamo describes parameters with their `.grad`; a stand-in there is neither traced nor brought back, and then accumulates."""
+    torch._dynamo.reset()
+    layer = Linear()
+    source = HeldGradient(gradient())
+    layer.weight.grad = GradStandIn(layer.weight, source)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    out = layer(torch.ones(2, 4))
+    assert source.fetches == 0
+    out.sum().backward()
+    assert bits(grad_of(layer.weight).clone()) == bits(gradient() + torch.full((3, 4), 2.0))
+
+
+def test_a_gradient_read_in_inference_mode_can_be_edited_later() -> None:
+    """The tensor that comes back under `inference_mode` is an ordinary one."""
+    parameter, _ = stood_in(gradient())
+    with torch.inference_mode():
+        grad_of(parameter).abs()
+    grad_of(parameter).add_(1)
+    assert bits(parameter.grad) == bits(gradient() + 1)
+
+
+def test_a_traced_fetch_is_refused() -> None:
+    """If a tracer's mode makes the source return something else than a plain tensor, it does not become the gradient."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    parameter, _ = stood_in(gradient())
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(EngineError, match="FakeTensor"):
+        grad_of(parameter).abs()
+    assert bits(grad_of(parameter).clone()) == bits(gradient())
+
+
+def test_it_cannot_require_grad() -> None:
+    """Asking a stand-in to require grad is an error that says what to do."""
+    parameter, _ = stood_in(gradient())
+    with pytest.raises(UnsupportedError, match="clone"):
+        grad_of(parameter).requires_grad_()
+    with pytest.raises(UnsupportedError, match="clone"):
+        grad_of(parameter).requires_grad = True
+
+
+def test_a_standin_does_not_keep_its_parameter_alive() -> None:
+    """A stand-in that outlives its parameter still has its values."""
+    parameter, _ = stood_in(gradient())
+    standin, alive = standin_of(parameter), weakref.ref(parameter)
+    del parameter
+    gc.collect()
+    assert alive() is None
+    assert bits(standin + 0) == bits(gradient() + 0)
