@@ -16,6 +16,7 @@ A parameter with a gradient hook of the user keeps its gradient output, so that 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,8 +168,9 @@ class Capture(Generic[R]):
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
-            self._on_graph(graph, pair, _kind(kwargs))
-            return torch_private.compile_fx_inner(graph, inputs, **kwargs)
+            captured = self._on_graph(graph, pair, _kind(kwargs))
+            with torch_private.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
+                return torch_private.compile_fx_inner(graph, inputs, **kwargs)
 
         with torch_private.autograd_cache_off():
             return torch_private.compile_fx(gm, example_inputs, inner_compile, patches)
@@ -176,7 +178,7 @@ class Capture(Generic[R]):
     def _rows_of_inputs(self, example_inputs: Sequence[Any]) -> dict[int, int]:
         return {i: self._row_of[id(e)] for i, e in enumerate(example_inputs) if id(e) in self._row_of}
 
-    def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> None:
+    def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
         graph = self._captured_graph(module, pair, kind)
         if kind is not GraphKind.BACKWARD:
             pair.saved_views = _saved_views(graph)
@@ -190,6 +192,7 @@ class Capture(Generic[R]):
         self.graphs.append(
             CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, text, result, seconds)
         )
+        return graph
 
     def _captured_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
         weights: dict[int, fx.Node] = {}
@@ -284,6 +287,12 @@ def _saved_views(graph: CapturedGraph) -> dict[str, int]:
     row_of = {node: row for row, node in graph.weights.items()}
     values = (v for v in graph.outputs if isinstance(v, fx.Node) and v not in row_of)
     return {v.name: row_of[base] for v in values if (base := dataflow.view_base(v)) in row_of}
+
+
+def _may_move_weights(graph: CapturedGraph) -> bool:
+    """Whether Inductor's layout optimization could copy a weight ahead of its `wait`: it takes 4-dimensional values only."""
+    forward = graph.kind is not GraphKind.BACKWARD
+    return forward and any(node.meta["val"].dim() == 4 for node in graph.weights.values())
 
 
 def _kind(kwargs: Mapping[str, Any]) -> GraphKind:

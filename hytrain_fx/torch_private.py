@@ -48,6 +48,11 @@ def metadata_functions() -> frozenset[Callable[..., Any]]:
     )
 
 
+def is_tracing() -> bool:
+    """Whether torch.compile is building a graph on this thread right now."""
+    return _private("torch._guards", "TracingContext").try_get() is not None
+
+
 def wrapper_tensor(cls: type[Tensor], size: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of class `cls` with metadata only; its memory may not be written through a raw pointer (C++ extensions get an error)."""
     tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
@@ -84,6 +89,13 @@ def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -
 def autograd_cache_off() -> Iterator[None]:
     """Keep AOTAutogradCache out: it is consulted before `inner_compile`, and its key does not know of a rewrite."""
     with _private("torch._functorch", "config").patch(enable_autograd_cache=False):
+        yield
+
+
+@contextlib.contextmanager
+def layouts_kept() -> Iterator[None]:
+    """Keep Inductor from copying convolution weights to channels-last where the graph begins, ahead of any node (`layout_optimization`)."""
+    with _private("torch._inductor", "config").patch(layout_optimization=False):
         yield
 
 
