@@ -22,7 +22,7 @@ from torch import Tensor
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.grad_factors import Factor, Form, Scaling, effective_factor
 from hytrain_fx.grad_state import GradState, state_of
-from hytrain_fx.torch_private import metadata_functions, private_function, without_torch_function
+from hytrain_fx.torch_private import is_tracing, metadata_functions, private_function, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
 _foreach_mul_: Final = private_function("_foreach_mul_")
@@ -46,6 +46,11 @@ def _metadata(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         return NotImplemented
     with without_torch_function():
         return func(*args, **kwargs)
+
+
+def _storage(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Dynamo describes each parameter with the storage of its `.grad`: the stand-in's own, without memory, saves bringing all back."""
+    return _metadata(func, args, kwargs) if is_tracing() else NotImplemented
 
 
 def _requires_grad_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
@@ -271,6 +276,7 @@ def _foreach_zero(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
 _ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
     {
         **dict.fromkeys(metadata_functions(), _metadata),
+        Tensor.untyped_storage: _storage,
         Tensor.requires_grad_: _requires_grad_,
         Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
         Tensor.detach: _detach,

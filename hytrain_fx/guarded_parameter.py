@@ -17,6 +17,7 @@ Not noticed, because no torch function sees it:
   - a `__torch_function__` of another tensor subclass that comes first and switches torch functions off.
 A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent as a copy, not as shared memory. Another function under
 `torch.compile` breaks its graph at a guarded parameter, and with `fullgraph=True` is refused: read the parameter once before it.
+`nn.Parameter(p)` of a guarded `p` raises torch's RuntimeError: give it `p.data`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.dlpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def test_logged_factors_follow_the_documented_rounding(device: str, form: str, d
     SCALE[form](expected, factor)
     SCALE[form](grad_of(parameter), factor)
     logged = standin_of(parameter).factors
-    assert len(logged) == (2 if form == "lists" else 1)
+    assert standin_of(parameter).materialized is None
     ours = source.fetch()
     for m in logged:
         assert isinstance(m, float) or (m.dtype, m.dim(), m.device) == (torch.float32, 0, ours.device)
@@ -187,7 +188,7 @@ C_READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda g: g[0, 0].item(),
     "data_ptr": lambda g: g.data_ptr() != 0,
     "storage": lambda g: g.untyped_storage().tolist(),
-    "dlpack": lambda g: bits(torch.from_dlpack(g)),
+    "dlpack": lambda g: bits(torch.utils.dlpack.from_dlpack(g)),
     "tensor": lambda g: bits(torch.tensor(g[0].tolist())),
     "copy construct": lambda g: bits(torch.tensor(g)),
     "deepcopy": lambda g: bits(copy.deepcopy(g)),
@@ -223,7 +224,7 @@ def test_a_raw_pointer_is_refused() -> None:
     """C++ that asks a stand-in itself for its memory gets an error, never a null pointer."""
     parameter, _ = stood_in(gradient())
     with pytest.raises(RuntimeError, match="data pointer"):
-        torch.utils.dlpack.to_dlpack(parameter.grad)
+        torch._C._to_dlpack(standin_of(parameter))
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError):
         grad_of(parameter).data_ptr()
 
@@ -241,11 +242,14 @@ def test_ops_below_torch_function_work_on_the_real_tensor() -> None:
     assert bits(standin.clone()) == bits(expected)
 
 
+PREPARATIONS: tuple[Callable[[Tensor], Any], ...] = (lambda g: g, lambda g: g.mul_(0.3), lambda g: g.zero_())
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_backward_accumulates_into_it(create_graph: bool) -> None:
     """AccumulateGrad adds to the gradient, in place or out of place, after logged factors and into a zeroed one."""
-    for prepare in (lambda g: g, lambda g: g.mul_(0.3), lambda g: g.zero_()):
+    for prepare in PREPARATIONS:
         (parameter, _), real = stood_in(gradient(torch.bfloat16)), with_real(gradient(torch.bfloat16))
         for p in (parameter, real):
             prepare(grad_of(p))
