@@ -55,18 +55,34 @@ class NodeRegistry:
 
     def __init__(self) -> None:
         self._sessions: dict[int, StepNodes] = {}
+        self._parameters: dict[int, Sequence[torch.Tensor]] = {}
         self._opened = 0
 
-    def register(self, nodes: StepNodes) -> int:
-        """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls of this process."""
+    def register(self, nodes: StepNodes, parameters: Sequence[torch.Tensor] = ()) -> int:
+        """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls of this process.
+
+        With `parameters` (by row), each `wait` checks that it was given these and not copies made ahead of it.
+        """
         session = self._opened
         self._opened += 1
         self._sessions[session] = nodes
+        self._parameters[session] = parameters
         return session
 
     def unregister(self, session: int) -> None:
         """Close a session; a node of one of its graphs that runs later is an EngineError."""
         self._sessions.pop(session, None)
+        self._parameters.pop(session, None)
+
+    def check_uncopied(self, session: int, rows: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
+        """Raise EngineError where a `wait` holds a copy of a parameter: what reads the copy would see the old weight."""
+        parameters = self._parameters[session]
+        for row, weight in zip(rows, weights, strict=True) if parameters else ():
+            if weight.data_ptr() != parameters[row].data_ptr():
+                raise EngineError(
+                    f"the wait for row {row} (shape {tuple(weight.shape)}) was given a copy of the parameter, made ahead of it by a layout "
+                    "change of the compiler; compile with options={'layout_optimization': False} and report this with the torch version"
+                )
 
     def find(self, session: int) -> StepNodes:
         """The nodes of a session. Raises EngineError where it was never opened or is closed."""
@@ -114,7 +130,9 @@ def _backward_end(deps: list[torch.Tensor], session: int, graph: int, rows: list
 
 
 def _wait(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
-    NODES.find(session).wait(rows)
+    nodes = NODES.find(session)
+    NODES.check_uncopied(session, rows, weights)
+    nodes.wait(rows)
 
 
 def _fake_offload(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:

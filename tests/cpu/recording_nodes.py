@@ -1,0 +1,209 @@
+"""A small stand-in for the runtime: counts every node, updates synchronously, and poisons weights that may be overwritten.
+
+With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs behind the release, or ahead of the wait, turns the
+loss or a gradient into NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from hytrain_fx import torch_private
+from hytrain_fx.capture import Capture, CapturedGraph
+from hytrain_fx.layers import Unit, group_units
+from hytrain_fx.ops import NODES
+from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+
+Loss = Callable[..., torch.Tensor]
+
+
+class RecordingNodes:
+    """Implements `ops.StepNodes`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], poison: bool) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.ended: list[int] = []
+        self.grads: dict[int, torch.Tensor] = {}
+        self._parameters = parameters
+        self._poison = poison
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        self._note("grad_offload", rows)
+        for row, grad in zip(rows, grads, strict=True):
+            assert grad.shape == self._parameters[row].shape
+            self.grads[row] = self.grads[row] + grad if row in self.grads else grad.clone()
+
+    def cpu_step(self, rows: Sequence[int]) -> None:
+        self._note("cpu_step", rows)
+
+    def gpu_step(self, rows: Sequence[int]) -> None:
+        self._note("gpu_step", rows)
+
+    def reload(self, rows: Sequence[int]) -> None:
+        self._note("reload", rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self._note("release", rows)
+        self.hide(rows)
+
+    def backward_end(self, graph: int, rows: Sequence[int]) -> None:
+        self._note("backward_end", rows)
+        self.ended.append(graph)
+        self.hide(rows)
+
+    def wait(self, rows: Sequence[int]) -> None:
+        self._note("wait", rows)
+        self.show(rows)
+
+    def hide(self, rows: Sequence[int]) -> None:
+        """Poison weights, keeping their values."""
+        for row in rows if self._poison else ():
+            if row not in self._kept:
+                self._kept[row] = self._parameters[row].detach().clone()
+                self._parameters[row].data.fill_(torch.nan)
+
+    def show(self, rows: Sequence[int]) -> None:
+        """Bring the values of poisoned weights back."""
+        for row in rows:
+            if row in self._kept:
+                self._parameters[row].data.copy_(self._kept.pop(row))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update with the gradients that were offloaded and those in `.grad`, then poison every weight again."""
+        rows = range(len(self._parameters))
+        self.show(rows)
+        for row, grad in self.grads.items():
+            assert self._parameters[row].grad is None, "a gradient came both ways"
+            self._parameters[row].grad = grad
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.grads.clear()
+        self.hide(rows)
+
+    def count(self, kind: str) -> dict[int, int]:
+        """How often each row was in a node of this kind."""
+        found: dict[int, int] = {}
+        for name, rows in self.calls:
+            for row in rows if name == kind else ():
+                found[row] = found.get(row, 0) + 1
+        return found
+
+    def _note(self, kind: str, rows: Sequence[int]) -> None:
+        self.calls.append((kind, tuple(rows)))
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A model that is compiled with the rewrite, and everything that was recorded of it."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    units: tuple[Unit, ...]
+    nodes: RecordingNodes
+    capture: Capture[PipelineRecord]
+    session: int
+    captured: list[CapturedGraph]
+
+
+def compile_rewritten(model: nn.Module, poison: bool = True, **compile_options: Any) -> Rewritten:
+    """Compile a model in place, all its trainable parameters managed."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    nodes = RecordingNodes(tuple(named.values()), poison)
+    session = NODES.register(nodes, tuple(named.values()))
+    units = group_units(model, tuple(named))
+    captured: list[CapturedGraph] = []
+
+    def on_graph(graph: CapturedGraph) -> PipelineRecord:
+        captured.append(graph)
+        return rewrite(graph, session=session, units=units)
+
+    capture = Capture(tuple(named), tuple(named.values()), units, on_graph)
+    torch._dynamo.reset()
+    model.compile(backend=capture.backend, **compile_options)
+    return Rewritten(model, tuple(named), units, nodes, capture, session, captured)
+
+
+def capture_only(model: nn.Module, *batches: tuple[Any, ...]) -> tuple[list[CapturedGraph], tuple[Unit, ...]]:
+    """The graphs of a forward and a backward for each batch, as captured, not rewritten; all trainable parameters are managed."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    units = group_units(model, tuple(named))
+    captured: list[CapturedGraph] = []
+    capture = Capture(tuple(named), tuple(named.values()), units, captured.append)
+    torch._dynamo.reset()
+    with graphs_interpreted():
+        model.compile(backend=capture.backend)
+        for batch in batches:
+            model(*batch).backward()
+    model.zero_grad(set_to_none=True)
+    return captured, units
+
+
+def compile_interpreted(model: nn.Module) -> None:
+    """Compile in place without a rewrite: the reference for `graphs_interpreted`."""
+    model.compile(backend=lambda gm, inputs: torch_private.compile_fx(gm, inputs, torch_private.compile_fx_inner, {}))
+
+
+def assert_trains_alike(model: nn.Module, batches: Sequence[tuple[Any, ...]], poison: bool = True, **compile_options: Any) -> Rewritten:
+    """Losses and weights after some steps have the same bits with and without the rewrite, and each gradient was offloaded once a step."""
+    plain = copy.deepcopy(model)
+    ours = compile_rewritten(model, poison, **compile_options)
+    ours.nodes.hide(range(len(ours.names)))
+    losses = train(model, batches, ours.nodes.step)
+    compile_interpreted(plain)
+    assert losses == train(plain, batches)
+    assert_same_weights(ours, plain)
+    return ours
+
+
+def train(
+    model: nn.Module, batches: Sequence[tuple[Any, ...]], step: Callable[[torch.optim.Optimizer], None] | None = None, loss: Loss | None = None
+) -> list[float]:
+    """AdamW over the batches; the loss of each step. `step` is the nodes' own, or None for the optimizer's."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for batch in batches:
+        value = model(*batch) if loss is None else loss(model(*batch))
+        value.backward()
+        losses.append(float(value.detach()))
+        if step is not None:
+            step(optimizer)
+        else:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return losses
+
+
+def assert_same_weights(model: Rewritten, plain: nn.Module) -> None:
+    """Every parameter and buffer has the same bits in both."""
+    model.nodes.show(range(len(model.names)))
+    expected = plain.state_dict()
+    for name, value in model.model.state_dict().items():
+        assert torch.equal(value, expected[name]), f"{name} differs by {(value - expected[name]).abs().max()}"
+
+
+@contextlib.contextmanager
+def graphs_interpreted() -> Iterator[None]:
+    """Run captured graphs node by node instead of through Inductor's back half, which takes seconds to compile each."""
+
+    def interpret(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            values = list(args)
+            args.clear()
+            with torch.no_grad():
+                return fx.Interpreter(module).run(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private, "compile_fx_inner", interpret)
+        yield

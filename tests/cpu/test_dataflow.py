@@ -1,0 +1,92 @@
+"""Readers of weights and order of nodes, on graphs built by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from hytrain_fx import dataflow
+
+aten = torch.ops.aten
+
+
+def traced(function: object, *shapes: tuple[int, ...]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """The aten graph of a function of tensors, with `meta["val"]`, and its nodes by name."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
+    return graph, {node.name: node for node in graph.nodes}
+
+
+def weight_of(graph: fx.Graph) -> fx.Node:
+    """The second placeholder."""
+    return graph.find_nodes(op="placeholder")[1]
+
+
+def test_views_are_seen_through() -> None:
+    """A product with a transposed and sliced weight reads the weight; the views themselves are no readers."""
+    graph, nodes = traced(lambda x, w: aten.mm(x, aten.slice(aten.t(w), 1, 0, 2)), (2, 3), (4, 3))
+    assert dataflow.readers([weight_of(graph)]) == (nodes["mm"],)
+    assert dataflow.view_base(nodes["slice_1"]) is weight_of(graph)
+
+
+def test_a_product_stands_alone() -> None:
+    """A weight read by products only is shown to be read by their results."""
+    graph, nodes = traced(lambda x, w: aten.mm(aten.mm(x, w), w), (2, 3), (3, 3))
+    assert set(dataflow.standalone_readers([weight_of(graph)]) or ()) == {nodes["mm"], nodes["mm_1"]}
+
+
+def test_a_pointwise_reader_does_not_stand_alone() -> None:
+    """A weight that is multiplied element by element may be read in any later kernel."""
+    graph, _ = traced(lambda x, w: aten.mm(aten.mul(x, w), w), (3, 3), (3, 3))
+    assert dataflow.standalone_readers([weight_of(graph)]) is None
+
+
+def test_the_bias_of_addmm_does_not_stand_alone() -> None:
+    """Inductor may add the bias in a kernel of its own, so only the factors of addmm count."""
+    graph, nodes = traced(lambda x, w: aten.addmm(w, x, x), (3, 3), (3, 3))
+    assert dataflow.standalone_readers([weight_of(graph)]) is None
+    assert dataflow.standalone_readers([graph.find_nodes(op="placeholder")[0]]) == (nodes["addmm"],)
+
+
+def test_a_cast_for_a_product_is_seen_through() -> None:
+    """A cast whose readers all stand alone is made before them."""
+    graph, nodes = traced(lambda x, w: aten.mm(x, aten._to_copy(w, dtype=torch.float64)).sum(), (3, 3), (3, 3))
+    assert nodes["mm"] in (dataflow.standalone_readers([weight_of(graph)]) or ())
+    graph, _ = traced(lambda x, w: aten.relu(aten._to_copy(w, dtype=torch.float64)), (3, 3), (3, 3))
+    assert dataflow.standalone_readers([weight_of(graph)]) is None
+
+
+def test_a_weight_nobody_reads_needs_nothing() -> None:
+    """No reader is no condition."""
+    graph, _ = traced(lambda x, w: aten.relu(x), (3, 3), (3, 3))
+    assert dataflow.standalone_readers([weight_of(graph)]) == ()
+
+
+def test_the_convolution_backward_reads_its_weight_by_an_item() -> None:
+    """An operator with several results is waited for through one of them."""
+
+    def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        made = aten.convolution_backward(x, x, w, [0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False])
+        return made[0]
+
+    graph, nodes = traced(backward, (1, 2, 3, 3), (2, 2, 1, 1))
+    assert dataflow.standalone_readers([weight_of(graph)]) == (nodes["convolution_backward"],)
+    assert dataflow.result_tensor(nodes["convolution_backward"]) is nodes["getitem"]
+
+
+def test_the_frontier_needs_all_others() -> None:
+    """Of a chain only the last is kept; of two branches both are."""
+    graph, nodes = traced(lambda x, w: (aten.mm(aten.mm(x, w), w), aten.mm(w, w)), (3, 3), (3, 3))
+    order = dataflow.Order.of(graph)
+    assert order.frontier([nodes["mm"], nodes["mm_1"], nodes["mm_2"]]) == (nodes["mm_1"], nodes["mm_2"])
+    assert order.reaches(nodes["mm"], nodes["mm_1"])
+    assert not order.reaches(nodes["mm_1"], nodes["mm"])
+    assert not order.reaches(nodes["mm"], nodes["mm_2"])
+
+
+def test_mutation_is_told_by_the_schema() -> None:
+    """An in-place operator writes, a functional one does not."""
+    _, nodes = traced(lambda x, w: aten.add_(x, aten.mul(w, 2)), (3,), (3,))
+    assert dataflow.mutates(nodes["add_"])
+    assert not dataflow.mutates(nodes["mul"])

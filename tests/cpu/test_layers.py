@@ -1,0 +1,82 @@
+"""Units of parameters, from the module tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.layers import group_units, unit_of_rows
+from tests.cpu import models
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    """The names of the units of all parameters."""
+    return [unit.name for unit in group_units(model, [name for name, _ in model.named_parameters()])]
+
+
+def test_plain_attributes_and_sequentials() -> None:
+    """A Linear of a Sequential is a unit, and so is a Linear outside of one."""
+    assert unit_names(models.Mlp()) == ["first", "body.0", "body.2", "last"]
+
+
+def test_blocks_in_nested_sequentials() -> None:
+    """A residual block inside nested Sequentials is one unit; what is outside belongs to its own module."""
+    nested = nn.Sequential(models.Cnn(), nn.Sequential(nn.Sequential(models.ConvBlock(2)), nn.Linear(2, 2)))
+    assert unit_names(models.Cnn()) == ["stem", "layer1.0", "layer1.1", "head"]
+    assert unit_names(nested) == ["0", "1.0.0", "1.1"]
+
+
+def test_transformers_have_a_unit_for_each_layer() -> None:
+    """Llama, GPT-2, BERT and ViT group into embeddings, one unit for each layer, and what follows."""
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=11, num_key_value_heads=2, **SMALL))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_layer=2, n_embd=8, n_head=2, n_positions=8))
+    bert = BertModel(BertConfig(vocab_size=11, **SMALL))
+    vit = ViTModel(ViTConfig(image_size=8, patch_size=4, **SMALL))
+    assert unit_names(llama) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    assert unit_names(gpt2) == ["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f"]
+    assert [name for name in unit_names(bert) if "layer" in name] == ["encoder.layer.0", "encoder.layer.1"]
+    assert len([name for name in unit_names(vit) if "layer" in name and "norm" not in name]) == 2
+
+
+def test_a_tied_parameter_counts_once() -> None:
+    """The head of a tied model has no unit of its own."""
+    assert unit_names(models.Gpt()) == ["wte", "h.0", "h.1", "ln_f"]
+
+
+def test_a_parameter_of_the_model_itself() -> None:
+    """A parameter that the model owns directly is in the unit with the empty name."""
+    model = nn.Module()
+    model.scale = nn.Parameter(torch.ones(1))
+    assert unit_names(model) == [""]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    """A name that the model does not have is an error that says it."""
+    with pytest.raises(UnsupportedError, match=r"'body\.9\.weight' is no parameter"):
+        group_units(models.Mlp(), ["body.9.weight"])
+    with pytest.raises(UnsupportedError, match=r"'first\.scale' is no parameter"):
+        group_units(models.Mlp(), ["first.scale"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=st.recursive(st.just(None), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8), keep=st.integers(0, 2**16))
+def test_every_row_is_in_exactly_one_unit(shape: object, keep: int) -> None:
+    """Whatever the tree and whichever parameters are managed, units partition the rows and are numbered in row order."""
+    model = nn.Sequential(_tree(shape))
+    names = [name for i, (name, _) in enumerate(model.named_parameters()) if keep >> i & 1]
+    units = group_units(model, names)
+    assert sorted(row for unit in units for row in unit.rows) == list(range(len(names)))
+    assert [unit.number for unit in units] == list(range(len(units)))
+    assert sorted(units, key=lambda unit: unit.rows[0]) == list(units)
+    assert set(unit_of_rows(units)) == set(range(len(names)))
+
+
+def _tree(shape: object) -> nn.Module:
+    return nn.Sequential(*map(_tree, shape)) if isinstance(shape, list) else nn.Linear(1, 1)
