@@ -54,4 +54,4 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
             warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
     from hytrain_fx.runtime.torch_engine import TorchEngine
 
-    return TorchEngine(device, config.timeout_s, adam=config.engine)
+    return TorchEngine(device, ring_bytes, config.timeout_s, adam=config.engine)

@@ -1,10 +1,11 @@
-"""The engine alone, on CPU lanes, with every stage delayed in turn."""
+"""Each engine alone, on CPU lanes, with every stage delayed in turn."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -15,26 +16,41 @@ from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage
 from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.torch_engine import TorchEngine
 
 from .engine_loop import GROUP, EngineLoop
 
 SIZES = (300_000, 17, 1_000_003, 4096)
 
 
+MakeEngine = Callable[..., AbstractContextManager[Engine]]
+
+
 @contextmanager
-def native(ring_bytes: int = 40 << 20, workers: int = 2, timeout_s: float = 20.0) -> Iterator[Engine]:
-    engine = NativeEngine(torch.device("cpu"), workers, ring_bytes, timeout_s)
+def running(kind: str, ring_bytes: int = 40 << 20, workers: int = 2, timeout_s: float = 20.0) -> Iterator[Engine]:
+    """An engine of this kind. `workers` is the native one's; the other has one."""
+    engine: Engine
+    if kind == "native":
+        engine = NativeEngine(torch.device("cpu"), workers, ring_bytes, timeout_s)
+    else:
+        engine = TorchEngine(torch.device("cpu"), ring_bytes, timeout_s)
     try:
         yield engine
     finally:
         engine.close()
 
 
+@pytest.fixture(params=["native", "torch"], scope="module")
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    """Starts an engine of either kind."""
+    return partial(running, request.param)
+
+
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_slow_stage_does_not_change_a_bit(stage: Stage, dtype: torch.dtype) -> None:
+def test_a_slow_stage_does_not_change_a_bit(make_engine: MakeEngine, stage: Stage, dtype: torch.dtype) -> None:
     """Whichever stage is slow, commits before or after the gradients, on either side: the bits are the reference's."""
-    with native() as engine:
+    with make_engine() as engine:
         loop = EngineLoop(engine, SIZES, dtype, on_device=frozenset({0}))
         engine.set_delay(stage, 2_000)
         for ahead in (False, True, False):
@@ -50,9 +66,11 @@ def test_a_slow_stage_does_not_change_a_bit(stage: Stage, dtype: torch.dtype) ->
     workers=st.integers(1, 3),
     on_device=st.sets(st.integers(0, 4)),
 )
-def test_any_order_of_events_gives_the_same_bits(sizes, delays, ahead, workers, on_device) -> None:
+def test_any_order_of_events_gives_the_same_bits(
+    make_engine: MakeEngine, sizes: list[int], delays: dict[Stage, int], ahead: list[bool], workers: int, on_device: set[int]
+) -> None:
     """Sizes, delays, commit times, worker counts and placements do not change a bit."""
-    with native(workers=workers) as engine:
+    with make_engine(workers=workers) as engine:
         loop = EngineLoop(engine, tuple(sizes), torch.bfloat16, on_device=frozenset(r for r in on_device if r < len(sizes)))
         for stage, mean_us in delays.items():
             engine.set_delay(stage, mean_us)
@@ -61,9 +79,9 @@ def test_any_order_of_events_gives_the_same_bits(sizes, delays, ahead, workers, 
         loop.check()
 
 
-def test_a_small_ring_is_reused_without_loss() -> None:
+def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
     """Gradients of ten times the ring pass through it unharmed while copies out of it are slow."""
-    with native(ring_bytes=2 * (4 << 20) * 2 + (64 << 10)) as engine:
+    with make_engine(ring_bytes=2 * (4 << 20) * 2 + (64 << 10)) as engine:
         loop = EngineLoop(engine, (9_000_000, 5_000_000, 4 << 20), torch.bfloat16)
         engine.set_delay(Stage.D2H, 3_000)
         for _ in range(2):
@@ -71,9 +89,9 @@ def test_a_small_ring_is_reused_without_loss() -> None:
         loop.check()
 
 
-def test_weights_reach_the_device_lowest_unit_first() -> None:
+def test_weights_reach_the_device_lowest_unit_first(make_engine: MakeEngine) -> None:
     """Of updates that wait together, the first layer's weight is sent first: it is due first."""
-    with native(workers=1) as engine:
+    with make_engine(workers=1) as engine:
         loop = EngineLoop(engine, (4096,) * 6, torch.float32)
         engine.record(True)
         engine.set_delay(Stage.CPU_UPDATE, 3_000)
@@ -84,9 +102,9 @@ def test_weights_reach_the_device_lowest_unit_first() -> None:
         assert sorted(sent[1:]) == sent[1:]
 
 
-def test_a_failed_worker_raises_with_its_cause_at_the_next_wait() -> None:
+def test_a_failed_worker_raises_with_its_cause_at_the_next_wait(make_engine: MakeEngine) -> None:
     """The error names the row; later calls raise too instead of training on."""
-    with native() as engine:
+    with make_engine() as engine:
         loop = EngineLoop(engine, SIZES, torch.float32)
         engine.fail_next_update(2)
         loop.step()
@@ -96,9 +114,9 @@ def test_a_failed_worker_raises_with_its_cause_at_the_next_wait() -> None:
             engine.grad_offload(0, torch.zeros(SIZES[0]))
 
 
-def test_a_wait_that_cannot_end_is_an_error() -> None:
+def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
     """An update whose weight is never released runs into the time-out, which says how far it came."""
-    with native(timeout_s=0.3) as engine:
+    with make_engine(timeout_s=0.3) as engine:
         loop = EngineLoop(engine, (10,), torch.float32)
         scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
         engine.expect([CommitItem(0, scalars)])
@@ -111,9 +129,9 @@ def test_a_wait_that_cannot_end_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("left_out", "missing"), [("arm_cpu", "cpu_step"), ("arm_reload", "reload")])
-def test_a_node_that_did_not_run_is_named_at_the_commit(left_out: str, missing: str) -> None:
+def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine, left_out: str, missing: str) -> None:
     """An offloaded row whose step or reload node was dropped is refused, not trained without."""
-    with native() as engine:
+    with make_engine() as engine:
         EngineLoop(engine, (10,), torch.float32)
         engine.grad_offload(0, torch.ones(10))
         for name in ("arm_cpu", "arm_reload"):
@@ -124,25 +142,25 @@ def test_a_node_that_did_not_run_is_named_at_the_commit(left_out: str, missing: 
             engine.commit([CommitItem(0, scalars)])
 
 
-def test_a_second_gradient_before_the_wait_is_refused() -> None:
+def test_a_second_gradient_before_the_wait_is_refused(make_engine: MakeEngine) -> None:
     """A gradient for a row whose last weight never was waited for means that a wait node was dropped."""
-    with native() as engine:
+    with make_engine() as engine:
         loop = EngineLoop(engine, (10,), torch.float32)
         loop.step()
         with pytest.raises(EngineError, match="wait node"):
             engine.grad_offload(0, torch.ones(10))
 
 
-def test_close_stops_every_thread() -> None:
+def test_close_stops_every_thread(make_engine: MakeEngine) -> None:
     """After close no thread of the engine is left, and a call says that the engine is closed."""
     def threads() -> int:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
 
-    with native() as warm:
+    with make_engine() as warm:
         EngineLoop(warm, (10,), torch.float32).step()
     before, python_threads = threads(), threading.active_count()
-    with native(workers=3) as engine:
+    with make_engine(workers=3) as engine:
         loop = EngineLoop(engine, SIZES, torch.float32)
         loop.step()
         loop.check()

@@ -1,0 +1,301 @@
+"""The engine in plain torch, for machines without a C++ compiler: the rules of csrc/engine.h, three Python threads, no build.
+
+    engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about a tenth of its speed
+    engine="deepspeed"   updates on the host by DeepSpeedCPUAdam; those on the device are `adamw_` still
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, Stage, TaskRecord
+from hytrain_fx.runtime.host_updates import host_update
+from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
+from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
+from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, part_of
+from hytrain_fx.runtime.torch_staging import Staging
+
+_LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
+
+
+class TorchEngine:
+    """Implements `Engine`.
+
+    device         the model's: CPU or CUDA
+    staging_bytes  device memory for gradients on their way to the host
+    timeout_s      after which a wait is an EngineError
+    adam           "deepspeed", or anything else for the op-by-op update
+
+    Raises EngineError where DeepSpeedCPUAdam is asked for and cannot be had.
+    """
+
+    workers = 1
+
+    def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
+        update = host_update(adam)
+        self.name = update.name
+        self._timeout_s = timeout_s
+        self._pipeline = Pipeline(device, timeout_s, update)
+        self._lanes = self._pipeline.lanes
+        self._staging = Staging(self._lanes, staging_bytes)
+        self._closed = False
+
+    @contextmanager
+    def _locked(self, *, failures: bool = True) -> Iterator[Pipeline]:
+        with self._pipeline.lock:
+            if self._closed:
+                raise EngineError("this engine is closed: the model was closed with hytrain_fx.close(); compile it again to train on")
+            if failures:
+                self._pipeline.throw_if_failed()
+            yield self._pipeline
+
+    def _row(self, index: int) -> Row:
+        rows = self._pipeline.rows
+        if not 0 <= index < len(rows):
+            raise EngineError(f"row {index} is not in the table of {len(rows)} rows")
+        return rows[index]
+
+    # ---- the table of rows ----
+
+    def add_row(self, spec: RowSpec) -> None:
+        with self._locked(failures=False) as pipeline:
+            pipeline.rows.append(Row.of(len(pipeline.rows), spec))
+
+    def set_unit(self, row: int, unit: int) -> None:
+        with self._locked(failures=False):
+            self._row(row).unit = unit
+
+    def place_on_host(self, row: int, states: RowStates) -> None:
+        with self._locked(failures=False) as pipeline:
+            pipeline.update.require_supported(row, states)
+            self._row(row).place(states, on_host=True)
+
+    def place_on_device(self, row: int, states: RowStates) -> None:
+        with self._locked(failures=False):
+            self._row(row).place(states, on_host=False)
+
+    # ---- called by the nodes of the backward graph ----
+
+    def grad_offload(self, row: int, grad: torch.Tensor) -> None:
+        with self._locked():
+            self._row(row).begin_gradient()
+        # Not under the lock: it may wait for memory. Only the launching thread changes a row in this phase.
+        with torch.no_grad():
+            self._copy_gradient(self._row(row), flat_alias(grad))
+
+    def _copy_gradient(self, row: Row, gradient: torch.Tensor) -> None:
+        slot = row.placed_states().slot
+        assert slot is not None
+        for number, chunk in enumerate(row.chunks):
+            staged = self._staging.take(gradient[chunk.begin : chunk.end])
+            self._lanes.wait(Lane.D2H, self._lanes.record_compute())
+            begin = self._lanes.record(Lane.D2H) if self._pipeline.recording else None
+            copy(self._lanes, Lane.D2H, slot[chunk.begin : chunk.end], staged)
+            event = self._lanes.record(Lane.D2H)
+            self._staging.free_after(staged, event)
+            with self._pipeline.lock:
+                row.landing = event
+                self._pipeline.landings.append(Landing(event, row.index, number, row.generation, begin))
+                self._pipeline.landed_cv.notify()
+
+    def arm_cpu(self, rows: Sequence[int]) -> None:
+        with self._locked(failures=False) as pipeline:
+            for row in map(self._row, rows):
+                if row.on_host:
+                    row.armed_cpu = True
+                    pipeline.queue_ready(row)
+
+    def arm_gpu(self, rows: Sequence[int]) -> None:
+        with self._locked(failures=False):
+            on_device = [row for row in map(self._row, rows) if not row.on_host]
+            event = self._lanes.record_compute() if on_device else None
+            for row in on_device:
+                row.ready = event
+
+    def arm_reload(self, rows: Sequence[int]) -> None:
+        with self._locked(failures=False) as pipeline:
+            for row in map(self._row, rows):
+                row.armed_reload = True
+            pipeline.reload_cv.notify()
+
+    def release(self, rows: Sequence[int]) -> None:
+        event = self._lanes.record_compute()
+        with self._locked(failures=False) as pipeline:
+            for row in map(self._row, rows):
+                row.released = event
+            pipeline.reload_cv.notify()
+
+    # ---- called by step() ----
+
+    def commit(self, items: Sequence[CommitItem]) -> None:
+        end = self._lanes.record_compute()
+        with self._locked() as pipeline, torch.no_grad():
+            rows = [self._row(item.row) for item in items]
+            for row, item in zip(rows, items, strict=True):
+                row.require_commit(item)
+            arriving = self._send_factors(items, end)
+            for row, item in zip(rows, items, strict=True):
+                if item.at_end or row.released is None:
+                    row.released = end
+                if row.on_host:
+                    row.begin_update(item, _host_factors(item.factors, arriving))
+                    pipeline.queue_ready(row)
+                else:
+                    self._update_on_device(row, item, end)
+            pipeline.reload_cv.notify()
+
+    def _send_factors(self, items: Iterable[CommitItem], end: Event) -> dict[int, torch.Tensor]:
+        """Start the copies of the factors that are tensors; where each arrives on the host, by the tensor's identity."""
+        sources = {id(f): f for item in items if item.grad is None for f in item.factors if isinstance(f, torch.Tensor)}
+        if not sources:
+            return {}
+        targets = self._lanes.host_floats(len(sources))
+        self._lanes.wait(Lane.D2H, end)
+        for target, source in zip(targets, sources.values(), strict=True):
+            copy(self._lanes, Lane.D2H, target, source.detach())
+        self._pipeline.landings.append(Landing(self._lanes.record(Lane.D2H), keep=tuple(sources.values())))
+        self._pipeline.landed_cv.notify()
+        return dict(zip(sources, targets, strict=True))
+
+    def _update_on_device(self, row: Row, item: CommitItem, end: Event) -> None:
+        assert item.grad is not None
+        assert row.released is not None
+        self._lanes.wait(Lane.UPDATE, end if item.at_end or row.ready is None else row.ready)
+        self._lanes.wait(Lane.UPDATE, row.released)
+        begin = self._lanes.record(Lane.UPDATE) if self._pipeline.recording else None
+        row.begin_update(item)
+        row.grad = flat_alias(item.grad)
+        states, grad, weight, scalars = row.placed_states(), row.grad, row.weight if row.narrow else None, item.scalars
+        self._lanes.run(Lane.UPDATE, lambda: _update_in_parts(states, grad, weight, scalars))
+        row.written = self._lanes.record(Lane.UPDATE)
+        row.issued = len(row.chunks)
+        if begin is not None:
+            self._pipeline.lane_records.append(LaneRecord(Stage.GPU_UPDATE, row.index, 0, begin, row.written))
+
+    def expect(self, items: Sequence[CommitItem]) -> None:
+        with self._locked(failures=False):
+            for item in items:
+                row = self._row(item.row)
+                if row.phase is not Phase.IDLE or not row.on_host:
+                    raise EngineError(f"row {item.row}: only an idle row on the host can be committed ahead")
+                row.begin_update(item)
+                row.phase = Phase.EXPECTED
+                row.released = None
+
+    # ---- called by the wait nodes, by eager reads, by close ----
+
+    def wait(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            written, grad = self._finish(row)
+            if written is not None:
+                self._lanes.compute_wait(written)
+            del grad  # only now may the compute stream's allocator hand its memory out again
+
+    def drain(self, rows: Sequence[int]) -> None:
+        if self._pipeline.is_own_thread():
+            return  # the garbage collector ran here and ends the model: `close` drains, from another thread
+        for row in rows:
+            written, grad = self._finish(row)
+            if written is not None:
+                written.sync()
+            del grad
+
+    def _finish(self, index: int) -> tuple[Event | None, torch.Tensor | None]:
+        """Wait until the new weight of a pending row is on its way; the event of its arrival and the gradient that its update reads."""
+        with self._locked() as pipeline:
+            row = self._row(index)
+            if row.phase is not Phase.PENDING:
+                return None, None
+            chunks = len(row.chunks)
+            if not pipeline.issued_cv.wait_for(lambda: row.issued == chunks or pipeline.failure is not None, self._timeout_s):
+                raise EngineError(
+                    f"row {index}: {row.issued} of {chunks} chunks of its new weight were on their way after {self._timeout_s} s"
+                )
+            pipeline.throw_if_failed()
+            grad = row.grad
+            row.finish()
+            return row.written, grad
+
+    def fetch(self, row: int, out: torch.Tensor) -> None:
+        with self._locked():
+            source = self._row(row)
+            landing, slot = source.landing, source.placed_states().slot
+            if source.phase is not Phase.GRAD or landing is None or slot is None:
+                raise EngineError(f"row {row} has no gradient to bring back")
+        self._lanes.wait(Lane.FETCH, self._lanes.record_compute())
+        self._lanes.wait(Lane.FETCH, landing)
+        copy(self._lanes, Lane.FETCH, flat_alias(out), slot)
+        self._lanes.compute_wait(self._lanes.record(Lane.FETCH))
+
+    def discard(self, rows: Sequence[int]) -> None:
+        with self._locked(failures=False):
+            for row in map(self._row, rows):
+                if row.phase is Phase.GRAD:
+                    row.phase = Phase.IDLE
+
+    def pending(self, row: int) -> bool:
+        with self._locked(failures=False):
+            return self._row(row).phase is Phase.PENDING
+
+    # ---- measurement, tests, the end ----
+
+    def record(self, on: bool) -> None:
+        with self._locked(failures=False) as pipeline:
+            pipeline.recording = on
+
+    def take_records(self) -> list[TaskRecord]:
+        with self._locked(failures=False) as pipeline:
+            lanes, done = pipeline.lane_records, [lane.end.done() for lane in pipeline.lane_records]
+            pipeline.lane_records = [lane for lane, is_done in zip(lanes, done, strict=True) if not is_done]
+            taken, pipeline.records = pipeline.records, []
+        return taken + [lane.timed() for lane, is_done in zip(lanes, done, strict=True) if is_done]
+
+    def cpu_update_us(self, row: int) -> float:
+        with self._locked(failures=False):
+            return self._row(row).last_busy_us
+
+    def set_delay(self, stage: Stage, mean_us: float) -> None:
+        with self._locked(failures=False) as pipeline:
+            if stage in _LANE_OF:
+                self._lanes.set_delay(_LANE_OF[stage], mean_us)
+            else:
+                pipeline.delay_us[stage] = mean_us
+
+    def fail_next_update(self, row: int) -> None:
+        with self._locked(failures=False) as pipeline:
+            pipeline.fail_row = row
+
+    def close(self) -> None:
+        if self._pipeline.is_own_thread():
+            threading.Thread(target=self._drain_and_close, daemon=True).start()
+            return
+        with self._pipeline.lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._pipeline.stop()
+        self._staging.clear()
+        self._pipeline.rows = []
+
+    def _drain_and_close(self) -> None:
+        try:
+            self.drain(range(len(self._pipeline.rows)))
+        finally:
+            self.close()
+
+
+def _host_factors(factors: Iterable[float | torch.Tensor], arriving: dict[int, torch.Tensor]) -> tuple[float | torch.Tensor, ...]:
+    return tuple(arriving[id(factor)] if isinstance(factor, torch.Tensor) else factor for factor in factors)
+
+
+def _update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: AdamScalars) -> None:
+    for begin in range(0, grad.numel(), CHUNK_PARAMS):  # the temporaries of the op-by-op form take ten times a part's gradient
+        end = begin + CHUNK_PARAMS
+        part, out = part_of(states, begin, end), None if weight is None else weight[begin:end]
+        adamw_(grad[begin:end], part.master, part.exp_avg, part.exp_avg_sq, part.max_exp_avg_sq, scalars, out)

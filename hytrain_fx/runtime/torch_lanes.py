@@ -1,0 +1,239 @@
+"""In-order queues of copies and updates beside the compute stream: what csrc/device.h is to the native engine.
+
+    CPU    a lane is a thread with delays that a test can set; the compute stream is the calling thread
+    CUDA   a lane is a stream; the compute stream is the caller's current one
+
+So a race that a GPU would show is one that a CPU test can provoke.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from hytrain_fx.errors import EngineError
+
+
+class Lane(IntEnum):
+    """One queue: gradients out, weights in, updates on the device, gradients back."""
+
+    D2H = 0
+    H2D = 1
+    UPDATE = 2
+    FETCH = 3
+
+
+class Event(Protocol):
+    """A point in a lane or in the compute stream."""
+
+    def done(self) -> bool: ...
+    def sync(self) -> None: ...
+    def time_us(self) -> float: ...
+
+
+class Lanes(Protocol):
+    """The lanes of one device. `compute_wait` takes the stream that is to wait, by default the caller's."""
+
+    def compute_stream(self) -> torch.cuda.Stream | None: ...
+    def record_compute(self) -> Event: ...
+    def compute_wait(self, event: Event, stream: torch.cuda.Stream | None = None) -> None: ...
+    def record(self, lane: Lane) -> Event: ...
+    def wait(self, lane: Lane, event: Event) -> None: ...
+    def run(self, lane: Lane, task: Callable[[], object]) -> None: ...
+    def set_delay(self, lane: Lane, mean_us: float) -> None: ...
+    def host_floats(self, count: int) -> torch.Tensor: ...
+    def thread_idents(self) -> set[int]: ...
+    def close(self) -> None: ...
+
+
+def now_us() -> float:
+    """Microseconds on the monotonic host clock."""
+    return time.perf_counter() * 1e6
+
+
+def copy(lanes: Lanes, lane: Lane, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue an asynchronous copy; both tensors must live until it is done."""
+    lanes.run(lane, partial(target.copy_, source, non_blocking=True))
+
+
+def make_lanes(device: torch.device, timeout_s: float, on_failure: Callable[[str, Exception], None]) -> Lanes:
+    """The lanes of `device`. `on_failure(who, error)` is called from the thread of a lane whose task raised."""
+    return CudaLanes(device) if device.type == "cuda" else CpuLanes(timeout_s, on_failure)
+
+
+class CpuEvent:
+    """Fires on its lane's thread; a sync that outlasts the time-out is an EngineError."""
+
+    __slots__ = ("_fired", "_time_us", "_timeout_s")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._fired = threading.Event()
+        self._timeout_s = timeout_s
+        self._time_us = 0.0
+
+    def fire(self) -> None:
+        self._time_us = now_us()
+        self._fired.set()
+
+    def done(self) -> bool:
+        return self._fired.is_set()
+
+    def sync(self) -> None:
+        if not self._fired.wait(self._timeout_s):
+            raise EngineError(f"a copy or an update was not done after {self._timeout_s} s; raise timeout_s if the machine is that slow")
+
+    def time_us(self) -> float:
+        return self._time_us
+
+
+class _LaneThread(threading.Thread):
+    """Runs tasks in order. A task that raises is reported and the next ones still run: their events must fire."""
+
+    def __init__(self, lane: Lane, on_failure: Callable[[str, Exception], None]) -> None:
+        super().__init__(name=f"hytrain_fx-{lane.name}", daemon=True)
+        self.tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.mean_delay_us = 0.0
+        self._on_failure = on_failure
+        self._random = random.Random(12345)
+        self.start()
+
+    def delay(self) -> None:
+        if self.mean_delay_us > 0:
+            time.sleep(self._random.uniform(0, 2 * self.mean_delay_us) * 1e-6)
+
+    def run(self) -> None:
+        with torch.no_grad():
+            while (task := self.tasks.get()) is not None:
+                try:
+                    task()
+                except Exception as error:
+                    self._on_failure(self.name, error)
+
+
+class CpuLanes:
+    """Implements `Lanes` with one thread a lane."""
+
+    def __init__(self, timeout_s: float, on_failure: Callable[[str, Exception], None]) -> None:
+        self._timeout_s = timeout_s
+        self._threads = [_LaneThread(lane, on_failure) for lane in Lane]
+
+    def compute_stream(self) -> None:
+        return None
+
+    def record_compute(self) -> Event:
+        event = CpuEvent(self._timeout_s)
+        event.fire()
+        return event
+
+    def compute_wait(self, event: Event, stream: torch.cuda.Stream | None = None) -> None:
+        event.sync()
+
+    def record(self, lane: Lane) -> Event:
+        event = CpuEvent(self._timeout_s)
+        self._threads[lane].tasks.put(event.fire)
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self._threads[lane].tasks.put(event.sync)
+
+    def run(self, lane: Lane, task: Callable[[], object]) -> None:
+        thread = self._threads[lane]
+
+        def delayed() -> None:
+            thread.delay()
+            task()
+
+        thread.tasks.put(delayed)
+
+    def set_delay(self, lane: Lane, mean_us: float) -> None:
+        self._threads[lane].mean_delay_us = mean_us
+
+    def host_floats(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.float32, device="cpu")
+
+    def thread_idents(self) -> set[int]:
+        return {thread.ident for thread in self._threads if thread.ident is not None}
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class _CudaEvent:
+    __slots__ = ("_epoch", "event")
+
+    def __init__(self, stream: torch.cuda.Stream, epoch: tuple[torch.cuda.Event, float]) -> None:
+        # blocking: a waiting thread sleeps, the cores belong to the worker
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event.record(stream)
+        self._epoch = epoch
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def sync(self) -> None:
+        self.event.synchronize()
+
+    def time_us(self) -> float:
+        event, at_us = self._epoch
+        return at_us + 1e3 * float(event.elapsed_time(self.event))
+
+
+class CudaLanes:
+    """Implements `Lanes` with one stream a lane. Delays are left to spinning kernels of the test."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in Lane]
+        epoch = torch.cuda.Event(enable_timing=True)
+        epoch.record(self._streams[0])
+        epoch.synchronize()
+        self._epoch = (epoch, now_us())
+
+    def compute_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def record_compute(self) -> Event:
+        return _CudaEvent(self.compute_stream(), self._epoch)
+
+    def compute_wait(self, event: Event, stream: torch.cuda.Stream | None = None) -> None:
+        (stream or self.compute_stream()).wait_event(_cuda(event))
+
+    def record(self, lane: Lane) -> Event:
+        return _CudaEvent(self._streams[lane], self._epoch)
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        self._streams[lane].wait_event(_cuda(event))
+
+    def run(self, lane: Lane, task: Callable[[], object]) -> None:
+        with torch.no_grad(), torch.cuda.stream(self._streams[lane]):
+            task()
+
+    def set_delay(self, lane: Lane, mean_us: float) -> None:
+        pass
+
+    def host_floats(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.float32, device="cpu", pin_memory=True)
+
+    def thread_idents(self) -> set[int]:
+        return set()
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def _cuda(event: Event) -> torch.cuda.Event:
+    if not isinstance(event, _CudaEvent):
+        raise EngineError(f"internal: a CUDA stream is to wait for a {type(event).__name__}")
+    return event.event

@@ -1,0 +1,175 @@
+"""What the torch engine knows of one row, and the steps from one phase to the next.
+
+    IDLE --gradient--> GRAD --commit--> PENDING --wait--> IDLE        (EXPECTED: committed before its gradient came)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import torch
+
+from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates
+from hytrain_fx.runtime.torch_lanes import Event
+
+
+class Phase(Enum):
+    """Where a row is in its step."""
+
+    IDLE = auto()
+    GRAD = auto()
+    EXPECTED = auto()
+    PENDING = auto()
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A range of one row's parameters: copied whole, updated from `begin` up to `updated_to`."""
+
+    begin: int
+    end: int
+    updated_to: int = 0
+    landed: bool = False
+    queued: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One row. `weight` is flat; `factors` are host numbers, or 0-dim host tensors that a copy fills, known from `factors_known` on."""
+
+    index: int
+    unit: int
+    weight: torch.Tensor
+    chunks: list[Chunk]
+    states: RowStates | None = None
+    on_host: bool = False
+    phase: Phase = Phase.IDLE
+    generation: int = 0
+    armed_cpu: bool = False
+    armed_reload: bool = False
+    landing: Event | None = None  # the gradient is in its slot
+    ready: Event | None = None  # the gradient is made, for a row on the device
+    released: Event | None = None  # the weight has been read for the last time
+    written: Event | None = None  # the new weight is on the device
+    issued: int = 0  # chunks of the new weight that are on their way
+    scalars: AdamScalars | None = None
+    factors: tuple[float | torch.Tensor, ...] = ()
+    factors_known: bool = True
+    grad: torch.Tensor | None = None  # what an update on the device reads
+    busy_us: float = 0.0
+    last_busy_us: float = 0.0
+
+    @classmethod
+    def of(cls, index: int, spec: RowSpec) -> Row:
+        """A row of the table, not placed yet."""
+        ranges = ((begin, min(begin + CHUNK_PARAMS, spec.numel)) for begin in range(0, spec.numel, CHUNK_PARAMS))
+        return cls(index, spec.unit, flat_alias(spec.weight), [Chunk(begin, end) for begin, end in ranges])
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the weight is of 16 bits and comes back through the slot; an fp32 weight comes from its master."""
+        return self.weight.dtype != torch.float32
+
+    def place(self, states: RowStates, *, on_host: bool) -> None:
+        """Rest the states here from now on. Raises EngineError in the middle of a step."""
+        if self.phase is not Phase.IDLE:
+            raise EngineError(f"row {self.index} is moved while in use")
+        maximum, slot = states.max_exp_avg_sq, states.slot
+        self.states = RowStates(
+            flat_alias(states.master),
+            flat_alias(states.exp_avg),
+            flat_alias(states.exp_avg_sq),
+            None if maximum is None else flat_alias(maximum),
+            None if slot is None else flat_alias(slot),
+        )
+        self.on_host = on_host
+
+    def placed_states(self) -> RowStates:
+        """The states. Raises EngineError for a row that has none."""
+        if self.states is None:
+            raise EngineError(f"row {self.index} is not placed anywhere")
+        return self.states
+
+    def begin_gradient(self) -> None:
+        """A new gradient is about to be copied. Raises EngineError where the last update has not been waited for."""
+        if self.states is None or not self.on_host:
+            raise EngineError(f"row {self.index} offloads a gradient but is not placed on the host")
+        if self.phase is Phase.PENDING:
+            raise EngineError(f"row {self.index} has a new gradient while its last update is in flight: its wait node did not run")
+        self.phase = Phase.PENDING if self.phase is Phase.EXPECTED else Phase.GRAD
+        self.generation += 1
+        self.armed_cpu = self.armed_reload = False
+        self.issued = 0
+        for chunk in self.chunks:
+            chunk.updated_to, chunk.landed, chunk.queued = chunk.begin, False, False
+
+    def require_commit(self, item: CommitItem) -> None:
+        """Raises EngineError where `item` cannot be committed, DroppedNodeError where a node before it did not run."""
+        if self.phase is Phase.PENDING:
+            raise EngineError(f"row {self.index} is committed while its last update is in flight")
+        if not self.on_host:
+            if item.grad is None:
+                raise EngineError(f"row {self.index} is placed on the device and is committed without its gradient")
+            if item.factors:
+                raise EngineError(f"row {self.index} is placed on the device: factors must have been applied to its gradient")
+            return
+        if self.phase is not Phase.GRAD:
+            raise EngineError(f"row {self.index} is committed without a gradient")
+        for ran, name in ((self.armed_cpu, "cpu_step"), (self.armed_reload, "reload")):
+            if not ran:
+                raise DroppedNodeError(f"dropped node: row {self.index} was offloaded but its {name} node did not run")
+
+    def begin_update(self, item: CommitItem, factors: tuple[float | torch.Tensor, ...] = ()) -> None:
+        """Fix the hyper-parameters of the update."""
+        self.phase = Phase.PENDING
+        self.scalars = item.scalars
+        self.factors = factors
+        self.factors_known = not any(isinstance(factor, torch.Tensor) for factor in factors)
+        self.busy_us = 0.0
+
+    def finish(self) -> None:
+        """The new weight has been waited for."""
+        self.phase = Phase.IDLE
+        self.released = self.ready = self.grad = None
+
+    def scalars_with_factors(self) -> AdamScalars:
+        """The scalars of the update, factors filled in; those must be known."""
+        assert self.scalars is not None
+        return replace(self.scalars, factors=tuple(float(factor) for factor in self.factors)) if self.factors else self.scalars
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Something on its way to the host: a chunk of a gradient, or with row -1 the factors of a commit."""
+
+    event: Event
+    row: int = -1
+    chunk: int = 0
+    generation: int = 0
+    begin: Event | None = None
+    keep: Sequence[torch.Tensor] = field(default=())  # memory that the copy reads
+
+
+def flat_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory, with a version counter of its own.
+
+    The engine's writes must not count as edits of the parameter: autograd and the session both look at its version.
+    """
+    data = tensor.data
+    return data.as_strided((data.numel(),), (1,), data.storage_offset())
+
+
+def part_of(states: RowStates, begin: int, end: int) -> RowStates:
+    """The same range of every state."""
+    maximum, slot = states.max_exp_avg_sq, states.slot
+    return RowStates(
+        states.master[begin:end],
+        states.exp_avg[begin:end],
+        states.exp_avg_sq[begin:end],
+        None if maximum is None else maximum[begin:end],
+        None if slot is None else slot[begin:end],
+    )
