@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from hytrain_fx.capture import GraphKind
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.explain.graph_text import InspectedGraph, InspectedRow, Inspection
+from hytrain_fx.explain.report import Explanation, Measured, MemoryInUse
+from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.layers import unit_of_rows
 from hytrain_fx.optimizer import OffloadedOptimizer
+from hytrain_fx.runtime.engine import TaskRecord
+from hytrain_fx.runtime.launch import ring_bytes_for
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
 from hytrain_fx.torch_private import compiled_call, set_compiled_call
@@ -44,9 +56,161 @@ def close(model: nn.Module) -> None:
     set_compiled_call(model, None)
 
 
+def explain(model: nn.Module) -> Explanation:
+    """The plan in force with its reasons, predicted beside measured. `print` it, or take `to_json()`.
+
+    Before times are measured it shows where the updates run meanwhile. On a GPU it waits for the device.
+    Raises UnsupportedError for a model that is not compiled.
+    """
+    session = session_of(model)
+    planning, device = session.planning, session.table.device
+    cuda = device.type == "cuda"
+    return Explanation(
+        plan=planning.plan,
+        history=tuple(planning.history),
+        profile=planning.profile,
+        measured=_measured(session),
+        memory=_memory_in_use(session),
+        engine=session.engine.name,
+        workers=session.engine.workers,
+        steps_done=session.steps_done,
+        device=torch.cuda.get_device_name(device) if cuda else "the CPU",
+        node_runs=dict(session.nodes.runs),
+        not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
+        spent_us=_spent_us(session),
+    )
+
+
+def inspect(model: nn.Module) -> Inspection:
+    """Every graph captured so far, before and after each pass, and the layer-level task graph.
+
+    Raises UnsupportedError for a model that is not compiled.
+    """
+    session = session_of(model)
+    unit_of = unit_of_rows(session.units)
+    rows = tuple(
+        InspectedRow(name, session.units[unit_of[row]].name or "(model)", p.numel() * p.element_size(), str(session.states.placement[row]))
+        for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
+    )
+    graphs = tuple(InspectedGraph(graph.index, str(graph.kind), graph.rewrite.passes) for graph in session.capture.graphs)
+    return Inspection(graphs, rows, session.planning.task_graph())
+
+
+class Recording:
+    """What the steps inside a `record` block did. `predicted` is the schedule of the plan in force, None where none is."""
+
+    def __init__(self, predicted: Timeline | None) -> None:
+        self.predicted = predicted
+        self._timeline: Timeline | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when. Raises UnsupportedError while the block has not ended."""
+        if self._timeline is None:
+            raise UnsupportedError("the record block has not ended (or ended with an error): take the timeline after it")
+        return self._timeline
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[Recording]:
+    """Record every copy and update of the steps inside the block; the plan stays as it is meanwhile.
+
+        with hytrain_fx.record(model) as recording:
+            ...two or three steps...
+        print(recording.timeline)
+        recording.timeline.save("steps.json")       # opens in Perfetto
+
+    The device's own lane holds the last 9 steps at most. Raises UnsupportedError for a model that is not compiled, and while
+    the times for the first plan are being measured: both need the engine's records.
+    """
+    session = session_of(model)
+    if session.planning.plan.source == "first steps":
+        raise UnsupportedError(
+            f"the times for the first plan are still being measured ({session.steps_done} steps are done, it takes "
+            f"{session.planning.steps_to_measure}); record once explain(model) shows a solved plan"
+        )
+    _take_records(session)
+    schedule = explain(model).schedule
+    names = tuple(unit.name for unit in session.planning.units())
+    recording = Recording(from_schedule(schedule, names) if schedule else None)
+    begin_us = time.perf_counter() * 1e6
+    session.planning.recording = True
+    session.engine.record(True)
+    try:
+        yield recording
+        session.drain()
+        device = device_spans(session.marks.finished())
+        recording._timeline = from_records(_take_records(session), device, session.nodes.unit_of, names, begin_us=begin_us)
+    finally:
+        session.planning.recording = False
+        session.engine.record(False)
+
+
 def session_of(model: nn.Module) -> Session:
     """The session of a compiled model. Raises UnsupportedError for a model that is not compiled."""
     session = find_session(model)
     if session is None:
         raise UnsupportedError(f"this {type(model).__name__} is not compiled with hytrain_fx.compile()")
     return session
+
+
+def _take_records(session: Session) -> list[TaskRecord]:
+    """All records so far; the engine hands them out in batches."""
+    records: list[TaskRecord] = []
+    while batch := session.engine.take_records():
+        records += batch
+    return records
+
+
+def _measured(session: Session) -> Measured | None:
+    """Times under the plan in force. Its first step is left out of the wall time: the states moved in it."""
+    if session.marks.steps == 0:
+        return None
+    units = session.planning.units()
+    times = session.marks.median(len(units))
+    steps_us = list(session.step_us)[-(session.marks.steps - 1) :] if session.marks.steps > 1 else []
+    return Measured(
+        session.marks.steps,
+        times.forward_us,
+        times.backward_us,
+        times.stall_us,
+        tuple(_cpu_update_us(session, unit) for unit in range(len(units))),
+        statistics.median(steps_us) if steps_us else None,
+        len(steps_us),
+    )
+
+
+def _cpu_update_us(session: Session, unit: int) -> float | None:
+    placement = session.states.placement
+    rows = [row for row, of in enumerate(session.nodes.unit_of) if of == unit and placement[row] is Placement.CPU]
+    return sum(session.engine.cpu_update_us(row) for row in rows) if rows else None
+
+
+def _memory_in_use(session: Session) -> MemoryInUse:
+    states, device = session.states, session.table.device
+    rows = {place: [row for row, found in enumerate(states.placement) if found is place] for place in Placement}
+    return MemoryInUse(
+        device_states_bytes=states.device_bytes(rows[Placement.GPU]),
+        host_bytes=states.host_bytes(rows[Placement.CPU]),
+        ring_bytes=ring_bytes_for(session.table.parameters, session.config.ring_bytes),
+        device_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )
+
+
+def _not_offloaded(session: Session) -> dict[int, str]:
+    """Rows whose gradients do not go to the host inside a graph, and why."""
+    graphs = session.capture.graphs
+    found = {row: why for graph in graphs for row, why in graph.kept_grads.items()}
+    for row in session.eager_rows:
+        found.setdefault(row, "its gradient came from outside the captured graphs")
+    if any(graph.kind is GraphKind.BACKWARD for graph in graphs):
+        offloaded = {row for graph in graphs for row in graph.grad_rows}
+        for row in set(range(len(session.table))) - offloaded:
+            found.setdefault(row, "no captured backward graph makes its gradient")
+    return found
+
+
+def _spent_us(session: Session) -> dict[str, float]:
+    graphs, planning = session.capture.graphs, session.planning
+    spent = {f"passes on {len(graphs)} graphs": sum(graph.rewrite_seconds for graph in graphs) * 1e6} if graphs else {}
+    return spent | ({"making the last plan": planning.solve_us} if planning.solve_us else {})

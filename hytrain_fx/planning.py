@@ -32,12 +32,18 @@ class Planning:
         self.profile: Profile | None = None
         self.history: list[Plan] = []
         self.solve_us = 0.0
+        self.recording = False  # inside hytrain_fx.record(): the engine's records are the user's, so no plan is made from them
         self._due = False
 
     @property
     def plan(self) -> Plan:
         """The plan in force."""
         return self.history[-1]
+
+    @property
+    def steps_to_measure(self) -> int:
+        """Steps before the first plan is solved: cold ones, then those that are measured."""
+        return _COLD_STEPS + self._session.config.warmup_steps
 
     def units(self) -> tuple[Unit, ...]:
         """The units as the planner sees them: forward order once a forward graph is captured, order of registration before."""
@@ -90,6 +96,8 @@ class Planning:
         if config.k != "auto" or config.plan is not None:
             self._due = session.steps_done == 1  # the forward order is known now; it may differ from that of registration
             return
+        if self.recording:
+            return
         every = config.replan_every
         since = session.steps_done - config.warmup_steps - _COLD_STEPS
         self._due = since == 0 or (every > 0 and since > 0 and since % every == 0)
@@ -101,7 +109,7 @@ class Planning:
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
         session = self._session
-        if not self._due or any(parameter.grad is not None for parameter in session.table.parameters):
+        if not self._due or self.recording or any(parameter.grad is not None for parameter in session.table.parameters):
             return
         self._due = False
         begin_s = time.perf_counter()

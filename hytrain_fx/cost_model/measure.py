@@ -1,0 +1,134 @@
+"""Times on the compute stream of the running program: when each layer's forward, backward and waiting began and ended.
+
+The inserted nodes call `mark`; on a GPU a mark is a timing event (about 2 us of host time), on the CPU the host's clock.
+Between two marks in a row exactly one thing happened, and the pair of kinds says what:
+
+    FORWARD_BEGIN  -> WAIT_BEGIN(u)           input preparation, counted as forward of u
+    WAIT_BEGIN(u)  -> WAIT_END(u)             stall of u
+    WAIT_END(u)    -> WAIT_BEGIN | FORWARD_END   forward of u
+    FORWARD_END    -> GRADS(u)                loss and backward of u
+    GRADS(v)       -> GRADS(u)                backward of u
+    GRADS(u)       -> BACKWARD_END            backward of u
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Mark(Enum):
+    """What was reached."""
+
+    FORWARD_BEGIN = "forward_begin"
+    WAIT_BEGIN = "wait_begin"
+    WAIT_END = "wait_end"
+    FORWARD_END = "forward_end"
+    GRADS = "grads"
+    BACKWARD_END = "backward_end"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Microseconds of one step by unit."""
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    stall_us: tuple[float, ...]
+
+
+class StepMarks:
+    """Marks of the running step and the times of the last few finished ones."""
+
+    def __init__(self, device: torch.device, keep_steps: int = 9) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._running: list[tuple[Mark, int, float | torch.cuda.Event]] = []
+        self._finished: deque[list[tuple[Mark, int, float | torch.cuda.Event]]] = deque(maxlen=keep_steps)
+        self.enabled = True
+
+    def mark(self, kind: Mark, unit: int = -1) -> None:
+        """Note that the compute stream has reached `kind` of unit `unit` at this point."""
+        if not self.enabled:
+            return
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._running.append((kind, unit, event))
+        else:
+            self._running.append((kind, unit, time.perf_counter() * 1e6))
+
+    def end_step(self) -> None:
+        """Close the running step; one without a backward is dropped."""
+        if any(kind is Mark.BACKWARD_END for kind, _, _ in self._running):
+            self._finished.append(self._running)
+        self._running = []
+
+    def clear(self) -> None:
+        """Forget the finished steps, as after a change of plan."""
+        self._finished.clear()
+
+    def clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
+        """A function that gives a mark's time on the host's monotonic clock, in microseconds. On CUDA it synchronises once, here."""
+        if not self._cuda:
+            return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
+        now = torch.cuda.Event(enable_timing=True)
+        now.record(torch.cuda.current_stream(self._device))
+        now.synchronize()
+        now_us = time.perf_counter() * 1e6
+        return lambda mark: now_us - _elapsed_us(mark, now)
+
+    def finished(self) -> list[list[tuple[Mark, int, float]]]:
+        """The marks of the finished steps at hand, oldest first, with their times on the host's monotonic clock in microseconds."""
+        clock_us = self.clock_us()
+        return [[(kind, unit, clock_us(at)) for kind, unit, at in marks] for marks in self._finished]
+
+    @property
+    def steps(self) -> int:
+        """Number of finished steps at hand."""
+        return len(self._finished)
+
+    def median(self, units: int) -> UnitTimes:
+        """Medians over the finished steps, per unit. The device is synchronised first. Raises ValueError without a finished step."""
+        if not self._finished:
+            raise ValueError("no finished step has been measured")
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        steps = [_unit_times(marks, units) for marks in self._finished]
+        return UnitTimes(*(_median_rows([getattr(s, name) for s in steps]) for name in ("forward_us", "backward_us", "stall_us")))
+
+
+def _median_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+
+def _elapsed_us(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return float(begin.elapsed_time(end)) * 1e3
+    assert isinstance(end, float)
+    return end - begin
+
+
+def _unit_times(marks: Sequence[tuple[Mark, int, float | torch.cuda.Event]], units: int) -> UnitTimes:
+    forward, backward, stall = [0.0] * units, [0.0] * units, [0.0] * units
+    for (kind, unit, begin), (next_kind, next_unit, end) in itertools.pairwise(marks):
+        us = _elapsed_us(begin, end)
+        if kind is Mark.FORWARD_BEGIN and next_kind is Mark.WAIT_BEGIN:
+            forward[next_unit] += us
+        elif kind is Mark.WAIT_BEGIN:
+            stall[unit] += us
+        elif kind is Mark.WAIT_END and next_kind in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
+            forward[unit] += us
+        elif kind in (Mark.FORWARD_END, Mark.GRADS) and next_kind is Mark.GRADS:
+            backward[next_unit] += us
+        elif kind is Mark.GRADS and next_kind is Mark.BACKWARD_END:
+            backward[unit] += us
+    return UnitTimes(tuple(forward), tuple(backward), tuple(stall))

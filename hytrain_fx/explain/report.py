@@ -1,0 +1,184 @@
+"""What `hytrain_fx.explain` returns: the plan in force, what it was solved from, what it predicts, and what is measured under it.
+
+`print` it for one page of text, or take `to_json()`. Three kinds of figures are kept apart:
+
+    profiled    measured before the plan was solved: what it was solved from
+    predicted   simulated from the profiled times
+    measured    medians of the last steps, under the plan in force
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.cost_model.planner import STATE_BYTES_PER_PARAM, compare
+from hytrain_fx.cost_model.reasons import RESOURCE_WORDS
+from hytrain_fx.cost_model.simulate import CHUNK_PARAMS, simulate
+from hytrain_fx.cost_model.windows import windows_of
+from hytrain_fx.errors import PlanError
+from hytrain_fx.explain.plan_text import place_of, reason_of
+from hytrain_fx.explain.report_text import explanation_text
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.profile import TIMES, Profile
+from hytrain_fx.ir.schedule import Schedule
+
+# Waits and device updates below this share of the step are not worth a word.
+_NOTHING = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times under the plan in force, in microseconds, by unit in forward order.
+
+    forward_us, backward_us, stall_us    medians of the last `steps` steps, from marks on the compute stream
+    cpu_update_us    the last update, its chunks' time divided among the workers; None for a unit that is not updated by the CPU
+    step_us          median wall time of the last `step_count` steps; None before the second one
+    """
+
+    steps: int
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    stall_us: tuple[float, ...]
+    cpu_update_us: tuple[float | None, ...]
+    step_us: float | None
+    step_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInUse:
+    """Bytes in use: states resting on the device, states and slots on the host, the device ring for gradients on their way to the host.
+
+    `device_peak_bytes` is the most that torch has allocated on a CUDA device, None on the CPU.
+    """
+
+    device_states_bytes: int
+    host_bytes: int
+    ring_bytes: int
+    device_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One compiled model at one moment.
+
+    plan, history    the plan in force, and all so far, oldest first
+    profile          what was measured before the plan was solved, None before that
+    measured         times under the plan in force, None before a step has run under it
+    node_runs        rows that each kind of inserted node was run for (`backward_end`: runs)
+    not_offloaded    parameter name -> why its gradient does not go to the host inside a graph
+    spent_us         what was done once: passes, solving
+    """
+
+    plan: Plan
+    history: tuple[Plan, ...]
+    profile: Profile | None
+    measured: Measured | None
+    memory: MemoryInUse
+    engine: str
+    workers: int
+    steps_done: int
+    device: str
+    node_runs: Mapping[str, int] = field(default_factory=dict)
+    not_offloaded: Mapping[str, str] = field(default_factory=dict)
+    spent_us: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def rules(self) -> dict[str, Plan]:
+        """The plans of all rules, of k=0 and of k=n on the profile; empty before anything is profiled."""
+        if self.profile is None:
+            return {}
+        budget = self.plan.inputs.get("budget_bytes")
+        per_param = self.plan.inputs.get("state_bytes_per_param", STATE_BYTES_PER_PARAM)
+        return compare(self.profile, None if budget is None else int(budget), state_bytes_per_param=per_param)
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The predicted schedule of the plan in force; None before anything is profiled and for plans that are not simulated."""
+        if self.profile is None:
+            return None
+        try:
+            return simulate(self.profile, self.plan)
+        except PlanError:
+            return None
+
+    @property
+    def binds(self) -> str | None:
+        """What sets the length of the step, in one sentence; predicted, so None before anything is profiled."""
+        if self.profile is None or self.schedule is None:
+            return None
+        return binding_constraint(self.profile, self.plan, self.schedule)
+
+    @property
+    def alpha(self) -> float | None:
+        """Update time on the device over that on the CPU, profiled."""
+        return None if self.profile is None else self.profile.alpha
+
+    def to_json(self) -> str:
+        """Everything as JSON text; the unit of a figure is the end of its name, its source the name of what it is in."""
+        return json.dumps(self._values(), indent=1)
+
+    def __str__(self) -> str:
+        return explanation_text(self)
+
+    def _values(self) -> dict[str, Any]:
+        schedule, measured = self.schedule, self.measured
+        return {
+            "plan": asdict(self.plan),
+            "history": [{"source": plan.source, "k": plan.k, "predicted": plan.predicted} for plan in self.history],
+            "device": self.device,
+            "engine": {"name": self.engine, "workers": self.workers},
+            "steps_done": self.steps_done,
+            "step": {
+                "predicted": {"step_us": schedule.makespan_us, "stall_us": schedule.stall_us} if schedule else None,
+                "measured": {"step_us": measured.step_us, "steps": measured.step_count} if measured else None,
+            },
+            "binds": self.binds,
+            "profiled": asdict(self.profile) | {"alpha": self.profile.alpha} if self.profile else None,
+            "units": [self._unit_values(unit) for unit in sorted({row.unit for row in self.plan.rows})],
+            "rules": {name: {"k": plan.k, "predicted": plan.predicted} for name, plan in self.rules.items()},
+            "memory": {"measured": asdict(self.memory)},
+            "node_runs": dict(self.node_runs),
+            "not_offloaded": dict(self.not_offloaded),
+            "spent": {"measured": dict(self.spent_us)},
+        }
+
+    def _unit_values(self, unit: int) -> dict[str, Any]:
+        shares = self.plan.shares(unit)
+        profiled = self.profile.units[unit] if self.profile else None
+        return {
+            "index": unit,
+            "name": shares[0].unit_name,
+            "params": sum(share.numel for share in shares),
+            "placement": place_of(self.plan, unit),
+            "reason": reason_of(self.plan, unit),
+            "profiled": {name: getattr(profiled, name) for name in TIMES} if profiled else None,
+            "predicted": {"stall_us": self.schedule.stalls_us[unit]} if self.schedule else None,
+            "measured": self._unit_measured(unit),
+        }
+
+    def _unit_measured(self, unit: int) -> dict[str, float | None] | None:
+        if self.measured is None:
+            return None
+        return {name: getattr(self.measured, name)[unit] for name in ("forward_us", "backward_us", "stall_us", "cpu_update_us")}
+
+
+def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
+    """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
+    gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
+                        for row in plan.rows if row.placement == Placement.GPU)
+    compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
+    exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
+    if exposed_us <= _NOTHING * schedule.makespan_us:
+        return f"{compute}: updates add {time_text(max(exposed_us, 0.0))} to a step"
+    windows = windows_of(profile, guard=1.0, chunk_params=CHUNK_PARAMS, updates_in_backward=True)
+    tightest = windows.tightest(plan.k)
+    if tightest is None or schedule.stall_us <= gpu_update_us:
+        return f"updates on the device: they take {time_text(gpu_update_us)} of the step"
+    span = f"units {plan.k}..{tightest.last}" if tightest.last > plan.k else f"unit {plan.k}"
+    return (f"{RESOURCE_WORDS[tightest.resource]} of {span}: {time_text(tightest.demand_us)} in a window of "
+            f"{time_text(max(tightest.window_us, 0.0))}; the forward waits {time_text(schedule.stall_us)}")

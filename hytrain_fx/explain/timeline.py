@@ -1,0 +1,198 @@
+"""What ran when: one lane for the device, each copy direction and each CPU worker; as text, Chrome trace or picture.
+
+    device         |b3----|b2----|b1----|b0----|f0--|f1--|f2--|f3--|
+    D2H                   |g3|   |g2|
+    CPU 0                     |u3----|u2----|
+    H2D                               |w3|   |w2|
+
+Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedule`; both are `Timeline` values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hytrain_fx.cost_model.measure import Mark
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.timeline_text import timeline_text
+from hytrain_fx.explain.trace_file import trace_json, write_png
+from hytrain_fx.ir.schedule import Schedule
+from hytrain_fx.ir.task_graph import Resource, TaskKind
+
+if TYPE_CHECKING:
+    from hytrain_fx.runtime.engine import TaskRecord
+
+# Letter in front of the unit's number, and the lane of a predicted task.
+LETTERS = {
+    TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
+    TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w",
+}
+_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}
+_ORDER = ("device", "D2H", "CPU", "H2D")  # "device updates" stands behind "device"
+_STAGES = {"D2H": TaskKind.D2H, "CPU_UPDATE": TaskKind.CPU_UPDATE, "GPU_UPDATE": TaskKind.GPU_UPDATE, "H2D": TaskKind.H2D}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on one lane, of unit number `unit`, times in microseconds of one clock."""
+
+    lane: str
+    kind: TaskKind
+    unit: int
+    begin_us: float
+    end_us: float
+
+    @property
+    def label(self) -> str:
+        """`b3`: backward of unit 3."""
+        return f"{LETTERS[self.kind]}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans in order of begin, with the names of the units; times start at 0."""
+
+    spans: tuple[Span, ...]
+    unit_names: tuple[str, ...]
+    source: Literal["measured", "predicted"]
+
+    @property
+    def lanes(self) -> dict[str, tuple[Span, ...]]:
+        """Spans by lane: the device first, then D2H, CPU workers, H2D."""
+        order = sorted({span.lane for span in self.spans}, key=_lane_order)
+        return {lane: tuple(span for span in self.spans if span.lane == lane) for lane in order}
+
+    @property
+    def length_us(self) -> float:
+        """From the first begin to the last end."""
+        return max((span.end_us for span in self.spans), default=0.0)
+
+    def busy_us(self, *kinds: TaskKind) -> float:
+        """Time spent on tasks of these kinds, summed over lanes."""
+        return sum(span.end_us - span.begin_us for span in self.spans if span.kind in kinds)
+
+    @property
+    def overlap_share(self) -> float | None:
+        """Share 0..1 of the CPU updates' time that ran while the device computed a forward or backward; None without CPU updates."""
+        updates = [(s.begin_us, s.end_us) for s in self.spans if s.kind is TaskKind.CPU_UPDATE]
+        computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
+        return shared_time(updates, computing)
+
+    def text(self, width: int = 120) -> str:
+        """Lanes of `width` characters each."""
+        return timeline_text(self, width)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def to_chrome_json(self, *others: Timeline) -> str:
+        """Trace events for Perfetto or chrome://tracing; each further timeline is a process of its own below this one."""
+        return trace_json((self, *others))
+
+    def save(self, path: str | Path, *others: Timeline) -> Path:
+        """Write a Chrome trace (`.json`) or a picture (`.png`; needs matplotlib). Raises ConfigError for another suffix."""
+        path = Path(path)
+        if path.suffix == ".json":
+            path.write_text(self.to_chrome_json(*others))
+        elif path.suffix == ".png":
+            write_png((self, *others), path)
+        else:
+            raise ConfigError(f"found the suffix {path.suffix!r} of {path}, expected .json (Chrome trace) or .png (picture)")
+        return path
+
+
+def from_records(
+    records: Iterable[TaskRecord], device: Iterable[Span], unit_of: Sequence[int], unit_names: Sequence[str], *, begin_us: float = 0.0
+) -> Timeline:
+    """The measured timeline: the engine's records and the device's spans, both on the engine's clock, from `begin_us` on.
+
+    unit_of    unit of each row; records of other rows (probes) are left out
+    """
+    spans = [_span_of(record, unit_of) for record in records if record.stage.name in _STAGES and record.row < len(unit_of)]
+    kept = [span for span in (*device, *spans) if span.begin_us >= begin_us]
+    return Timeline(_from_zero(kept), tuple(unit_names), "measured")
+
+
+def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Span]:
+    """What the device did between the marks of each step (`StepMarks.finished`), by the rules of `cost_model.measure`."""
+    spans = []
+    for marks in steps:
+        for (mark, unit, begin_us), (next_mark, next_unit, end_us) in itertools.pairwise(marks):
+            found = _between(mark, next_mark, unit, next_unit)
+            if found is not None:
+                spans.append(Span("device", *found, begin_us, end_us))
+    return spans
+
+
+def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
+    """The predicted timeline of one steady step: a backward, then the next forward. Waits are the gaps of the device."""
+    spans = [Span(_LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us) for i in schedule.intervals]
+    return Timeline(tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(unit_names), "predicted")
+
+
+def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[tuple[float, float]]) -> float | None:
+    """Share 0..1 of the CPU updates' time in which the device was busy; None when no CPU update was recorded.
+
+    device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any order
+    """
+    return shared_time([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
+
+
+def shared_time(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float | None:
+    """Share of the length of `spans` that lies in the union of `others`; None where `spans` have no length."""
+    union = _union(others)
+    ends = [end for _, end in union]
+    total = inside = 0.0
+    for begin, end in spans:
+        total += end - begin
+        for left, right in itertools.islice(union, bisect_left(ends, begin), None):
+            if left >= end:
+                break
+            inside += min(right, end) - max(left, begin)
+    return inside / total if total > 0 else None
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
+    if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
+        return TaskKind.FORWARD, next_unit
+    if mark is Mark.WAIT_BEGIN:
+        return TaskKind.WAIT, unit
+    if mark is Mark.WAIT_END and next_mark in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
+        return TaskKind.FORWARD, unit
+    if mark in (Mark.FORWARD_END, Mark.GRADS) and next_mark is Mark.GRADS:
+        return TaskKind.BACKWARD, next_unit
+    if mark is Mark.GRADS and next_mark is Mark.BACKWARD_END:
+        return TaskKind.BACKWARD, unit
+    return None
+
+
+def _span_of(record: TaskRecord, unit_of: Sequence[int]) -> Span:
+    kind = _STAGES[record.stage.name]
+    lanes: Mapping[TaskKind, str] = {TaskKind.CPU_UPDATE: f"CPU {record.worker}", TaskKind.GPU_UPDATE: "device updates"}
+    return Span(lanes.get(kind, record.stage.name), kind, unit_of[record.row], record.begin_us, record.end_us)
+
+
+def _from_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
+    first_us = min((span.begin_us for span in spans), default=0.0)
+    moved = (Span(s.lane, s.kind, s.unit, s.begin_us - first_us, s.end_us - first_us) for s in spans)
+    return tuple(sorted(moved, key=lambda span: span.begin_us))
+
+
+def _lane_order(lane: str) -> tuple[int, int]:
+    name, _, number = lane.partition(" ")
+    return (_ORDER.index(name), int(number) if number.isdigit() else len(number))
