@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hytrain_fx.errors import GradientConsumedError
 from hytrain_fx.grad_standin import GradStandIn
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+KNOWN = ((2.0, True), (2.0, False), (float("inf"), True))
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def gradient(dtype: torch.dtype = torch.float32, device: str = "cpu", shape: tuple[int, ...] = (3, 4)) -> Tensor:
+    """The same random numbers for the same shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 class HeldGradient:

@@ -12,13 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .held_gradient import bits, grad_of, outcome, stood_in, with_real
+from .held_gradient import DEVICES, DTYPES, bits, grad_of, outcome, stood_in, with_real
 
 Params = list[nn.Parameter]
 Operation = Callable[[Params], Any]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 ORDERS = (2.0, 1.0, float("inf"), 0.0, 3.0)
 NUMBERS = st.sampled_from([0.5, 0.1234567891, -1.7, 0.0, 3.0, 1e-8, 6e4, float("inf"), float("nan"), 1.0])
 
