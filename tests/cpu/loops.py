@@ -1,0 +1,176 @@
+"""The same loop twice: on a model that torch compiled, with an optimizer kept by hand, and on one that hytrain_fx compiled.
+
+    HandAdam     the bitwise reference: `runtime.arithmetic.adamw_` on fp32 masters, one plain tensor op per rounding
+    TorchAdam    the reference that a user would write: torch.optim.AdamW or Adam (foreach=False) on fp32 masters kept by hand
+    Twins        both models, compiled once and put back to the start for each fact
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.optimizer import OffloadedOptimizer
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.session import Session
+
+from .models import Batches
+
+Make = Callable[[], tuple[nn.Module, Batches]]
+Loop = Callable[[nn.Module, Any, Batches], list[float]]
+HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class HandAdam(torch.optim.Optimizer):
+    """AdamW (or Adam, where not `decoupled`) with the library's stated arithmetic, on the CPU, one parameter after the other."""
+
+    def __init__(self, params: Iterable[Any], *, decoupled: bool = True, **hyper: Any) -> None:
+        whole = torch.optim.AdamW([torch.zeros(1)], **hyper).defaults
+        self._decoupled = decoupled
+        super().__init__(params, whole)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state.update(step=0, master=p.detach().float().clone(), m=torch.zeros(p.shape), v=torch.zeros(p.shape), vmax=torch.zeros(p.shape))
+        state["step"] += 1
+        scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=False)
+        assert p.grad is not None
+        adamw_(p.grad, state["master"], state["m"], state["v"], state["vmax"] if group["amsgrad"] else None, scalars, out=p)
+
+
+class TorchAdam(torch.optim.Optimizer):
+    """torch's own class on fp32 masters: gradients are cast up, weights cast down. With fp32 parameters it is that class itself, bit for bit."""
+
+    def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **hyper: Any) -> None:
+        super().__init__(params, dict(hyper))
+        self.masters = {p: p.detach().float().clone() for group in self.param_groups for p in group["params"]}
+        self._inner = kind([{**g, "params": [self.masters[p] for p in g["params"]]} for g in self.param_groups], foreach=False)  # type: ignore[call-arg]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for ours, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in ours.items() if key != "params"})
+        for p, master in self.masters.items():
+            master.grad = None if p.grad is None else p.grad.float()
+        self._inner.step()
+        for p, master in self.masters.items():
+            p.copy_(master)
+
+
+def plain_loop(steps: int) -> Loop:
+    """`steps` ordinary steps over the batches, again and again."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(steps):
+            loss = model(*batches[step % len(batches)])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    return loop
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Every tensor has the same bits in both, and none is NaN."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert not value.isnan().any(), f"{name} is NaN"
+        same = torch.equal(value, expected[name])
+        assert same, f"{name}: {(value != expected[name]).sum()} of {value.numel()} differ, by {(value - expected[name]).abs().max()}"
+
+
+class Twins:
+    """One model compiled by torch and the same compiled by hytrain_fx, each put back to its first weights by `restart`."""
+
+    def __init__(self, make: Make, **options: Any) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.plain, self.batches = make()
+        torch.manual_seed(0)
+        self.ours, _ = make()
+        self.plain.compile()
+        self.first = weights(self.plain)
+        trained = [p for p in self.ours.parameters() if p.requires_grad]
+        _, self.optimizer = hytrain_fx.compile(self.ours, torch.optim.AdamW(trained, **HYPER), **options)
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    @property
+    def session(self) -> Session:
+        """The session of the model compiled by hytrain_fx."""
+        return session_of(self.ours)
+
+    def restart(self, **hyper: Any) -> tuple[HandAdam, OffloadedOptimizer]:
+        """First weights, no states, hyper-parameters `HYPER` and `hyper`; the reference's new optimizer and ours."""
+        self.optimizer.zero_grad()
+        for model in (self.plain, self.ours):
+            model.zero_grad()
+            model.load_state_dict(self.first)
+        for group, first in zip(self.optimizer.param_groups, self._groups, strict=True):
+            for key in group.keys() - first.keys() - {"params"}:
+                del group[key]
+        empty = self.optimizer.state_dict()
+        packed = [{**saved, **first, **hyper} for saved, first in zip(empty["param_groups"], self._groups, strict=True)]
+        self.optimizer.load_state_dict({"state": {}, "param_groups": packed})
+        return HandAdam([p for p in self.plain.parameters() if p.requires_grad], **{**HYPER, **hyper}), self.optimizer
+
+    def agree(self, loop: Loop, **hyper: Any) -> list[float]:
+        """Run the loop on both from the start: same losses, same bits in every weight and buffer. Gives the losses."""
+        reference, optimizer = self.restart(**hyper)
+        expected = loop(self.plain, reference, self.batches)
+        found = loop(self.ours, optimizer, self.batches)
+        assert found == expected
+        assert_same(weights(self.ours), weights(self.plain))
+        return found
+
+    def close(self) -> None:
+        hytrain_fx.close(self.ours)
+
+
+def compare(make: Make, loop: Loop, *, decoupled: bool = True, hyper: dict[str, Any] | None = None, **options: Any) -> list[float]:
+    """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone."""
+    hyper = {**HYPER, **(hyper or {})}
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    results = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, batches = make()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer: Any = HandAdam(trained, decoupled=decoupled, **hyper) if not ours else kind(trained, **hyper)
+        if ours:
+            hytrain_fx.compile(model, optimizer, **options)
+        else:
+            model.compile()
+        torch.manual_seed(1)
+        results.append((loop(model, optimizer, batches), weights(model)))
+        if ours:
+            hytrain_fx.close(model)
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
+    return results[1][0]
