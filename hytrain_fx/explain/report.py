@@ -179,6 +179,9 @@ def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
     tightest = windows.tightest(plan.k)
     if tightest is None or schedule.stall_us <= gpu_update_us:
         return f"updates on the device: they take {time_text(gpu_update_us)} of the step"
-    span = f"units {plan.k}..{tightest.last}" if tightest.last > plan.k else f"unit {plan.k}"
-    return (f"{RESOURCE_WORDS[tightest.resource]} of {span}: {time_text(tightest.demand_us)} in a window of "
-            f"{time_text(max(tightest.window_us, 0.0))}; the forward waits {time_text(schedule.stall_us)}")
+    units = range(plan.k, tightest.last + 1)
+    demands_us = {resource: sum(costs[unit] for unit in units) for resource, costs in windows.costs_us.items()}
+    longest = max(demands_us, key=demands_us.__getitem__)  # all three stages share the window of the tightest units
+    span = f"units {plan.k}..{tightest.last}" if len(units) > 1 else f"unit {plan.k}"
+    waits = f"the forward waits {time_text(schedule.stall_us)}"
+    return f"{RESOURCE_WORDS[longest]} of {span}: they take {time_text(demands_us[longest])}, {waits}"

@@ -1,0 +1,78 @@
+"""The command line: every command's output is what the library's own values say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hytrain_fx.__main__ import main
+from hytrain_fx.cost_model.report import report
+from hytrain_fx.explain.plan_text import plan_text
+from hytrain_fx.ir.plan import Plan
+from hytrain_fx.runtime import build
+from hytrain_fx.runtime.native_engine import SOURCES
+
+MODEL = ["--model", "llama-1.3b", "--device", "h200", "--tokens", "4096"]
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_report_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Markdown by default, JSON on request, with the budget in powers of 1000."""
+    expected = report("llama-1.3b", "h200", 4096, budget_bytes=2_500_000_000)
+    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5") == expected.to_markdown() + "\n"
+    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--markdown") == expected.to_markdown() + "\n"
+    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--json") == expected.to_json() + "\n"
+    other = report("llama-1.3b", "h200", 4096, sequence=512, recompute=True)
+    assert output(capsys, "report", *MODEL, "--sequence", "512", "--recompute", "--json") == other.to_json() + "\n"
+
+
+def test_explain_prints_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows, reasons and figures as text, or the plan itself as JSON."""
+    plan = report("llama-1.3b", "h200", 4096).plan
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    text = output(capsys, "explain", "--plan", str(file))
+    assert text == plan_text(plan) + "\n"
+    assert all(row.reason in text and row.unit_name in text for row in plan.rows)
+    assert all(name in text for name in (*plan.inputs, *plan.predicted))
+    assert Plan.from_json(output(capsys, "explain", "--plan", str(file), "--json")) == plan
+
+
+def test_build_says_where_the_engine_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The path is that of the library that the engine loads."""
+    path = build.library(SOURCES)
+    assert output(capsys, "build") == f"{path}\n"
+    assert json.loads(output(capsys, "build", "--json")) == {"library": str(path)}
+    assert path.is_file()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["report", "--model", "no-such", "--device", "h200", "--tokens", "1"], "no-such"),
+    (["explain", "--plan", "{tmp}/missing.json"], "missing.json"),
+    (["explain", "--plan", "{tmp}/no_plan.json"], "not a saved plan"),
+    (["inspect", "{tmp}"], "no graph texts"),
+])
+def test_errors_are_told_on_stderr(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that fails returns 1 and prints nothing but the reason."""
+    (tmp_path / "no_plan.json").write_text("{}")
+    assert main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+    assert "Traceback" not in told.err
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` leaves with 0."""
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    told = capsys.readouterr().out
+    assert all(f"    {name} " in told for name in ("report", "explain", "inspect", "build"))

@@ -1,0 +1,153 @@
+"""Timelines: what overlaps what, the three forms they take, and recording a running model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.cost_model.measure import Mark
+from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.errors import ConfigError, UnsupportedError
+from hytrain_fx.explain.timeline import Span, Timeline, device_spans, from_records, from_schedule, overlap_share, shared_time
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
+from hytrain_fx.runtime.engine import Stage, TaskRecord
+
+from ..null.profiles import prefix, profiles, uniform
+from .explained import compiled
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=8)
+
+
+@given(spans=INTERVALS, others=INTERVALS)
+@settings(deadline=None)
+def test_shared_time_counts_each_instant(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    """The share is that of unit cells inside the union of the others, whatever overlaps whatever."""
+    inside = {cell for begin, end in others for cell in range(begin, end)}
+    cells = [cell for begin, end in spans for cell in range(begin, end)]
+    expected = sum(cell in inside for cell in cells) / len(cells) if cells else None
+    assert shared_time(spans, others) == pytest.approx(expected)
+
+
+def test_only_cpu_updates_count_as_overlap() -> None:
+    """Copies and updates on the device are not asked about; without CPU updates there is no share."""
+    records = [TaskRecord(Stage.CPU_UPDATE, 0, 0, 0, 0.0, 10.0), TaskRecord(Stage.D2H, 0, 0, 0, 50.0, 90.0)]
+    assert overlap_share(records, [(5.0, 60.0)]) == 0.5
+    assert overlap_share(records[1:], [(5.0, 60.0)]) is None
+
+
+@given(profile=profiles(), data=st.data())
+@settings(deadline=None, max_examples=30)
+def test_a_schedule_keeps_its_times_as_a_timeline(profile: Profile, data: st.DataObject) -> None:
+    """Busy time of each resource, and the trace's durations, are the schedule's."""
+    schedule = simulate(profile, prefix(profile, data.draw(st.integers(0, len(profile.units)))))
+    timeline = from_schedule(schedule, [unit.name for unit in profile.units])
+    for resource in Resource:
+        kinds = [kind for kind, on in RESOURCE_OF.items() if on is resource]
+        assert timeline.busy_us(*kinds) == pytest.approx(schedule.busy_us(resource))
+    events = [event for event in json.loads(timeline.to_chrome_json())["traceEvents"] if event["ph"] == "X"]
+    assert sum(event["dur"] for event in events) == pytest.approx(sum(i.duration_us for i in schedule.intervals))
+    assert {event["args"]["unit"] for event in events} <= {unit.name for unit in profile.units}
+
+
+@given(profile=profiles(), width=st.integers(30, 200))
+@settings(deadline=None, max_examples=30)
+def test_the_text_keeps_its_width(profile: Profile, width: int) -> None:
+    """No lane is wider than asked, and every lane is there."""
+    timeline = from_schedule(simulate(profile, prefix(profile, 0)), [unit.name for unit in profile.units])
+    lanes = timeline.text(width).splitlines()[: len(timeline.lanes)]
+    assert all(len(line) <= width for line in lanes)
+    assert [line.split()[0] for line in lanes] == list(timeline.lanes)
+
+
+def test_the_text_of_a_small_schedule() -> None:
+    """One character for each microsecond here: labels where they fit, letters where they do not, gaps where nothing runs."""
+    spans = (Span("device", TaskKind.BACKWARD, 1, 0.0, 10.0), Span("device", TaskKind.FORWARD, 0, 15.0, 20.0),
+             Span("CPU 0", TaskKind.CPU_UPDATE, 1, 5.0, 7.0), Span("CPU 1", TaskKind.CPU_UPDATE, 1, 12.0, 20.0))
+    lines = Timeline(spans, ("a", "b"), "measured").text(28).splitlines()
+    assert lines[0] == "device  |b1-------     |f0--"
+    assert lines[1] == "CPU 0        uu"
+    assert lines[2] == "CPU 1               |u1-----"
+    assert lines[4].startswith("70% of the CPU updates' time")
+
+
+def test_marks_become_spans_by_the_rules_of_measuring() -> None:
+    """Between two marks exactly one thing happened; a pair that means nothing leaves a gap."""
+    marks = [(Mark.FORWARD_BEGIN, -1, 0.0), (Mark.WAIT_BEGIN, 0, 1.0), (Mark.WAIT_END, 0, 2.0), (Mark.FORWARD_END, -1, 5.0),
+             (Mark.GRADS, 0, 9.0), (Mark.BACKWARD_END, -1, 10.0), (Mark.FORWARD_BEGIN, -1, 20.0)]
+    found = [(span.kind, span.unit, span.begin_us, span.end_us) for span in device_spans([marks])]
+    assert found == [(TaskKind.FORWARD, 0, 0.0, 1.0), (TaskKind.WAIT, 0, 1.0, 2.0), (TaskKind.FORWARD, 0, 2.0, 5.0),
+                     (TaskKind.BACKWARD, 0, 5.0, 9.0), (TaskKind.BACKWARD, 0, 9.0, 10.0)]
+
+
+def test_records_of_probes_and_of_earlier_steps_are_left_out() -> None:
+    """Rows beyond the model's and times before the block are no part of a timeline; it starts at 0."""
+    records = [TaskRecord(Stage.H2D, 0, 0, 0, 100.0, 110.0), TaskRecord(Stage.H2D, 5, 0, 0, 100.0, 110.0),
+               TaskRecord(Stage.H2D, 0, 0, 0, 10.0, 20.0), TaskRecord(Stage.LANDING, 0, 0, 0, 100.0, 110.0)]
+    timeline = from_records(records, [], [3], ["a"] * 4, begin_us=50.0)
+    assert timeline.spans == (Span("H2D", TaskKind.H2D, 3, 0.0, 10.0),)
+    assert from_records([], [], [], []).text() == "measured: nothing was recorded"
+
+
+def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
+    """A trace holds one process a timeline and one named thread a lane; a picture is a PNG; other suffixes are refused."""
+    profile = uniform(3)
+    timelines = [from_schedule(simulate(profile, prefix(profile, k)), ["a", "b", "c"]) for k in (0, 3)]
+    events = json.loads(timelines[0].save(tmp_path / "t.json", timelines[1]).read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {1, 2}
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 1]
+    assert names == list(timelines[0].lanes) == ["device", "D2H", "CPU", "H2D"]
+    pytest.importorskip("matplotlib")
+    assert timelines[0].save(tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"'\.svg'"):
+        timelines[0].save(tmp_path / "t.svg")
+
+
+def test_recording_a_running_model() -> None:
+    """Every row's copy out, update and copy back of each step is there, beside the device's own forwards and backwards."""
+    with compiled(k=1) as (model, step):
+        step()
+        step()
+        with hytrain_fx.record(model) as recording:
+            with pytest.raises(UnsupportedError, match="has not ended"):
+                _ = recording.timeline
+            step()
+            step()
+        session = session_of(model)
+        on_host = sum(len(unit.rows) for unit in session.units[1:])
+        step()
+        assert session.engine.take_records() == []
+    kinds = [span.kind for span in recording.timeline.spans]
+    for kind in (TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D):
+        assert kinds.count(kind) == 2 * on_host
+    assert kinds.count(TaskKind.GPU_UPDATE) == 2 * len(session.units[0].rows)
+    assert {span.unit for span in recording.timeline.spans if span.kind is TaskKind.FORWARD} == {0, 1, 2, 3}
+    assert recording.timeline.unit_names == ("first", "body.0", "body.2", "last")
+    assert recording.predicted is None
+
+
+def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> None:
+    """While times for the first plan are measured it is refused; afterwards no plan is made inside the block."""
+    with compiled(warmup_steps=1, replan_every=1) as (model, step):
+        step()
+        with pytest.raises(UnsupportedError, match=r"1 steps are done, it takes 3"):
+            hytrain_fx.record(model).__enter__()
+        for _ in range(3):
+            step()
+        planning = session_of(model).planning
+        profile = planning.profile
+        with hytrain_fx.record(model) as recording:
+            for _ in range(3):
+                step()
+        assert planning.profile is profile
+        assert recording.predicted is not None
+        assert recording.predicted.source == "predicted"
+        step()
+        step()
+        assert planning.profile is not profile
