@@ -39,8 +39,11 @@ class RecordingNodes:
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         self._note("grad_offload", rows)
         for row, grad in zip(rows, grads, strict=True):
-            assert grad.shape == self._parameters[row].shape
-            self.grads[row] = self.grads[row] + grad if row in self.grads else grad.clone()
+            parameter = self._parameters[row].detach()
+            assert grad.shape == parameter.shape
+            # In the parameter's strides, as AccumulateGrad does: strides choose between kernels that round differently.
+            laid_out = torch.empty_like(parameter).copy_(grad)
+            self.grads[row] = self.grads[row] + laid_out if row in self.grads else laid_out
 
     def cpu_step(self, rows: Sequence[int]) -> None:
         self._note("cpu_step", rows)
@@ -149,7 +152,12 @@ def capture_only(model: nn.Module, *batches: tuple[Any, ...]) -> tuple[list[Capt
 
 def compile_interpreted(model: nn.Module) -> None:
     """Compile in place without a rewrite: the reference for `graphs_interpreted`."""
-    model.compile(backend=lambda gm, inputs: torch_private.compile_fx(gm, inputs, torch_private.compile_fx_inner, {}))
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with torch_private.autograd_cache_off():
+            return torch_private.compile_fx(gm, inputs, torch_private.compile_fx_inner, {})
+
+    model.compile(backend=backend)
 
 
 def assert_trains_alike(model: nn.Module, batches: Sequence[tuple[Any, ...]], poison: bool = True, **compile_options: Any) -> Rewritten:
