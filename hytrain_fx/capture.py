@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -118,6 +119,7 @@ class Capture(Generic[R]):
     names, parameters    the managed parameters, row = position
     units                their grouping (`layers.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
+    around_backward      entered while a compiled backward graph runs
     """
 
     def __init__(
@@ -126,12 +128,14 @@ class Capture(Generic[R]):
         parameters: Sequence[nn.Parameter],
         units: Sequence[Unit],
         rewrite: Callable[[CapturedGraph], R],
+        around_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
         self.names, self.parameters, self.units = tuple(names), tuple(parameters), tuple(units)
         self.graphs: list[CompiledGraph[R]] = []
         self._rewrite = rewrite
+        self._around_backward = around_backward
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
         self._unit_of = unit_of_rows(units)
         self._used: dict[int, None] = {}
@@ -170,7 +174,9 @@ class Capture(Generic[R]):
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
             captured = self._on_graph(graph, pair, _kind(kwargs))
             with torch_private.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
-                return torch_private.compile_fx_inner(graph, inputs, **kwargs)
+                compiled = torch_private.compile_fx_inner(graph, inputs, **kwargs)
+            # The compiled backward reads weights too: that is no touch by the user.
+            return torch_private.boxed_within(self._around_backward, compiled) if captured.kind is GraphKind.BACKWARD else compiled
 
         with torch_private.autograd_cache_off():
             return torch_private.compile_fx(gm, example_inputs, inner_compile, patches)

@@ -12,6 +12,8 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ class Session:
         self.builder = CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
         self.planning = Planning(self)
         self.number = NODES.register(self.nodes)
-        self.capture: Capture[PipelineRecord] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite)
+        self.capture: Capture[PipelineRecord] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite, self.around_backward)
         self._versions = [p._version for p in self.table.parameters]
         self._install(model)
 
@@ -124,6 +126,16 @@ class Session:
         self._depth -= 1
         if self._depth == 0:
             self.marks.mark(Mark.FORWARD_END)
+            self._guard_all()
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say."""
+        for parameter in self.table.parameters:
+            unguard(parameter)
+        try:
+            yield
+        finally:
             self._guard_all()
 
     def step(self) -> None:
@@ -215,7 +227,7 @@ def _touch_of(session: weakref.ref[Session]) -> Any:
 def _eager_gradient_of(session: weakref.ref[Session], row: int) -> Any:
     def on_gradient(parameter: torch.Tensor) -> None:
         found = session()
-        if found is not None:
+        if found is not None and found.nodes.is_eager(row):  # torch calls it for the graphs' None gradients too
             found.eager_rows.add(row)
 
     return on_gradient

@@ -83,8 +83,13 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         with torch.no_grad(), without_torch_function():
             norms = self._norms(grads)
-            for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
-                self._take(row, grad, {norm: values[i] for norm, values in norms.items()})
+            taken = [self._take(row, grad) for row, grad in zip(rows, grads, strict=True)]
+            self._offload([row for row, grad in zip(rows, taken, strict=True) if grad is not None], [g for g in taken if g is not None])
+            for i, (row, grad) in enumerate(zip(rows, taken, strict=True)):
+                if grad is not None:
+                    own = {norm: values[i] for norm, values in norms.items()} if grad is grads[i] else self._norms_of(grad)
+                    parameter = self.table.parameters[row]
+                    parameter.grad = GradStandIn(parameter, RowGradient(self, row, own))
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
 
@@ -141,9 +146,17 @@ class SessionNodes:
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
         """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
-        self._offload(row, grad)
+        self._offload([row], [grad])
         self._engine.arm_cpu([row])
         self._engine.arm_reload([row])
+
+    def is_eager(self, row: int) -> bool:
+        """Whether the row's present `.grad` has a part that did not come from the graphs."""
+        with without_torch_function():
+            grad = self.table.parameters[row].grad
+        if grad is None:
+            return False
+        return grad.materialized is not None if isinstance(grad, GradStandIn) else not self.is_untouched(row, grad)
 
     def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
         """A real gradient in the parameter's order of memory."""
@@ -154,17 +167,15 @@ class SessionNodes:
         made, version = self._own.get(row, (None, 0))
         return made is not None and made() is grad and version == grad._version
 
-    def _take(self, row: int, grad: torch.Tensor, norms: dict[Norm, torch.Tensor]) -> None:
+    def _take(self, row: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """Add one gradient to what the row has. Returns what is to go to the host, None where `.grad` is a real tensor now."""
         parameter = self.table.parameters[row]
         held = parameter.grad
         if isinstance(held, GradStandIn):
             if is_clean(held) and held.grad_state.source.is_live():
-                grad = held.grad_state.source.fetch().add_(grad)
-                norms = {norm: values[0] for norm, values in self._norms([grad]).items()}
-                held = None
-            else:
-                held = held.grad_state.materialize()  # raises where the gradient is gone: zero_grad() was left out
-                parameter.grad = held
+                return held.grad_state.source.fetch().add_(grad)
+            held = held.grad_state.materialize()  # raises where the gradient is gone: zero_grad() was left out
+            parameter.grad = held
         if held is not None:
             ours = self.is_untouched(row, held)
             held.add_(grad)
@@ -174,16 +185,22 @@ class SessionNodes:
             parameter.grad = _like_parameter(grad, parameter, copy=True)
             self._own[row] = (weakref.ref(parameter.grad), parameter.grad._version)
         else:
-            self._offload(row, grad)
-            parameter.grad = GradStandIn(parameter, RowGradient(self, row, norms))
+            return grad
+        return None
 
-    def _offload(self, row: int, grad: torch.Tensor) -> None:
-        self.generation[row] += 1
-        self.consumed.discard(row)
-        self._engine.grad_offload(row, _like_parameter(grad, self.table.parameters[row], copy=False))
+    def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        if not rows:
+            return
+        for row in rows:
+            self.generation[row] += 1
+            self.consumed.discard(row)
+        self._engine.grad_offload(rows, [_like_parameter(g, self.table.parameters[r], copy=False) for r, g in zip(rows, grads, strict=True)])
 
     def _norms(self, grads: Sequence[torch.Tensor]) -> dict[Norm, Sequence[torch.Tensor]]:
         return {(order, foreach): _norm_of_each(grads, order, foreach) for order, foreach in self.norms_wanted}
+
+    def _norms_of(self, grad: torch.Tensor) -> dict[Norm, torch.Tensor]:
+        return {norm: values[0] for norm, values in self._norms([grad]).items()}
 
 
 def is_clean(standin: GradStandIn) -> bool:

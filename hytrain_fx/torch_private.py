@@ -85,6 +85,17 @@ def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -
     return _private("torch._inductor.compile_fx", "compile_fx_inner")(gm, inputs, **kwargs)
 
 
+def boxed_within(around: Callable[[], AbstractContextManager[None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` run inside `around()`, with the calling convention of Inductor's output: one list of arguments, emptied by the callee."""
+
+    def run(args: list[Any]) -> Any:
+        with around():
+            return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 @contextlib.contextmanager
 def autograd_cache_off() -> Iterator[None]:
     """Keep AOTAutogradCache out: it is consulted before `inner_compile`, and its key does not know of a rewrite."""

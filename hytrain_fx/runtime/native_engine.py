@@ -67,6 +67,7 @@ class _Options(Structure):
         ("factor_slots", c_void_p),
         ("factor_capacity", c_int32),
         ("adamw_functions", c_void_p * 3),
+        ("gather_function", c_void_p),
     ]
 
 
@@ -87,10 +88,11 @@ class NativeEngine:
         slots = self._factors.take(2 * _FACTOR_CAPACITY, torch.float32)
         options = _Options(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), _FACTOR_CAPACITY)
         if device.type == "cuda":
-            from hytrain_fx.runtime import cuda_adamw
+            from hytrain_fx.runtime import cuda_adamw, cuda_module
 
             options.device_ordinal = device.index
             options.adamw_functions = (c_void_p * 3)(*cuda_adamw.functions(device.index))
+            options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._call("create", byref(options), byref(self._handle), with_handle=False)
         # The C++ side holds addresses only: these hold the memory.
@@ -131,8 +133,9 @@ class NativeEngine:
         self._states[row] = states
         self._call("place_on_device", row, byref(_DeviceStates(*map(_pointer, pointers))))
 
-    def grad_offload(self, row: int, grad: torch.Tensor) -> None:
-        self._call("grad_offload", row, c_void_p(grad.data_ptr()), self._stream())
+    def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        pointers = (c_void_p * len(grads))(*(grad.data_ptr() for grad in grads))
+        self._call("grad_offload", self._rows_array(rows), pointers, len(rows), self._stream())
 
     def arm_cpu(self, rows: Sequence[int]) -> None:
         self._call("arm_cpu", self._rows_array(rows), len(rows))

@@ -110,20 +110,22 @@ class StateStore:
             of_unit = [row for row in rows if self._unit_of[row] == unit]
             slab = HostSlab(self.host_bytes(of_unit))
             slabs.append(slab)
-            for row in of_unit:
-                self._states[row] = self._host_states(row, slab)
+            # Slots one after the other, so that the gradients of a unit go to them in one copy.
+            slots = [slab.take(self._weights[row].numel(), self._weights[row].dtype) for row in of_unit]
+            for row, slot in zip(of_unit, slots, strict=True):
+                self._states[row] = self._host_states(row, slab, slot)
                 self._slabs[row] = slab
         pin_slabs(slabs, self._weights[0].device)
 
-    def _host_states(self, row: int, slab: HostSlab) -> RowStates:
-        weight = self._weights[row]
+    def _host_states(self, row: int, slab: HostSlab, slot: torch.Tensor) -> RowStates:
+        numel = self._weights[row].numel()
 
         def fp32() -> torch.Tensor:
-            return slab.take(weight.numel(), torch.float32)
+            return slab.take(numel, torch.float32)
 
         master, exp_avg, exp_avg_sq = fp32(), fp32(), fp32()
         maximum = fp32() if self._amsgrad[row] else None
-        return RowStates(master, exp_avg, exp_avg_sq, maximum, slab.take(weight.numel(), weight.dtype))
+        return RowStates(master, exp_avg, exp_avg_sq, maximum, slot)
 
     def _device_states(self, row: int) -> RowStates:
         weight = self._weights[row]

@@ -1,6 +1,6 @@
 """The engine in plain torch, for machines without a C++ compiler: the rules of csrc/engine.h, three Python threads, no build.
 
-    engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about a tenth of its speed
+    engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about a thirtieth of its speed
     engine="deepspeed"   updates on the host by DeepSpeedCPUAdam; those on the device are `adamw_` still
 """
 
@@ -82,12 +82,14 @@ class TorchEngine:
 
     # ---- called by the nodes of the backward graph ----
 
-    def grad_offload(self, row: int, grad: torch.Tensor) -> None:
+    def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         with self._locked():
-            self._row(row).begin_gradient()
+            for row in rows:
+                self._row(row).begin_gradient()
         # Not under the lock: it may wait for memory. Only the launching thread changes a row in this phase.
         with torch.no_grad():
-            self._copy_gradient(self._row(row), flat_alias(grad))
+            for row, grad in zip(rows, grads, strict=True):
+                self._copy_gradient(self._row(row), flat_alias(grad))
 
     def _copy_gradient(self, row: Row, gradient: torch.Tensor) -> None:
         slot = row.placed_states().slot

@@ -64,7 +64,7 @@ class EngineLoop:
         grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
         for row in reversed(hosted):
             buffer = grads[row].clone()
-            self.engine.grad_offload(row, buffer)
+            self.engine.grad_offload([row], [buffer])
             buffer.fill_(float("nan"))  # its memory is somebody else's at once
             self.engine.arm_cpu([row])
             self.engine.arm_reload([row])

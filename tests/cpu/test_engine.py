@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import CommitItem, Engine, Stage
+from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.torch_engine import TorchEngine
 
@@ -102,6 +103,29 @@ def test_weights_reach_the_device_lowest_unit_first(make_engine: MakeEngine) -> 
         assert sorted(sent[1:]) == sent[1:]
 
 
+def test_released_together_weights_leave_lowest_unit_first(make_engine: MakeEngine) -> None:
+    """Of new weights that waited for their release, the first layer's is sent first, in whatever order they were updated."""
+    rows = range(6)
+    with make_engine(workers=1) as engine:
+        EngineLoop(engine, (64,) * len(rows), torch.float32)
+        engine.record(True)
+        scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+        engine.expect([CommitItem(row, scalars) for row in rows])
+        records: list[TaskRecord] = []
+        for row in reversed(rows):
+            engine.grad_offload([row], [torch.ones(64)])
+            engine.arm_cpu([row])
+            engine.arm_reload([row])
+            while row not in {r.row for r in records if r.stage is Stage.CPU_UPDATE}:
+                records += engine.take_records()
+                time.sleep(1e-3)
+        engine.release(rows)
+        engine.drain(rows)
+        records += engine.take_records()
+        sent = sorted((r for r in records if r.stage is Stage.H2D), key=lambda r: r.begin_us)
+        assert [r.row for r in sent] == list(rows)
+
+
 def test_a_failed_worker_raises_with_its_cause_at_the_next_wait(make_engine: MakeEngine) -> None:
     """The error names the row; later calls raise too instead of training on."""
     with make_engine() as engine:
@@ -111,7 +135,7 @@ def test_a_failed_worker_raises_with_its_cause_at_the_next_wait(make_engine: Mak
         with pytest.raises(EngineError, match="row 2"):
             engine.wait(range(4))
         with pytest.raises(EngineError, match="row 2"):
-            engine.grad_offload(0, torch.zeros(SIZES[0]))
+            engine.grad_offload([0], [torch.zeros(SIZES[0])])
 
 
 def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
@@ -120,7 +144,7 @@ def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
         loop = EngineLoop(engine, (10,), torch.float32)
         scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
         engine.expect([CommitItem(0, scalars)])
-        engine.grad_offload(0, torch.ones(10))
+        engine.grad_offload([0], [torch.ones(10)])
         engine.arm_cpu([0])
         engine.arm_reload([0])
         with pytest.raises(EngineError, match="0 of 1 chunks"):
@@ -133,7 +157,7 @@ def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine,
     """An offloaded row whose step or reload node was dropped is refused, not trained without."""
     with make_engine() as engine:
         EngineLoop(engine, (10,), torch.float32)
-        engine.grad_offload(0, torch.ones(10))
+        engine.grad_offload([0], [torch.ones(10)])
         for name in ("arm_cpu", "arm_reload"):
             if name != left_out:
                 getattr(engine, name)([0])
@@ -148,7 +172,7 @@ def test_a_second_gradient_before_the_wait_is_refused(make_engine: MakeEngine) -
         loop = EngineLoop(engine, (10,), torch.float32)
         loop.step()
         with pytest.raises(EngineError, match="wait node"):
-            engine.grad_offload(0, torch.ones(10))
+            engine.grad_offload([0], [torch.ones(10)])
 
 
 def test_close_stops_every_thread(make_engine: MakeEngine) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime import build, cuda_adamw
+from hytrain_fx.runtime import build, cuda_adamw, cuda_module
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 
 from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
@@ -234,15 +234,15 @@ def test_handles_are_stable() -> None:
 def test_cubin_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVRTC compiles an architecture once; the second time the bytes come from the file."""
     monkeypatch.setenv("HYTRAIN_FX_CACHE", str(tmp_path))
-    first = cuda_adamw.cubin("sm_90")
+    first = cuda_module.cubin("adamw.cu", "sm_90")
     (stored,) = tmp_path.iterdir()
     assert stored.read_bytes() == first
     build.publish(b"stored", stored)
-    assert cuda_adamw.cubin("sm_90") == b"stored"
+    assert cuda_module.cubin("adamw.cu", "sm_90") == b"stored"
 
 
 def test_unknown_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An architecture that NVRTC does not know is an EngineError with its log."""
     monkeypatch.setenv("HYTRAIN_FX_CACHE", str(tmp_path))
     with pytest.raises(EngineError, match=r"(?s)NVRTC failed.*sm_12.*architecture"):
-        cuda_adamw.cubin("sm_12")
+        cuda_module.cubin("adamw.cu", "sm_12")

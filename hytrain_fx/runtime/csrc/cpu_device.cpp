@@ -94,7 +94,9 @@ class CpuDevice : public Device {
     return event;
   }
   void compute_wait(void*, const EventPtr& event) override { recorded(event, "compute").sync(); }
-  void compute_copy(void*, void* dst, const void* src, size_t bytes) override { std::memcpy(dst, src, bytes); }
+  void gather(void*, const std::vector<DeviceCopy>& copies) override {
+    for (const DeviceCopy& copy : copies) std::memcpy(copy.dst, copy.src, static_cast<size_t>(copy.bytes));
+  }
   EventPtr record(Lane lane) override {
     auto event = std::make_shared<CpuEvent>();
     thread(lane).enqueue([event] { event->fire(); });

@@ -1,6 +1,7 @@
 // Lanes as CUDA streams, through the driver library that torch has already loaded: no CUDA headers, no link dependency.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <mutex>
@@ -24,6 +25,9 @@ constexpr CUresult kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kThreads = 256;
 constexpr long long kElementsPerBlock = 2048;
+constexpr size_t kGatherParts = 32;
+constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
+constexpr long long kGatherBytesPerBlock = 16384;
 constexpr unsigned kEventBlockingSync = 1;  // a waiting thread sleeps: the cores belong to the workers
 
 struct Driver {
@@ -43,7 +47,6 @@ struct Driver {
   CUresult (*event_elapsed)(float*, CUevent, CUevent);
   CUresult (*h2d)(CUdeviceptr, const void*, size_t, CUstream);
   CUresult (*d2h)(void*, CUdeviceptr, size_t, CUstream);
-  CUresult (*d2d)(CUdeviceptr, CUdeviceptr, size_t, CUstream);
   CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**, void**);
   CUresult (*error_string)(CUresult, const char**);
 
@@ -71,7 +74,6 @@ struct Driver {
     load(event_elapsed, "cuEventElapsedTime");
     load(h2d, "cuMemcpyHtoDAsync_v2");
     load(d2h, "cuMemcpyDtoHAsync_v2");
-    load(d2d, "cuMemcpyDtoDAsync_v2");
     load(launch, "cuLaunchKernel");
     load(error_string, "cuGetErrorString");
   }
@@ -155,7 +157,8 @@ CUdeviceptr address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(
 
 class CudaDevice : public Device {
  public:
-  CudaDevice(int ordinal, void* const* adamw_functions) : ordinal_(ordinal), shared_(std::make_shared<CudaShared>()) {
+  CudaDevice(int ordinal, void* const* adamw_functions, void* gather_function)
+      : ordinal_(ordinal), shared_(std::make_shared<CudaShared>()), gather_(gather_function) {
     std::copy(adamw_functions, adamw_functions + adamw_.size(), adamw_.begin());
     const Driver& d = shared_->driver;
     d.check(d.init(0), "initialise the driver");
@@ -179,9 +182,7 @@ class CudaDevice : public Device {
   void bind_thread() override { shared_->driver.check(shared_->driver.set_current(context_), "set the context"); }
   EventPtr record_compute(void* stream) override { return record_on(stream); }
   void compute_wait(void* stream, const EventPtr& event) override { wait_on(stream, event); }
-  void compute_copy(void* stream, void* dst, const void* src, size_t bytes) override {
-    shared_->driver.check(shared_->driver.d2d(address(dst), address(src), bytes, stream), "copy on the device");
-  }
+  void gather(void* stream, const std::vector<DeviceCopy>& copies) override;
   EventPtr record(Lane lane) override { return record_on(stream(lane)); }
   void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
@@ -211,6 +212,7 @@ class CudaDevice : public Device {
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
   std::array<CUfunction, 3> adamw_{};  // by Dtype
+  CUfunction gather_;
 };
 
 // Parameters and launch shape as adamw.cu lists them.
@@ -227,10 +229,35 @@ void CudaDevice::update(Lane lane, const DeviceUpdate& operands) {
           "launch the AdamW kernel");
 }
 
+// Parameters and launch shape as gather.cu lists them.
+void CudaDevice::gather(void* stream, const std::vector<DeviceCopy>& copies) {
+  for (size_t first = 0; first < copies.size(); first += kGatherParts) {
+    struct Parts {
+      void* dst[kGatherParts];
+      const void* src[kGatherParts];
+      long long bytes[kGatherParts];
+    } parts{};
+    const size_t n = std::min<size_t>(kGatherParts, copies.size() - first);
+    long long largest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const DeviceCopy& copy = copies[first + i];
+      parts.dst[i] = copy.dst;
+      parts.src[i] = copy.src;
+      parts.bytes[i] = copy.bytes;
+      largest = std::max<long long>(largest, copy.bytes);
+    }
+    void* parameters[] = {&parts};
+    const long long blocks = std::min(kGatherBlocks, (largest + kGatherBytesPerBlock - 1) / kGatherBytesPerBlock);
+    const Driver& d = shared_->driver;
+    d.check(d.launch(gather_, static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+            "launch the gather kernel");
+  }
+}
+
 }  // namespace
 
-std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions) {
-  return std::make_unique<CudaDevice>(ordinal, adamw_functions);
+std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions, void* gather_function) {
+  return std::make_unique<CudaDevice>(ordinal, adamw_functions, gather_function);
 }
 
 }  // namespace hytrain_fx

@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "adamw.h"
 
@@ -46,13 +47,20 @@ struct DeviceUpdate {
   AdamScalars scalars;
 };
 
+// One of several copies within the device that are made together.
+struct DeviceCopy {
+  void* dst;
+  const void* src;
+  int64_t bytes;
+};
+
 class Device {
  public:
   virtual ~Device() = default;
   virtual void bind_thread() = 0;  // makes the device current on a thread of the engine
   virtual EventPtr record_compute(void* stream) = 0;
   virtual void compute_wait(void* stream, const EventPtr& event) = 0;
-  virtual void compute_copy(void* stream, void* dst, const void* src, size_t bytes) = 0;
+  virtual void gather(void* stream, const std::vector<DeviceCopy>& copies) = 0;
   virtual EventPtr record(Lane lane) = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
@@ -62,7 +70,7 @@ class Device {
 };
 
 std::unique_ptr<Device> make_cpu_device();
-// `adamw_functions`: CUfunction handles by grad type (fp32, bf16, fp16), from the compiled kernel.
-std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions);
+// CUfunction handles of the compiled kernels: `adamw_functions` by Dtype (adamw.cu), `gather_function` (gather.cu).
+std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions, void* gather_function);
 
 }  // namespace hytrain_fx

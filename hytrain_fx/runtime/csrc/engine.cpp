@@ -15,6 +15,9 @@ const char* offset(const void* base, int64_t bytes) { return static_cast<const c
 char* offset(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
 float* offset_floats(float* base, int64_t n) { return base ? base + n : nullptr; }
 
+// Slots in a slab and gradients in the ring stand this far apart; runtime/slabs.py pads alike.
+int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
 // Bytes of new weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
 constexpr int64_t kReloadBytesInFlight = 24 << 20;
 
@@ -23,7 +26,7 @@ constexpr int64_t kReloadBytesInFlight = 24 << 20;
 Engine::Engine(const EngineOptions& options)
     : options_(options),
       device_(options.device_ordinal < 0 ? make_cpu_device()
-                                         : make_cuda_device(options.device_ordinal, options.adamw_functions)),
+                                         : make_cuda_device(options.device_ordinal, options.adamw_functions, options.gather_function)),
       ring_(options.ring, options.ring_bytes) {
   threads_.emplace_back([this] { guarded("copy to the host", &Engine::land); });
   threads_.emplace_back([this] { guarded("copy to the device", &Engine::reload); });
@@ -93,17 +96,26 @@ void Engine::place_on_device(int row, const DeviceStates& states) {
 
 // ---- called by the nodes of the backward graph ----
 
-void Engine::grad_offload(int row, const void* grad, void* stream) {
+void Engine::grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream) {
+  std::vector<Part> parts;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     throw_if_failed();
-    begin_gradient(at(row), row);
+    for (int i = 0; i < n; ++i) begin_gradient(at(rows[i]), rows[i], grads[i], parts);
   }
   // Not under the lock: on a CPU these calls are the copies. Only the launching thread changes a row in this phase.
-  copy_gradient(at(row), row, grad, stream);
+  for (size_t first = 0; first < parts.size();) {
+    size_t last = first;
+    int64_t bytes = 0;
+    while (last < parts.size() && (last == first || bytes + padded(parts[last].bytes) <= static_cast<int64_t>(ring_.largest()))) {
+      bytes += padded(parts[last++].bytes);
+    }
+    copy_piece(parts, first, last, stream);
+    first = last;
+  }
 }
 
-void Engine::begin_gradient(Row& row, int index) {
+void Engine::begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts) {
   if (row.place != Place::HOST) throw std::logic_error("row " + std::to_string(index) + " offloads a gradient but is not placed on the host");
   if (row.phase == Phase::PENDING) {
     throw std::runtime_error("row " + std::to_string(index) + " has a new gradient while its last update is in flight: its wait node did not run");
@@ -112,35 +124,45 @@ void Engine::begin_gradient(Row& row, int index) {
   ++row.generation;
   row.armed_cpu = row.armed_reload = false;
   row.issued = 0;
-  for (Chunk& chunk : row.chunks) {
+  const int64_t size = grad_bytes(row);
+  for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
+    Chunk& chunk = row.chunks[c];
     chunk.taken = chunk.finished = 0;
     chunk.landed = chunk.queued = false;
+    parts.push_back({index, c, row.generation, offset(grad, chunk.begin * size), offset(row.host.slot, chunk.begin * size),
+                     (chunk.end - chunk.begin) * size});
   }
 }
 
-void Engine::copy_gradient(Row& row, int index, const void* grad, void* stream) {
-  const int64_t size = grad_bytes(row);
-  const int64_t chunks = static_cast<int64_t>(row.chunks.size());
-  const int64_t in_piece = std::max<int64_t>(1, static_cast<int64_t>(ring_.largest()) / (kChunk * size));
-  for (int64_t first = 0; first < chunks; first += in_piece) {
-    const int64_t last = std::min(first + in_piece, chunks);
-    const int64_t begin = row.chunks[first].begin, end = row.chunks[last - 1].end;
-    char* piece = static_cast<char*>(ring_.take((end - begin) * size, *device_, stream));
-    device_->compute_copy(stream, piece, offset(grad, begin * size), (end - begin) * size);
-    device_->wait(Lane::D2H, device_->record_compute(stream));
-    std::vector<Landing> landings;
-    for (int64_t c = first; c < last; ++c) {
-      const Chunk& chunk = row.chunks[c];
-      EventPtr before = recording_ ? device_->record(Lane::D2H) : nullptr;
-      device_->copy(Lane::D2H, offset(row.host.slot, chunk.begin * size), piece + (chunk.begin - begin) * size, (chunk.end - chunk.begin) * size);
-      landings.push_back({before, device_->record(Lane::D2H), index, static_cast<int>(c), row.generation});
+// One piece of the ring: gathered on the compute stream, from there to the slots in as few copies as their addresses allow.
+void Engine::copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream) {
+  std::vector<int64_t> at(last - first + 1, 0);
+  for (size_t i = first; i < last; ++i) at[i - first + 1] = at[i - first] + padded(parts[i].bytes);
+  char* piece = static_cast<char*>(ring_.take(at.back(), *device_, stream));
+  std::vector<DeviceCopy> copies;
+  for (size_t i = first; i < last; ++i) copies.push_back({piece + at[i - first], parts[i].source, parts[i].bytes});
+  device_->gather(stream, copies);
+  device_->wait(Lane::D2H, device_->record_compute(stream));
+  std::vector<Landing> landings;
+  for (size_t begin = first; begin < last;) {
+    size_t end = begin + 1;  // slots of a unit stand one after the other, padded as the ring is
+    while (end < last && parts[end].slot == parts[end - 1].slot + padded(parts[end - 1].bytes) &&
+           at[end + 1 - first] - at[begin - first] <= kCopyBytes) {
+      ++end;
     }
-    ring_.free_after(landings.back().event);
-    std::lock_guard<std::mutex> lock(mutex_);
-    row.landing = landings.back().event;
-    landings_.insert(landings_.end(), landings.begin(), landings.end());
-    landed_cv_.notify_one();
+    EventPtr before = recording_ ? device_->record(Lane::D2H) : nullptr;
+    const int64_t bytes = at[end - 1 - first] - at[begin - first] + parts[end - 1].bytes;
+    device_->copy(Lane::D2H, parts[begin].slot, piece + at[begin - first], bytes);
+    landings.push_back({before, device_->record(Lane::D2H), {parts.begin() + begin, parts.begin() + end}});
+    begin = end;
   }
+  ring_.free_after(landings.back().event);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Landing& landing : landings) {
+    for (const Part& part : landing.parts) rows_[part.row].landing = landing.event;
+  }
+  landings_.insert(landings_.end(), landings.begin(), landings.end());
+  landed_cv_.notify_one();
 }
 
 void Engine::arm_cpu(const int32_t* rows, int n) {
@@ -209,7 +231,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   }
   ++commits_;
   if (on_lane) {
-    landings_.push_back({nullptr, device_->record(Lane::D2H), -1, 0, commits_});
+    landings_.push_back({nullptr, device_->record(Lane::D2H), {}});
     landed_cv_.notify_one();
   }
   reload_cv_.notify_one();
@@ -354,7 +376,7 @@ void Engine::land() {
     landing.event->sync();
     sleep_us(lander_delay_us_);
     lock.lock();
-    if (landing.row < 0) {
+    if (landing.parts.empty()) {
       for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
         if (rows_[r].phase == Phase::PENDING && !rows_[r].factors_known) {
           rows_[r].factors_known = true;
@@ -363,11 +385,13 @@ void Engine::land() {
       }
       continue;
     }
-    Row& row = rows_[landing.row];
-    if (landing.begin) lane_records_.push_back({0, landing.row, landing.chunk, landing.begin, landing.event});
-    if (row.generation != landing.generation) continue;  // dropped by zero_grad() and begun anew
-    row.chunks[landing.chunk].landed = true;
-    queue_if_ready(row, landing.row, landing.chunk);
+    if (landing.begin) lane_records_.push_back({0, landing.parts[0].row, landing.parts[0].chunk, landing.begin, landing.event});
+    for (const Part& part : landing.parts) {
+      Row& row = rows_[part.row];
+      if (row.generation != part.generation) continue;  // dropped by zero_grad() and begun anew
+      row.chunks[part.chunk].landed = true;
+      queue_if_ready(row, part.row, part.chunk);
+    }
   }
 }
 

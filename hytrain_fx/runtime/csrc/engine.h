@@ -26,6 +26,7 @@
 namespace hytrain_fx {
 
 constexpr int64_t kChunk = 4 << 20;      // parameters in one copy, the grain of preemption
+constexpr int64_t kCopyBytes = 32 << 20;  // of gradients in one copy: few enough copies that no stream's queue fills up and blocks the launching thread
 constexpr int64_t kGranule = 256 << 10;  // parameters one worker takes at a time
 
 // The C interface's structs; runtime/native_engine.py mirrors them field by field.
@@ -78,6 +79,7 @@ struct EngineOptions {
   float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
   int32_t factor_capacity;
   void* adamw_functions[3];
+  void* gather_function;
 };
 
 class Engine {
@@ -90,7 +92,7 @@ class Engine {
   void place_on_host(int row, const HostStates& states);
   void place_on_device(int row, const DeviceStates& states);
 
-  void grad_offload(int row, const void* grad, void* stream);
+  void grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream);
   void arm_cpu(const int32_t* rows, int n);
   void arm_gpu(const int32_t* rows, int n, void* stream);
   void arm_reload(const int32_t* rows, int n);
@@ -138,21 +140,27 @@ class Engine {
     double busy_us = 0, last_busy_us = 0;
     std::vector<Chunk> chunks;
   };
+  struct Part {  // one chunk of a gradient on its way to its slot
+    int row, chunk;
+    uint64_t generation;
+    const void* source;
+    char* slot;
+    int64_t bytes;
+  };
   struct Landing {
     EventPtr begin, event;
-    int row, chunk;  // row -1: the factors of a commit
-    uint64_t generation;
+    std::vector<Part> parts;  // none: the factors of a commit
   };
   struct LaneRecord {
-    int kind, row, chunk;
+    int kind, row, chunk;  // of a copy of several chunks: the first
     EventPtr begin, end;
   };
 
   static bool known_now(const CommitItem& item, const void* const* factors);
   static int64_t grad_bytes(const Row& row) { return row.spec.dtype == static_cast<int>(Dtype::kF32) ? 4 : 2; }
   Row& at(int row);
-  void begin_gradient(Row& row, int index);
-  void copy_gradient(Row& row, int index, const void* grad, void* stream);
+  void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
+  void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void begin_update(Row& row, const CommitItem& item);
   void commit_on_device(Row& row, const CommitItem& item, int index, const EventPtr& end);
   void queue_if_ready(Row& row, int index, int chunk);

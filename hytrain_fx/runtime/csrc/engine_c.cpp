@@ -44,8 +44,8 @@ int hytrain_place_on_host(Engine* engine, int row, const hytrain_fx::HostStates*
 int hytrain_place_on_device(Engine* engine, int row, const hytrain_fx::DeviceStates* states) {
   return guarded([&] { engine->place_on_device(row, *states); });
 }
-int hytrain_grad_offload(Engine* engine, int row, const void* grad, void* stream) {
-  return guarded([&] { engine->grad_offload(row, grad, stream); });
+int hytrain_grad_offload(Engine* engine, const int32_t* rows, const void* const* grads, int n, void* stream) {
+  return guarded([&] { engine->grad_offload(rows, grads, n, stream); });
 }
 int hytrain_arm_cpu(Engine* engine, const int32_t* rows, int n) {
   return guarded([&] { engine->arm_cpu(rows, n); });
