@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hytrain_fx.cost_model.planner import plan as solve
-from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.cost_model.planner import predict, prefix_plan
+from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
@@ -33,7 +35,8 @@ class Planning:
         self.history: list[Plan] = []
         self.solve_us = 0.0
         self.recording = False  # inside hytrain_fx.record(): the engine's records are the user's, so no plan is made from them
-        self._due = False
+        self._due = self._renumbered = self._measuring = False
+        self._measured_steps = 0
 
     @property
     def plan(self) -> Plan:
@@ -91,46 +94,62 @@ class Planning:
         return placement
 
     def after_step(self) -> None:
-        """Decide whether the next forward should begin with a new plan; record the steps before it."""
-        session, config = self._session, self._session.config
-        if config.k != "auto" or config.plan is not None:
-            self._due = session.steps_done == 1  # the forward order is known now; it may differ from that of registration
-            return
+        """Decide whether the next forward begins with a new plan, and whether the step to come is measured for one."""
         if self.recording:
             return
-        every = config.replan_every
-        since = session.steps_done - config.warmup_steps - _COLD_STEPS
-        self._due = since == 0 or (every > 0 and since > 0 and since % every == 0)
-        if session.steps_done == _COLD_STEPS:
+        session, done, first = self._session, self._session.steps_done, self.steps_to_measure
+        every = session.config.replan_every if self._solves else 0
+        self._measured_steps += self._measuring
+        self._due = done == first or (every > 0 and done > first and (done - first) % every == 0)
+        # The forward order is known now; a given k counts units in it, and it may differ from the order of registration.
+        self._renumbered = done == 1 and session.config.plan is None and not self._solves
+        left = first - done if done < first else every - (done - first) % every if every else 0
+        measure = done >= _COLD_STEPS and 0 < left <= session.config.warmup_steps
+        if measure and not self._measuring:
+            session.engine.take_records()
             session.marks.clear()
-        # The engine's records cost memory, so they are on only in the steps that are read.
-        session.engine.record(-config.warmup_steps <= since < 0 or (every > 0 and since > 0 and (since + config.warmup_steps) % every == 0))
+            self._measured_steps = 0
+        self._measuring = measure
+        session.engine.record(measure)  # records cost memory: they are on only in steps that are read
 
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
         session = self._session
-        if not self._due or self.recording or any(parameter.grad is not None for parameter in session.table.parameters):
+        if not (self._due or self._renumbered) or self.recording or any(p.grad is not None for p in session.table.parameters):
             return
-        self._due = False
         begin_s = time.perf_counter()
-        if session.config.plan is not None or session.config.k != "auto":
-            new = self._as_told()
-        else:
+        if self._due:
             session.drain()
-            self.profile = build_profile(session)
-            new = self._solve(self.profile)
+            self.profile = build_profile(session, self._measured_steps)
+        new = self._next_plan()
+        self._due = self._renumbered = False
         self.solve_us = (time.perf_counter() - begin_s) * 1e6
         if new is not None:
             session.place(new)
             self.history.append(new)
-            session.marks.clear()
 
-    def _as_told(self) -> Plan | None:
-        session = self._session
-        if session.config.plan is not None:
-            return None  # validated in forward order by the first placement
-        k = min(int(session.config.k), len(session.units))
-        return prefix_plan(self.units(), k, source="fixed k", reason=lambda unit: f"k={session.config.k} was given")
+    @property
+    def _solves(self) -> bool:
+        return self._session.config.plan is None and self._session.config.k == "auto"
+
+    @property
+    def _discipline(self) -> Discipline:
+        # On a GPU step() is reached early in the backward; a CPU has run the backward when step() is called.
+        on_gpu = self._session.table.device.type == "cuda"
+        return Discipline(commit_at="backward_start" if on_gpu else "backward_end")
+
+    def _next_plan(self) -> Plan | None:
+        config, units = self._session.config, self.units()
+        if self._solves:
+            assert self.profile is not None
+            return self._solve(self.profile)
+        if self.profile is None:
+            k = min(int(config.k), len(units))
+            return prefix_plan(units, k, source="fixed k", reason=lambda unit: f"k={config.k} was given")
+        per_param = self._device_bytes_per_param()
+        if config.plan is not None:
+            return replace(self.plan, predicted=predict(self.profile, self.plan, per_param, self._discipline))
+        return solve(self.profile, k=min(int(config.k), len(units)), state_bytes_per_param=per_param, discipline=self._discipline)
 
     def _solve(self, profile: Profile) -> Plan | None:
         session = self._session
@@ -143,15 +162,16 @@ class Planning:
                 budget_bytes=int(budget),
                 host_budget_bytes=self._resident_host_bytes() + host_budget_bytes(session.config.host_memory),
                 state_bytes_per_param=per_param,
+                discipline=self._discipline,
             )
         except PlanError:
             if self.plan.source == "first steps":
                 raise
-            return None
+            return None  # the plan in force stays: memory has become too short to move to another
         if self.plan.source == "first steps" or new.k == self.plan.k:
             return new
-        gain = 1 - new.predicted["step_us"] / max(1e-9, self.plan.predicted["step_us"])
-        return new if gain >= _MIN_GAIN else None
+        present = predict(profile, self.plan, per_param, self._discipline)["step_us"]
+        return new if new.predicted["step_us"] <= (1 - _MIN_GAIN) * present else None
 
     def _resident_bytes(self) -> int:
         session = self._session

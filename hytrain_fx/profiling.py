@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from hytrain_fx.session import Session
 
 
-def build_profile(session: Session) -> Profile:
-    """Measured costs per unit, in forward order. The session must be drained. Raises PlanError when no step was measured."""
+def build_profile(session: Session, steps: int) -> Profile:
+    """Measured costs per unit, in forward order; the engine's records are those of `steps` steps. The session must be drained.
+
+    Raises PlanError when no step was measured.
+    """
     units = session.planning.units()
-    if session.marks.steps == 0:
+    if session.marks.steps == 0 or steps == 0:
         raise PlanError("no training step has been measured yet: run more steps before solving a plan")
     times = session.marks.median(len(units))
     records = session.engine.take_records()
-    steps = max(1, session.config.warmup_steps)
     spent = _us_by_unit(records, session.nodes.unit_of, session.engine.workers, steps)
     params = [unit.params for unit in units]
     cpu = _fill(spent[Stage.CPU_UPDATE], params, lambda: 0.0)
