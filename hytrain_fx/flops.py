@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree  # noqa: PLC2701
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from hytrain_fx import torch_private

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
 import torch
@@ -159,14 +160,16 @@ def compile_in_place(
 ) -> Callable[..., Any]:
     """`model.compile(...)`, and the compiled call that it put in `model._compiled_call_impl`."""
     model.compile(backend=backend, dynamic=dynamic, mode=mode, options=options or None)
-    return compiled_call(model)
+    call: Callable[..., Any] = compiled_call(model)
+    return call
 
 
 def compiled_call(model: nn.Module) -> Any:
     """What `model(...)` calls when the model is compiled in place, else None."""
     if not hasattr(nn.Module, "_compiled_call_impl"):
         raise UnsupportedError(f"torch {torch.__version__} has no nn.Module._compiled_call_impl; hytrain_fx was run on torch 2.11 and 2.13")
-    return model._compiled_call_impl
+    call: Any = model._compiled_call_impl
+    return call
 
 
 def set_compiled_call(model: nn.Module, call: Callable[..., Any] | None) -> None:

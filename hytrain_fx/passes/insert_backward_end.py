@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from hytrain_fx import dataflow
 from hytrain_fx.ops import BACKWARD_END, GPU_STEP, RELEASE
 from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, rows_of
 from hytrain_fx.passes.insert_release import released_rows
@@ -59,4 +58,5 @@ def _last_nodes(graph: fx.Graph, context: PassContext) -> list[fx.Node]:
 
 def _any_tensor(graph: fx.Graph) -> fx.Node:
     """Something to hold on to in a graph whose outputs are all inputs: there is nothing to come after."""
-    return next(node for node in graph.nodes if dataflow.result_tensor(node) is node)
+    tensors: list[fx.Node] = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    return tensors[0]

@@ -102,7 +102,8 @@ def check_contracts(passes: Sequence[Pass]) -> None:
         present = sorted(one.contract.conflicts & facts)
         if missing or present:
             state = f"needs that {missing[0]}" if missing else f"must not run when {present[0]}"
-            raise GraphInvariantError(f"pass {one.name} {state}; before it come: {', '.join(ran) or 'no passes'}. Change the order of passes")
+            before = ", ".join(ran) or "no passes"
+            raise GraphInvariantError(f"pass {one.name} {state}; before it come: {before}. Change the order of passes")
         facts |= one.contract.provides
         ran.append(one.name)
 

@@ -1,13 +1,14 @@
 """A small stand-in for the runtime: counts every node, updates synchronously, and poisons weights that may be overwritten.
 
-With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs behind the release, or ahead of the wait, turns the
-loss or a gradient into NaN.
+With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs behind the release, or ahead of the wait, turns
+the loss or a gradient into NaN.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,6 @@ from hytrain_fx.capture import Capture, CapturedGraph
 from hytrain_fx.layers import Unit, group_units
 from hytrain_fx.ops import NODES
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
-
-Loss = Callable[..., torch.Tensor]
 
 
 class RecordingNodes:
@@ -150,6 +149,21 @@ def capture_only(model: nn.Module, *batches: tuple[Any, ...]) -> tuple[list[Capt
     return captured, units
 
 
+def copy_captured(graph: CapturedGraph) -> CapturedGraph:
+    """A captured graph over a copy of its module, to be edited."""
+    copied, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    result = copied.graph_copy(graph.module.graph, new)
+    copied.output(result)
+    copied.output_node().meta = copy.copy(graph.module.graph.output_node().meta)
+    return dataclasses.replace(
+        graph,
+        module=fx.GraphModule(graph.module, copied),
+        weights={row: new[node] for row, node in graph.weights.items()},
+        views={row: tuple(new[node] for node in nodes) for row, nodes in graph.views.items()},
+        outputs=tuple(new[value] if isinstance(value, fx.Node) else value for value in graph.outputs),
+    )
+
+
 def compile_interpreted(model: nn.Module) -> None:
     """Compile in place without a rewrite: the reference for `graphs_interpreted`."""
 
@@ -173,13 +187,13 @@ def assert_trains_alike(model: nn.Module, batches: Sequence[tuple[Any, ...]], po
 
 
 def train(
-    model: nn.Module, batches: Sequence[tuple[Any, ...]], step: Callable[[torch.optim.Optimizer], None] | None = None, loss: Loss | None = None
+    model: nn.Module, batches: Sequence[tuple[Any, ...]], step: Callable[[torch.optim.Optimizer], None] | None = None
 ) -> list[float]:
     """AdamW over the batches; the loss of each step. `step` is the nodes' own, or None for the optimizer's."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for batch in batches:
-        value = model(*batch) if loss is None else loss(model(*batch))
+        value = model(*batch)
         value.backward()
         losses.append(float(value.detach()))
         if step is not None:

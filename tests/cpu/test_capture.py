@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,9 +266,8 @@ def test_names_must_fit_parameters() -> None:
 
 
 @pytest.mark.parametrize("cured", [True, False])
-def test_a_cached_plain_compile_does_not_hide_the_rewrite(cured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_plain_compile_does_not_hide_the_rewrite(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutogradCache hands out the graphs of a plain compile without asking us; kept out, it does not."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, batches = models.mlp()
     plain = copy.deepcopy(model)
     torch._dynamo.reset()

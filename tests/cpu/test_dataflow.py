@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -10,7 +13,7 @@ from hytrain_fx import dataflow
 aten = torch.ops.aten
 
 
-def traced(function: object, *shapes: tuple[int, ...]) -> tuple[fx.Graph, dict[str, fx.Node]]:
+def traced(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx.Graph, dict[str, fx.Node]]:
     """The aten graph of a function of tensors, with `meta["val"]`, and its nodes by name."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,7 +23,8 @@ def traced(function: object, *shapes: tuple[int, ...]) -> tuple[fx.Graph, dict[s
 
 def weight_of(graph: fx.Graph) -> fx.Node:
     """The second placeholder."""
-    return graph.find_nodes(op="placeholder")[1]
+    node: fx.Node = graph.find_nodes(op="placeholder")[1]
+    return node
 
 
 def test_views_are_seen_through() -> None:
@@ -67,7 +71,8 @@ def test_the_convolution_backward_reads_its_weight_by_an_item() -> None:
     """An operator with several results is waited for through one of them."""
 
     def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        made = aten.convolution_backward(x, x, w, [0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False])
+        sizes = ([0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        made: tuple[torch.Tensor, ...] = aten.convolution_backward(x, x, w, *sizes, [True, False, False])
         return made[0]
 
     graph, nodes = traced(backward, (1, 2, 3, 3), (2, 2, 1, 1))

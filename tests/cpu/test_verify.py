@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,19 +11,21 @@ from torch import fx
 from hytrain_fx import ops
 from hytrain_fx.capture import CapturedGraph, GraphKind
 from hytrain_fx.errors import GraphInvariantError
+from hytrain_fx.layers import Unit
 from hytrain_fx.passes.base import Fact, PassContext
 from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.passes.verify import RULES, verify
 from tests.cpu import models
-from tests.cpu.recording_nodes import capture_only
+from tests.cpu.recording_nodes import capture_only, copy_captured
 
 SESSION = 4
 Break = Callable[[fx.Graph, CapturedGraph], None]
 
 
-def find(graph: fx.Graph, target: object, index: int = 0) -> fx.Node:
+def find(graph: fx.Graph, target: torch._ops.OpOverload, index: int = 0) -> fx.Node:
     """An inserted node."""
-    return graph.find_nodes(op="call_function", target=target)[index]
+    node: fx.Node = graph.find_nodes(op="call_function", target=target)[index]
+    return node
 
 
 def erase(graph: fx.Graph, node: fx.Node) -> None:
@@ -130,14 +132,20 @@ def _insert_wait(graph: fx.Graph, captured: CapturedGraph) -> None:
         graph.call_function(ops.WAIT, ([weight], SESSION, [row]))
 
 
-@pytest.fixture
-def rewritten() -> Iterator[dict[GraphKind, PassContext]]:
-    """A small GPT's graphs after all passes."""
+@pytest.fixture(scope="module")
+def captured() -> tuple[list[CapturedGraph], tuple[Unit, ...]]:
+    """A small GPT's graphs as captured."""
     model, batches = models.gpt()
-    captured, units = capture_only(model, batches[0])
-    for graph in captured:
+    return capture_only(model, batches[0])
+
+
+@pytest.fixture
+def rewritten(captured: tuple[list[CapturedGraph], tuple[Unit, ...]]) -> dict[GraphKind, PassContext]:
+    """Copies of these graphs after all passes, to be spoiled."""
+    graphs, units = [copy_captured(graph) for graph in captured[0]], captured[1]
+    for graph in graphs:
         rewrite(graph, session=SESSION, units=units)
-    yield {graph.kind: PassContext(graph, units, SESSION) for graph in captured}
+    return {graph.kind: PassContext(graph, units, SESSION) for graph in graphs}
 
 
 def test_what_the_passes_make_is_accepted(rewritten: dict[GraphKind, PassContext]) -> None:

@@ -1,0 +1,25 @@
+"""insert_reload: one reload behind each unit's updates."""
+
+from __future__ import annotations
+
+from hytrain_fx.capture import GraphKind
+from hytrain_fx.ops import GPU_STEP, RELOAD
+from hytrain_fx.passes.annotate_units import AnnotateUnits
+from hytrain_fx.passes.base import note, rows_of
+from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
+from hytrain_fx.passes.insert_reload import InsertReload
+from hytrain_fx.passes.insert_steps import InsertSteps
+from tests.cpu.pass_contexts import SESSION, apply, calls, context
+
+
+def test_a_reload_behind_each_gpu_step() -> None:
+    """It takes the last token of its unit and the same rows, and has no result."""
+    ctx = context(GraphKind.BACKWARD)
+    apply(ctx, AnnotateUnits(), InsertGradOffload(), InsertSteps(), InsertReload())
+    steps = calls(ctx, GPU_STEP)
+    assert len(steps) == len(calls(ctx, RELOAD)) == 4
+    for step in steps:
+        reload = step.next
+        assert (reload.target, reload.args) == (RELOAD, (step, SESSION, list(rows_of(step))))
+        assert reload.meta["val"] is None
+        assert note(reload).unit == note(step).unit
