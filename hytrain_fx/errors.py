@@ -8,7 +8,8 @@
     ├── PlanError              a plan does not fit the model, or no plan fits the memory
     ├── HostMemoryError        the host cannot hold the optimizer states
     ├── EngineError            the runtime failed: build, worker, copy, time-out
-    │   └── DroppedNodeError   an inserted node did not run
+    │   ├── DroppedNodeError   an inserted node did not run
+    │   └── NonFiniteGradientError  step() was given a gradient with NaN or infinities
     └── GradientConsumedError  `.grad` was read after `step()` had used its memory
 
 Each message says what was found, what was expected and what to do.
@@ -49,6 +50,10 @@ class EngineError(HytrainError, RuntimeError):
 
 class DroppedNodeError(EngineError):
     """A node that the passes inserted did not run; training would have gone on without it."""
+
+
+class NonFiniteGradientError(EngineError):
+    """`step()` was given a gradient with NaN or infinite values; the weights after it would all be NaN."""
 
 
 class GradientConsumedError(HytrainError, RuntimeError):

@@ -74,7 +74,7 @@ class Session:
                 if id(parameter) in self.table.row_of:
                     amsgrad[self.table.row_of[id(parameter)]] = bool(group.get("amsgrad"))
         for row, parameter in enumerate(self.table.parameters):
-            self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach()))
+            self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), self.table.names[row]))
         self._probe = UpdateProbe(self.engine, self.table.parameters)
         return StateStore(self.table.parameters, [unit_of[row] for row in range(len(self.table))], amsgrad, self.engine)
 

@@ -6,6 +6,7 @@ Two engines stand behind this Protocol: `native_engine` (C++ threads that never 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars
 
 # Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
@@ -28,6 +30,7 @@ class RowSpec:
     numel: int
     unit: int
     weight: torch.Tensor  # the parameter's own memory, dense, any shape; fp32, bf16 or fp16
+    name: str = ""  # for messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,24 @@ class TaskRecord:
     worker: int
     begin_us: float
     end_us: float
+
+
+def engine_error(message: str, names: Sequence[str]) -> EngineError:
+    """The error that an engine's message stands for, with the parameters' names beside their rows."""
+
+    def named(match: re.Match[str]) -> str:
+        row = int(match[1])
+        return f"{match[0]} ({names[row]})" if row < len(names) and names[row] else match[0]
+
+    text = re.sub(r"row (\d+)", named, message)
+    if "dropped node" in message:
+        return DroppedNodeError(text)
+    if "non-finite gradient" in message:
+        return NonFiniteGradientError(
+            f"{text}. Weights of this step are partly updated: go back to a checkpoint. Look at the loss before step(), "
+            "or train fp16 with torch.amp.GradScaler, which skips such steps"
+        )
+    return EngineError(text)
 
 
 class Engine(Protocol):

@@ -11,10 +11,10 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int
 
 import torch
 
-from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord
+from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.slabs import HostSlab
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "cpu_device.cpp", "cuda_device.cpp")
@@ -107,8 +107,7 @@ class NativeEngine:
                 raise EngineError("this engine is closed: the model was closed with hytrain_fx.close(); compile it again to train on")
             arguments = (self._handle, *arguments)
         if function(*arguments) != 0:
-            message = self._library.hytrain_error().decode()
-            raise (DroppedNodeError if "dropped node" in message else EngineError)(message)
+            raise engine_error(self._library.hytrain_error().decode(), [row.name for row in self._rows])
 
     def _rows_array(self, rows: Sequence[int]) -> ctypes.Array[c_int32]:
         return (c_int32 * len(rows))(*rows)

@@ -17,8 +17,7 @@ from heapq import heappop, heappush
 
 import torch
 
-from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime.engine import Stage, TaskRecord
+from hytrain_fx.runtime.engine import Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.host_updates import HostUpdate
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy, make_lanes, now_us
 from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, part_of
@@ -89,7 +88,7 @@ class Pipeline:
     def throw_if_failed(self) -> None:
         """Raises EngineError with the failed thread's error as its cause."""
         if self.failure is not None:
-            raise EngineError(f"the engine has failed: {self.failure[0]}") from self.failure[1]
+            raise engine_error(f"the engine has failed: {self.failure[0]}", [row.name for row in self.rows]) from self.failure[1]
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread is one of this pipeline or of its lanes."""
@@ -151,8 +150,11 @@ class Pipeline:
             _sleep_us(self.delay_us[Stage.CPU_UPDATE])
             if self.fail_row == row.index:
                 raise RuntimeError(f"injected failure in row {row.index}")
+            part = part_of(row.placed_states(), chunk.updated_to, end)
+            if part.slot is not None and not bool(torch.isfinite(part.slot).all()):
+                raise RuntimeError(f"non-finite gradient: row {row.index} has NaN or infinite values in its gradient")
             begin_us = now_us()
-            self.update(part_of(row.placed_states(), chunk.updated_to, end), row.scalars_with_factors())
+            self.update(part, row.scalars_with_factors())
             end_us = now_us()
             with self.lock:
                 row.busy_us += end_us - begin_us

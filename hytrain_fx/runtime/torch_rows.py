@@ -60,6 +60,7 @@ class Row:
     factors: tuple[float | torch.Tensor, ...] = ()
     factors_known: bool = True
     grad: torch.Tensor | None = None  # what an update on the device reads
+    name: str = ""
     busy_us: float = 0.0
     last_busy_us: float = 0.0
 
@@ -67,7 +68,7 @@ class Row:
     def of(cls, index: int, spec: RowSpec) -> Row:
         """A row of the table, not placed yet."""
         ranges = ((begin, min(begin + CHUNK_PARAMS, spec.numel)) for begin in range(0, spec.numel, CHUNK_PARAMS))
-        return cls(index, spec.unit, flat_alias(spec.weight), [Chunk(begin, end) for begin, end in ranges])
+        return cls(index, spec.unit, flat_alias(spec.weight), [Chunk(begin, end) for begin, end in ranges], name=spec.name)
 
     @property
     def narrow(self) -> bool:

@@ -33,10 +33,13 @@ class Staging:
     def take(self, gradient: torch.Tensor) -> torch.Tensor:
         """A copy of `gradient`, made on the compute stream; the stream waits for older copies to be read where there are too many."""
         while self._held and (self._held_bytes + gradient.nbytes > self._limit_bytes or self._held[0].read.done()):
-            oldest = self._held.popleft()
-            self._lanes.compute_wait(oldest.read, oldest.stream)
-            self._held_bytes -= oldest.gradient.nbytes
+            self._let_go()
         return torch.empty_like(gradient).copy_(gradient)
+
+    def _let_go(self) -> None:
+        oldest = self._held.popleft()
+        self._lanes.compute_wait(oldest.read, oldest.stream)
+        self._held_bytes -= oldest.gradient.nbytes
 
     def free_after(self, copy: torch.Tensor, read: Event) -> None:
         """`copy` is read for the last time before `read`."""

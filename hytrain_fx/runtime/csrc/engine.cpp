@@ -18,6 +18,23 @@ float* offset_floats(float* base, int64_t n) { return base ? base + n : nullptr;
 // Slots in a slab and gradients in the ring stand this far apart; runtime/slabs.py pads alike.
 int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+// Whether none of n values has all exponent bits set, as infinities and NaN have.
+template <class Bits>
+bool all_below(const void* values, int64_t n, Bits exponent) {
+  const Bits* bits = static_cast<const Bits*>(values);
+  Bits bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= static_cast<Bits>((bits[i] & exponent) == exponent);
+  return bad == 0;
+}
+
+bool all_finite(const void* values, Dtype dtype, int64_t n) {
+  switch (dtype) {
+    case Dtype::kF32: return all_below<uint32_t>(values, n, 0x7F800000u);
+    case Dtype::kBF16: return all_below<uint16_t>(values, n, 0x7F80u);
+    default: return all_below<uint16_t>(values, n, 0x7C00u);
+  }
+}
+
 // Bytes of new weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
 constexpr int64_t kReloadBytesInFlight = 24 << 20;
 
@@ -429,6 +446,10 @@ void Engine::run_granule(Row& row, const Chunk& chunk, int granule, const AdamSc
   const int64_t n = std::min(kGranule, chunk.end - begin);
   char* slot = offset(row.host.slot, begin * grad_bytes(row));
   const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
+  // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
+  if (!all_finite(slot, dtype, n)) {
+    throw std::runtime_error("non-finite gradient: row " + std::to_string(&row - rows_.data()) + " has NaN or infinite values in its gradient");
+  }
   adamw_chunk(slot, dtype, row.host.master + begin, row.host.exp_avg + begin, row.host.exp_avg_sq + begin,
               offset_floats(row.host.max_exp_avg_sq, begin), grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
 }
