@@ -40,7 +40,7 @@ class CommitBuilder:
         """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
 
         Nothing is counted or changed where it raises. Raises GradientConsumedError when a gradient was used by an earlier `step()`,
-        UnsupportedError for a parameter that was added after `compile`.
+        UnsupportedError for a parameter that was added after `compile` and for a sparse gradient.
         """
         items: list[CommitItem] = []
         for group in groups:
@@ -94,6 +94,11 @@ class CommitBuilder:
                 grad = grad.grad_state.materialize()  # its states have moved since the backward
             else:
                 return CommitItem(row, numbers, None, touched, grad.factors)
+        if grad.layout != torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self._table.names[row]} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: make the embedding "
+                "with sparse=False"
+            )
         if self._states.placement[row] is Placement.CPU:
             self._nodes.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)

@@ -69,6 +69,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> None:
     """Calls on the user's old object reach ours: it no longer owns the states."""
-    for name in ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
         setattr(original, name, getattr(ours, name))
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        return ours.step(closure)
+
+    # A scheduler made before compile() looks for its mark on step() and warns where it is gone; ours notes the call in its place.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    original.step = step  # type: ignore[assignment, method-assign]
     original.state.clear()
