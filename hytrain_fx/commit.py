@@ -56,6 +56,8 @@ class CommitBuilder:
                 items.append(self._item(row, grad, by_step[step], row in touched))
         for item in items:
             self.steps[item.row] += 1
+            if item.grad is not None:
+                self._nodes.hold(item.row, item.grad)
         return items
 
     def expectations(self, groups: Iterable[Mapping[str, Any]]) -> list[CommitItem]:
@@ -102,8 +104,6 @@ class CommitBuilder:
         if self._states.placement[row] is Placement.CPU:
             self._nodes.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)
-        grad = self._nodes.on_device(row, grad)
         # A gradient that only this library has written needs no more than its own event; any other edit goes by the present.
         edited = touched or not self._nodes.is_untouched(row, grad)
-        self._nodes.held[row] = grad
-        return CommitItem(row, numbers, grad, edited)
+        return CommitItem(row, numbers, self._nodes.on_device(row, grad), edited)

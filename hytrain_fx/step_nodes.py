@@ -47,7 +47,7 @@ class RowGradient:
         if not self.is_live():
             raise GradientConsumedError(
                 f"the gradient of {self._nodes.table.names[self._row]} is gone: step() has used its host memory for the new weight, "
-                "or a later backward() has taken it; read .grad between backward() and step()"
+                "or a later backward() has taken it; read .grad between backward() and step(), and call zero_grad() before the next backward()"
             )
         return self._nodes.fetch(self._row)
 
@@ -58,6 +58,31 @@ class RowGradient:
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:
         """Take this norm of every gradient from the next backward on."""
         self._nodes.norms_wanted.add((float(ord), foreach))
+
+
+class HeldGradient:
+    """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
+
+    __slots__ = ("_engine", "_grad", "_row")
+
+    def __init__(self, engine: Engine, row: int, grad: torch.Tensor) -> None:
+        self._engine, self._row, self._grad = engine, row, grad
+
+    def is_live(self) -> bool:
+        """Always: the update only reads it."""
+        return True
+
+    def fetch(self) -> torch.Tensor:
+        """A copy, made behind the update: what is written where the copy was may not overtake it."""
+        self._engine.wait([self._row])
+        return self._grad.clone(memory_format=torch.preserve_format)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """None: not taken."""
+        return None
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Norms of real gradients are taken when asked for."""
 
 
 class SessionNodes:
@@ -159,8 +184,17 @@ class SessionNodes:
         return grad.materialized is not None if isinstance(grad, GradStandIn) else not self.is_untouched(row, grad)
 
     def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
-        """A real gradient in the parameter's order of memory."""
-        return _like_parameter(grad, self.table.parameters[row], copy=False)
+        """A real gradient in the parameter's order of memory, for an update to read later; a copy where user code may write to the tensor."""
+        made, _ = self._own.get(row, (None, 0))
+        own = made is not None and made() is grad
+        return _like_parameter(grad, self.table.parameters[row], copy=not own)
+
+    def hold(self, row: int, grad: torch.Tensor) -> None:
+        """Keep `grad` until its update has run; where it is the row's `.grad`, user code finds a stand-in of it there instead."""
+        self.held[row] = grad
+        parameter = self.table.parameters[row]
+        if parameter.grad is grad:
+            parameter.grad = GradStandIn(parameter, HeldGradient(self._engine, row, grad))
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
@@ -173,9 +207,10 @@ class SessionNodes:
         held = parameter.grad
         if isinstance(held, GradStandIn):
             if is_clean(held) and held.grad_state.source.is_live():
-                return held.grad_state.source.fetch().add_(grad)
-            held = held.grad_state.materialize()  # raises where the gradient is gone: zero_grad() was left out
-            parameter.grad = held
+                grad, held = held.grad_state.source.fetch().add_(grad), None
+            else:
+                held = held.grad_state.materialize()  # raises where the gradient is gone: zero_grad() was left out
+                parameter.grad = held
         if held is not None:
             ours = self.is_untouched(row, held)
             held.add_(grad)

@@ -1,0 +1,311 @@
+"""Loops that read, clip, edit, keep or add up gradients: the bits of the same loop on a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.runtime.engine import Stage
+
+from .loops import Loop, Twins, compare, plain_loop
+from .models import Batches, mlp
+
+Edit = Callable[[nn.Module], Any]
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["states on the host", "states on both"])
+def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
+    made = Twins(mlp, k=request.param, workers=2, timeout_s=20.0)
+    made.agree(plain_loop(2))
+    for stage in (Stage.D2H, Stage.GPU_UPDATE):
+        made.session.engine.set_delay(stage, 500)
+    yield made
+    made.close()
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def editing(edit: Edit, steps: int = 4) -> Loop:
+    """A step whose gradients pass through `edit` between backward() and step(); what it returns is compared too."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[Any]:
+        found: list[Any] = []
+        for step in range(steps):
+            loss = model(*batches[step % len(batches)])
+            loss.backward()
+            found += [float(loss.detach()), edit(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    return loop
+
+
+def add_noise(model: nn.Module) -> None:
+    for number, p in enumerate(model.parameters()):
+        p.grad += torch.full_like(p, 0.01 * number)  # type: ignore[operator]
+
+
+def replace(model: nn.Module) -> None:
+    for p in list(model.parameters())[::2]:
+        p.grad = p.grad.sign() * 0.5  # type: ignore[union-attr]
+
+
+def drop_some(model: nn.Module) -> None:
+    for p in list(model.parameters())[::2]:
+        p.grad = None
+
+
+def scale_in_place(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.mul_(0.37).mul_(3)  # type: ignore[union-attr]
+
+
+def scale_often(model: nn.Module) -> None:
+    for p in model.parameters():
+        for factor in (0.3, 1.7, 0.9, 1.1, 0.7, 1.3):
+            p.grad.mul_(factor)  # type: ignore[union-attr]
+
+
+def scale_under_no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(grads(model), 0.25)
+        torch._foreach_div_(grads(model), 3.0)
+
+
+def centralise(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.grad.sub_(p.grad.mean(dim=1, keepdim=True))  # type: ignore[union-attr]
+
+
+def clip_twice(model: nn.Module) -> list[float]:
+    return [float(clip_grad_norm_(model.parameters(), size)) for size in (0.05, 0.01)]
+
+
+EDITS: dict[str, Edit] = {
+    "clip_grad_norm_": lambda model: float(clip_grad_norm_(model.parameters(), 0.01)),
+    "clip_grad_norm_ foreach": lambda model: float(clip_grad_norm_(model.parameters(), 0.01, foreach=True)),
+    "clip_grad_norm_ for loop": lambda model: float(clip_grad_norm_(model.parameters(), 0.01, foreach=False)),
+    "clip_grad_norm_ inf": lambda model: float(clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))),
+    "clip_grad_norm_ 1-norm of some": lambda model: float(clip_grad_norm_(model.body.parameters(), 0.01, norm_type=1.0)),
+    "clip_grad_norm_ that does not clip": lambda model: float(clip_grad_norm_(model.parameters(), 1e9)),
+    "clip_grad_norm_ twice": clip_twice,
+    "clip_grad_value_": lambda model: clip_grad_value_(model.parameters(), 1e-3),
+    "clip_grad_value_ for loop": lambda model: clip_grad_value_(model.parameters(), 1e-3, foreach=False),
+    "get_total_norm": lambda model: float(get_total_norm(grads(model))),
+    "values read": lambda model: [float(g.abs().sum()) for g in grads(model)],
+    "values read through a copy": lambda model: [g.detach().clone().sum().item() for g in grads(model)],
+    "finite check": lambda model: all(bool(torch.isfinite(g).all()) for g in grads(model)),
+    "mul_": scale_in_place,
+    "six factors": scale_often,
+    "foreach": scale_under_no_grad,
+    "+=": add_noise,
+    "other tensor": replace,
+    "some dropped": drop_some,
+    "centralised": centralise,
+    "zeroed in place": lambda model: [g.zero_() for g in grads(model)[:2]] and None,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_may_be_read_clipped_and_edited(twins: Twins, edit: str) -> None:
+    """Every way of reading or changing `.grad` before step() gives the values and the bits of a plain loop."""
+    twins.agree(editing(EDITS[edit]))
+
+
+def test_clipping_really_clips(twins: Twins) -> None:
+    """clip_grad_norm_ finds every gradient and makes the step that of the scaled gradients; SGD-like eps makes the scale show."""
+    clipped = twins.agree(editing(lambda model: float(clip_grad_norm_(model.parameters(), 1e-3))), eps=1.0)
+    free = twins.agree(editing(lambda model: float(clip_grad_norm_(model.parameters(), 1e9))), eps=1.0)
+    assert clipped[1] == free[1] > 1e-2
+    assert clipped[2] != free[2]
+
+
+def test_gradients_on_the_host_take_no_memory_on_the_device(twins: Twins) -> None:
+    """After a backward `.grad` of a row on the host is a stand-in, of a row on the device a plain tensor; None after zero_grad()."""
+    _, optimizer = twins.restart()
+    twins.ours(*twins.batches[0]).backward()
+    kinds = {type(g) for g in grads(twins.ours)}
+    k = twins.session.planning.plan.k
+    assert kinds == ({GradStandIn} if k == 0 else {GradStandIn, torch.Tensor})
+    optimizer.zero_grad()
+    assert not grads(twins.ours)
+
+
+def test_a_gradient_read_after_step_is_an_error(twins: Twins) -> None:
+    """Values that step() has used up are refused with an error that names the parameter; a second step() is refused too."""
+    _, optimizer = twins.restart()
+    twins.ours(*twins.batches[0]).backward()
+    optimizer.step()
+    with pytest.raises(GradientConsumedError, match=r"last\.weight"):
+        twins.ours.last.weight.grad.sum()
+    with pytest.raises(GradientConsumedError, match="zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    twins.agree(plain_loop(2))
+
+
+ZERO: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, kept": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, kept": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by hand": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "by hand, kept": lambda model, optimizer: [p.grad.zero_() for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("place", ["after the step", "before the backward"])
+@pytest.mark.parametrize("zero", ZERO)
+def test_every_way_to_zero_gradients(twins: Twins, zero: str, place: str) -> None:
+    """After the step or at the start of the next one, set to None or filled with zeros: the same training."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(4):
+            if place == "before the backward" and step:
+                ZERO[zero](model, optimizer)
+            loss = model(*batches[step % 3])
+            if place == "before the backward" and step and "kept" not in zero:
+                assert not grads(model)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if place == "after the step":
+                ZERO[zero](model, optimizer)
+        return losses
+
+    twins.agree(loop)
+
+
+def accumulating(lengths: list[int], clip: bool = False, read: bool = False) -> Loop:
+    """Steps of several backwards each."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        found = []
+        at = 0
+        for length in lengths:
+            for _ in range(length):
+                loss = model(*batches[at % 3]) / length
+                loss.backward()
+                found.append(float(loss.detach()))
+                at += 1
+            if read:
+                found += [float(g.sum()) for g in grads(model)]
+            if clip:
+                found.append(float(clip_grad_norm_(model.parameters(), 0.01)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    return loop
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), clip=st.booleans(), read=st.booleans())
+def test_accumulation_of_any_and_changing_length(twins: Twins, lengths: list[int], clip: bool, read: bool) -> None:
+    """Several backwards before a step add up as in plain torch, bit for bit, with and without a clip of the sum."""
+    twins.agree(accumulating(lengths, clip, read))
+
+
+def test_two_forwards_before_one_backward(twins: Twins) -> None:
+    """A loss of two model calls, and two losses whose backwards come after both forwards."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(4):
+            first, second = model(*batches[0]), model(*batches[1])
+            losses += [float(first.detach()), float(second.detach())]
+            if step % 2:
+                (first + 2 * second).backward()
+            else:
+                second.backward()
+                first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    twins.agree(loop)
+
+
+def retaining(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = model(*batches[step])
+        loss.backward(retain_graph=True)
+        (0.5 * loss).backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_two_backwards_through_one_graph(k: int) -> None:
+    """retain_graph=True: the second backward adds its gradient again. torch.compile allows it with donated buffers off.
+
+    The cache of graphs does not know of that switch (torch 2.13): off too, or a graph that donates its buffers is found there.
+    """
+    with functorch_config.patch(donated_buffer=False), inductor_config.patch(fx_graph_cache=False):
+        compare(mlp, retaining, k=k)
+
+
+def test_a_refused_second_backward_leaves_training_whole(twins: Twins) -> None:
+    """With donated buffers torch.compile refuses retain_graph=True; after its error and zero_grad() training goes on exactly."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        losses = plain_loop(2)(model, optimizer, batches)
+        with pytest.raises(RuntimeError, match="donated"):
+            model(*batches[0]).backward(retain_graph=True)
+        optimizer.zero_grad()
+        return losses + plain_loop(2)(model, optimizer, batches)
+
+    twins.agree(loop)
+
+
+def test_a_gradient_kept_over_the_step_is_not_silently_dropped(twins: Twins) -> None:
+    """Without zero_grad() torch adds the next gradient to the old one; one that step() has used up cannot be added to: an error."""
+    _, optimizer = twins.restart()
+    twins.ours(*twins.batches[0]).backward()
+    optimizer.step()
+    with pytest.raises(GradientConsumedError, match="zero_grad"):
+        twins.ours(*twins.batches[0]).backward()
+    twins.agree(plain_loop(2))
+
+
+@pytest.mark.parametrize("edit", [True, False], ids=["edited", "as it came"])
+def test_a_gradient_buffer_may_be_written_right_after_step(twins: Twins, edit: bool) -> None:
+    """`.grad` filled with other values after step(), in place or through the user's own tensor, does not reach the running update."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(3):
+            loss = model(*batches[step])
+            loss.backward()
+            mine = torch.full_like(model.last.weight, 0.25)
+            model.last.weight.grad = mine
+            if edit:
+                model.first.weight.grad.mul_(0.5)
+            optimizer.step()
+            mine.fill_(7.0)
+            for gradient in grads(model) if step else grads(model)[-1:]:
+                gradient.zero_()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    twins.agree(loop)
