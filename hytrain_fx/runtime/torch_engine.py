@@ -14,7 +14,7 @@ import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, Stage, TaskRecord
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.host_updates import host_update
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
 from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
@@ -51,9 +51,12 @@ class TorchEngine:
         with self._pipeline.lock:
             if self._closed:
                 raise EngineError("this engine is closed: the model was closed with hytrain_fx.close(); compile it again to train on")
-            if failures:
-                self._pipeline.throw_if_failed()
-            yield self._pipeline
+            try:
+                if failures:
+                    self._pipeline.throw_if_failed()
+                yield self._pipeline
+            except EngineError as error:
+                raise engine_error(str(error), [row.name for row in self._pipeline.rows]) from error.__cause__
 
     def _row(self, index: int) -> Row:
         rows = self._pipeline.rows

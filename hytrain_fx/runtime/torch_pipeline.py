@@ -17,7 +17,8 @@ from heapq import heappop, heappush
 
 import torch
 
-from hytrain_fx.runtime.engine import Stage, TaskRecord, engine_error
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.engine import Stage, TaskRecord
 from hytrain_fx.runtime.host_updates import HostUpdate
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy, make_lanes, now_us
 from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, part_of
@@ -88,7 +89,7 @@ class Pipeline:
     def throw_if_failed(self) -> None:
         """Raises EngineError with the failed thread's error as its cause."""
         if self.failure is not None:
-            raise engine_error(f"the engine has failed: {self.failure[0]}", [row.name for row in self.rows]) from self.failure[1]
+            raise EngineError(f"the engine has failed: {self.failure[0]}") from self.failure[1]
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread is one of this pipeline or of its lanes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,38 +177,24 @@ def test_a_second_gradient_before_the_wait_is_refused(make_engine: MakeEngine) -
 
 
 def test_close_stops_every_thread(make_engine: MakeEngine) -> None:
-    """After close no thread of the engine is left, and a call says that the engine is closed."""
-    def threads() -> int:
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+    """After close no thread that came with the engine is left, and a call says that the engine is closed."""
 
-    with make_engine() as warm:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    with make_engine() as warm:  # torch's own threads come with the first update, and stay
         EngineLoop(warm, (10,), torch.float32).step()
     before, python_threads = threads(), threading.active_count()
     with make_engine(workers=3) as engine:
         loop = EngineLoop(engine, SIZES, torch.float32)
         loop.step()
         loop.check()
-        assert threads() > before
-    assert threads() == before
+        of_engine = threads() - before
+        assert len(of_engine) >= 7  # four lanes, lander, reloader, and a worker or three
     assert threading.active_count() == python_threads
+    deadline_s = time.monotonic() + 10
+    while threads() & of_engine and time.monotonic() < deadline_s:  # a joined Python thread has a few instructions left
+        time.sleep(1e-3)
+    assert not threads() & of_engine
     with pytest.raises(EngineError, match="closed"):
         engine.wait([0])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: MakeEngine, bad: float, dtype: torch.dtype) -> None:
-    """NaN and infinities are an error of their own, with the row, instead of weights that are NaN from then on."""
-    with make_engine() as engine:
-        EngineLoop(engine, (300, 70_000), dtype)
-        grad = torch.full((70_000,), 60_000.0, dtype=dtype)  # large, and finite in every dtype
-        engine.grad_offload([0], [torch.zeros(300, dtype=dtype)])
-        grad[69_999] = bad
-        engine.grad_offload([1], [grad])
-        engine.arm_cpu([0, 1])
-        engine.arm_reload([0, 1])
-        scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
-        engine.commit([CommitItem(0, scalars), CommitItem(1, scalars)])
-        with pytest.raises(NonFiniteGradientError, match="row 1"):
-            engine.wait([0, 1])
