@@ -198,3 +198,21 @@ def test_close_stops_every_thread(make_engine: MakeEngine) -> None:
     assert not threads() & of_engine
     with pytest.raises(EngineError, match="closed"):
         engine.wait([0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: MakeEngine, bad: float, dtype: torch.dtype) -> None:
+    """NaN and infinities are an error of their own, with the row, instead of weights that are NaN from then on."""
+    with make_engine() as engine:
+        EngineLoop(engine, (300, 70_000), dtype)
+        grad = torch.full((70_000,), 60_000.0, dtype=dtype)  # large, and finite in every dtype
+        engine.grad_offload([0], [torch.zeros(300, dtype=dtype)])
+        grad[69_999] = bad
+        engine.grad_offload([1], [grad])
+        engine.arm_cpu([0, 1])
+        engine.arm_reload([0, 1])
+        scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+        engine.commit([CommitItem(0, scalars), CommitItem(1, scalars)])
+        with pytest.raises(NonFiniteGradientError, match="row 1"):
+            engine.wait([0, 1])
