@@ -85,6 +85,7 @@ def rewrite(
         records.append(record)
         if dump is not None:
             write_texts(dump, number, graph, record)
+    graph.module.recompile()
     return PipelineRecord(tuple(records))
 
 
@@ -127,7 +128,6 @@ def _run(one: Pass, context: PassContext, facts: set[Fact], before: str) -> Pass
     notes = one(module, context)
     duration_us = (time.perf_counter() - started) * 1e6
     module.graph.lint()
-    module.recompile()
     facts |= one.contract.provides
     rules = verify(module, context, facts, f" after {one.name}")
     return PassRecord(one.name, notes, _inserted(module) - counts, duration_us, rules, before, readable(module))

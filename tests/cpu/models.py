@@ -104,6 +104,18 @@ class Adapted(nn.Module):
         return x.square().mean()
 
 
+class Autocast(nn.Module):
+    """fp32 parameters that are used through casts to bfloat16."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            return self.inner(tokens)  # type: ignore[no-any-return]
+
+
 def mlp() -> tuple[nn.Module, Batches]:
     return Mlp(), [(torch.randn(5, 6),) for _ in range(3)]
 
@@ -133,6 +145,11 @@ def bf16_gpt() -> tuple[nn.Module, Batches]:
     return model.to(torch.bfloat16), batches
 
 
+def autocast_gpt() -> tuple[nn.Module, Batches]:
+    model, batches = gpt()
+    return Autocast(model), batches
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, Batches]]] = {
     "mlp": mlp,
     "cnn": cnn,
@@ -140,4 +157,5 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Batches]]] = {
     "checkpointed gpt": checkpointed_gpt,
     "adapters": adapted,
     "bf16 gpt": bf16_gpt,
+    "autocast gpt": autocast_gpt,
 }

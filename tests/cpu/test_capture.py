@@ -22,6 +22,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+import hytrain_fx.capture
 from hytrain_fx import torch_private
 from hytrain_fx.capture import Capture, GraphKind, has_user_hooks
 from hytrain_fx.errors import CaptureError, UnsupportedError
@@ -290,3 +291,22 @@ def _bare_errors() -> Iterator[None]:
         yield
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from error
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_saved_views_of_weights_are_readers_too(known: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partitioner may save a view of a weight instead of the weight: missed, the weight is released while its view is still read."""
+
+    def keep_all(gm: Any, inputs: Any, *, compiler: str = "", **kwargs: Any) -> Any:
+        return torch._functorch.partitioners.default_partition(gm, inputs, **kwargs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "min_cut_rematerialization_partition", keep_all)
+    if not known:
+        monkeypatch.setattr(hytrain_fx.capture, "_saved_views", lambda graph: {})
+    model, batches = models.mlp()
+    if known:
+        ours = assert_trains_alike(model, batches)
+        assert [len(graph.views) for graph in ours.captured] == [0, 3]
+    else:
+        with pytest.raises(AssertionError):
+            assert_trains_alike(model, batches)
