@@ -152,8 +152,13 @@ class Twins:
         hytrain_fx.close(self.ours)
 
 
-def compare(make: Make, loop: Loop, *, decoupled: bool = True, hyper: dict[str, Any] | None = None, **options: Any) -> list[float]:
-    """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone."""
+def compare(
+    make: Make, loop: Loop, *, decoupled: bool = True, hyper: dict[str, Any] | None = None, rtol: float = 0.0, **options: Any
+) -> list[float]:
+    """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone.
+
+    `rtol` is for models whose gradients themselves differ in the last bits, because Inductor fuses the two graphs differently.
+    """
     hyper = {**HYPER, **(hyper or {})}
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     results = []
@@ -171,6 +176,9 @@ def compare(make: Make, loop: Loop, *, decoupled: bool = True, hyper: dict[str, 
         results.append((loop(model, optimizer, batches), weights(model)))
         if ours:
             hytrain_fx.close(model)
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
+    if rtol:
+        torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=rtol)
+    else:
+        assert results[1][0] == results[0][0]
+        assert_same(results[1][1], results[0][1])
     return results[1][0]
