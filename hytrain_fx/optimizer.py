@@ -10,6 +10,7 @@ import torch
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session import Session
 from hytrain_fx.state_dict import load_states, read_states
+from hytrain_fx.torch_private import load_state_dict_hooks
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -53,12 +54,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError for other groups than these.
+        """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.
 
         A 16-bit parameter without `master` takes its present weight for it.
         """
+        state_dict = state_dict.copy()
+        before, after = load_state_dict_hooks(self)
+        for hook in before:
+            state_dict = hook(self, state_dict) or state_dict
         self.session.drain()
         load_states(self.session, self.param_groups, state_dict)
+        for hook in after:
+            hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once compiled. Raises UnsupportedError."""

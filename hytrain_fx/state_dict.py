@@ -30,17 +30,27 @@ def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def load_states(session: Session, groups: Sequence[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-    """Write a checkpoint's states and group options into a drained session. Raises ValueError where the groups do not match."""
+    """Write a checkpoint's states and group options into a drained session.
+
+    Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
+    """
     saved_groups = state_dict["param_groups"]
     found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
     if found != expected:
         raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
+    saved_of_row: dict[int, dict[str, Any] | None] = {}
     for group, saved in zip(groups, saved_groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
         for parameter, number in zip(group["params"], saved["params"], strict=True):
             row = session.table.row_of.get(id(parameter))
             if row is not None:
-                _load_row(session, row, state_dict["state"].get(number))
+                saved_of_row[row] = state_dict["state"].get(number)
+    for row, entry in saved_of_row.items():
+        if entry is not None:
+            _check_row(session, row, entry)
+    for group, saved in zip(groups, saved_groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    for row, entry in saved_of_row.items():
+        _load_row(session, row, entry)
 
 
 def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
@@ -53,20 +63,23 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
         return
     session.builder.steps[row] = int(saved["step"])
     for name in _MOMENTS:
-        if (flat := getattr(states, name)) is not None and name in saved:
-            _check_shape(session, row, name, saved[name])
+        if (flat := getattr(states, name)) is not None:
             _view(flat, parameter).copy_(saved[name])
     if "master" in saved and parameter.dtype != torch.float32:
-        _check_shape(session, row, "master", saved["master"])
         _view(states.master, parameter).copy_(saved["master"])
     else:
         session.states.reload_master(row)
 
 
-def _check_shape(session: Session, row: int, name: str, value: torch.Tensor) -> None:
+def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:
+    needed = [name for name in _MOMENTS if getattr(session.states[row], name) is not None]
+    missing = [name for name in ("step", *needed) if name not in saved]
+    if missing:
+        raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]} (it has {sorted(saved)}); expected that of an Adam or AdamW")
     expected = session.table.parameters[row].shape
-    if value.shape != expected:
-        raise ValueError(f"{name} of {session.table.names[row]} has shape {tuple(value.shape)} in the checkpoint, expected {tuple(expected)}")
+    for name in (*needed, "master"):
+        if name in saved and saved[name].shape != expected:
+            raise ValueError(f"{name} of {session.table.names[row]} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -138,6 +138,17 @@ def gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[..., Any], ...]:
     return tuple(found)
 
 
+def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
+    """The hooks registered to run before and after `optimizer.load_state_dict()`."""
+    kinds = []
+    for attribute in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        hooks = getattr(optimizer, attribute, None)
+        if hooks is None:
+            raise UnsupportedError(f"torch {torch.__version__} has no Optimizer.{attribute}; hytrain_fx was run on torch 2.11 and 2.13")
+        kinds.append(tuple(hooks.values()))
+    return kinds[0], kinds[1]
+
+
 def size_hint(size: object, otherwise: int = 1) -> int:
     """The size seen while tracing: an int itself, or what a symbolic size stood for; `otherwise` where there is none."""
     if isinstance(size, int):
