@@ -22,17 +22,20 @@ def traced(model: nn.Module, step: Callable[[], object], finish: Callable[[], No
     from hytrain_fx.api import session_of
     from hytrain_fx.runtime.engine import Stage
 
-    engine = session_of(model).engine
+    session = session_of(model)
+    engine = session.engine
+    session.planning.recording = True  # else the planner turns recording off between its own measurements
     step()
     finish()
     engine.take_records()
     engine.record(True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         clock_offset_us = (time.time_ns() - time.monotonic_ns()) / 1e3
         for _ in range(3):
             step()
         finish()
     engine.record(False)
+    session.planning.recording = False
     records = engine.take_records()
     profile.export_chrome_trace(path)
     with open(path) as file:

@@ -108,7 +108,9 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         with torch.no_grad(), without_torch_function():
             norms = self._norms(grads)
-            taken = [self._take(row, grad) for row, grad in zip(rows, grads, strict=True)]
+            fresh: list[tuple[int, torch.Tensor]] = []
+            taken = [self._take(row, grad, fresh) for row, grad in zip(rows, grads, strict=True)]
+            self._keep_on_device(fresh)
             self._offload([row for row, grad in zip(rows, taken, strict=True) if grad is not None], [g for g in taken if g is not None])
             for i, (row, grad) in enumerate(zip(rows, taken, strict=True)):
                 if grad is not None:
@@ -201,8 +203,11 @@ class SessionNodes:
         made, version = self._own.get(row, (None, 0))
         return made is not None and made() is grad and version == grad._version
 
-    def _take(self, row: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add one gradient to what the row has. Returns what is to go to the host, None where `.grad` is a real tensor now."""
+    def _take(self, row: int, grad: torch.Tensor, fresh: list[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+        """Add one gradient to what the row has. Returns what is to go to the host, None where `.grad` is, or will be, a real tensor.
+
+        The first gradient of a row on the device is put in `fresh`: copies of several tensors are one launch.
+        """
         parameter = self.table.parameters[row]
         held = parameter.grad
         if isinstance(held, GradStandIn):
@@ -217,11 +222,19 @@ class SessionNodes:
             if ours:
                 self._own[row] = (weakref.ref(held), held._version)
         elif self._states.placement[row] is Placement.GPU:
-            parameter.grad = _like_parameter(grad, parameter, copy=True)
-            self._own[row] = (weakref.ref(parameter.grad), parameter.grad._version)
+            fresh.append((row, grad))
         else:
             return grad
         return None
+
+    def _keep_on_device(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if not fresh:
+            return
+        kept = [torch.empty_like(self.table.parameters[row].detach()) for row, _ in fresh]
+        private_function("_foreach_copy_")(kept, [grad for _, grad in fresh])
+        for (row, _), grad in zip(fresh, kept, strict=True):
+            self.table.parameters[row].grad = grad
+            self._own[row] = (weakref.ref(grad), grad._version)
 
     def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         if not rows:

@@ -30,12 +30,9 @@ class FactorPointers(ctypes.Structure):
 
 
 def functions(ordinal: int) -> tuple[int, int, int]:
-    """CUfunction handles on device `ordinal` for gradients in fp32, bf16 and fp16 with the new weight in the same dtype."""
-    return (
-        function(ordinal, torch.float32, torch.float32),
-        function(ordinal, torch.bfloat16, torch.bfloat16),
-        function(ordinal, torch.float16, torch.float16),
-    )
+    """CUfunction handles on device `ordinal` that update several rows: gradients in fp32, bf16, fp16, the new weight in the same dtype."""
+    f32, bf16, f16 = (cuda_module.function(ordinal, SOURCE, f"adamw_rows_{name}") for name in DTYPE_NAMES.values())
+    return f32, bf16, f16
 
 
 def function(ordinal: int, grad: torch.dtype, out: torch.dtype) -> int:

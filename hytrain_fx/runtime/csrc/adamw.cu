@@ -163,3 +163,37 @@ ADAMW(adamw_bf16_f16, BF16, F16)
 ADAMW(adamw_f16_f32, F16, F32)
 ADAMW(adamw_f16_bf16, F16, BF16)
 ADAMW(adamw_f16_f16, F16, F16)
+
+// Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
+// queue blocks the launching thread. Kernels adamw_rows_<dtype>: one parameter, `Rows` by value; grid (any x, number of rows), block 256.
+namespace hytrain_fx {
+
+constexpr int kRows = 32;
+
+struct Row {
+  const void* grad;
+  float* master;
+  float* m;
+  float* v;
+  float* vmax;
+  void* out;
+  long long n;
+  AdamScalars scalars;  // factor_count 0
+};
+
+struct Rows {
+  Row at[kRows];
+};
+static_assert(sizeof(Rows) <= 4096, "kernel parameters");
+
+}  // namespace hytrain_fx
+
+#define ADAMW_ROWS(name, Grad)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
+    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
+    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Grad>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}); \
+  }
+
+ADAMW_ROWS(adamw_rows_f32, F32)
+ADAMW_ROWS(adamw_rows_bf16, BF16)
+ADAMW_ROWS(adamw_rows_f16, F16)

@@ -113,11 +113,13 @@ class CpuDevice : public Device {
       std::memcpy(dst, src, bytes);
     });
   }
-  void update(Lane lane, const DeviceUpdate& u) override {
+  void update(Lane lane, const std::vector<DeviceUpdate>& rows) override {
     LaneThread* on = &thread(lane);
     on->enqueue([=] {
       on->delay();
-      adamw_chunk(u.grad, u.dtype, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out16, u.dtype, u.numel, u.scalars);
+      for (const DeviceUpdate& u : rows) {
+        adamw_chunk(u.grad, u.dtype, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out16, u.dtype, u.numel, u.scalars);
+      }
     });
   }
   void set_delay(Lane lane, double mean_us) override { thread(lane).delay_us = mean_us; }

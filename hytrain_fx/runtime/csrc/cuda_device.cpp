@@ -25,6 +25,8 @@ constexpr CUresult kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kThreads = 256;
 constexpr long long kElementsPerBlock = 2048;
+constexpr size_t kUpdateRows = 32;
+constexpr long long kUpdateBlocks = 2048;  // by row; the kernel strides over the rest
 constexpr size_t kGatherParts = 32;
 constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
 constexpr long long kGatherBytesPerBlock = 16384;
@@ -193,7 +195,7 @@ class CudaDevice : public Device {
       d.check(d.h2d(address(dst), src, bytes, stream(lane)), "copy a weight to the device");
     }
   }
-  void update(Lane lane, const DeviceUpdate& operands) override;
+  void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
   void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
   double now_us() override { return clock_us(); }
 
@@ -215,18 +217,31 @@ class CudaDevice : public Device {
   CUfunction gather_;
 };
 
-// Parameters and launch shape as adamw.cu lists them.
-void CudaDevice::update(Lane lane, const DeviceUpdate& operands) {
-  struct Factors {
-    const float* at[kMaxFactors];
-  } factors{};
-  DeviceUpdate u = operands;  // cuLaunchKernel wants addresses of values that it may read once, here
-  long long n = u.numel;
-  void* parameters[] = {&u.grad, &u.master, &u.exp_avg, &u.exp_avg_sq, &u.max_exp_avg_sq, &u.out16, &n, &u.scalars, &factors};
-  const unsigned blocks = static_cast<unsigned>((n + kElementsPerBlock - 1) / kElementsPerBlock);
-  const Driver& d = shared_->driver;
-  d.check(d.launch(adamw_[static_cast<int>(u.dtype)], blocks, 1, 1, kThreads, 1, 1, 0, stream(lane), parameters, nullptr),
-          "launch the AdamW kernel");
+// Parameters and launch shape as adamw.cu lists them. DeviceUpdate is laid out otherwise than the kernel's Row.
+void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
+  struct Row {
+    const void* grad;
+    float *master, *m, *v, *vmax;
+    void* out;
+    long long n;
+    AdamScalars scalars;
+  };
+  for (size_t first = 0; first < rows.size(); first += kUpdateRows) {
+    Row packed[kUpdateRows]{};
+    const size_t n = std::min<size_t>(kUpdateRows, rows.size() - first);
+    long long largest = 0;
+    for (size_t i = 0; i < n; ++i) {
+      const DeviceUpdate& u = rows[first + i];
+      packed[i] = {u.grad, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out16, u.numel, u.scalars};
+      largest = std::max<long long>(largest, u.numel);
+    }
+    void* parameters[] = {packed};
+    const long long blocks = std::min(kUpdateBlocks, (largest + kElementsPerBlock - 1) / kElementsPerBlock);
+    const Driver& d = shared_->driver;
+    d.check(d.launch(adamw_[static_cast<int>(rows[first].dtype)], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1,
+                     0, stream(lane), parameters, nullptr),
+            "launch the AdamW kernel");
+  }
 }
 
 // Parameters and launch shape as gather.cu lists them.

@@ -64,7 +64,7 @@ class Device {
   virtual EventPtr record(Lane lane) = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
-  virtual void update(Lane lane, const DeviceUpdate& operands) = 0;
+  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one dtype
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   virtual double now_us() = 0;                            // host time on the events' clock
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 
 namespace hytrain_fx {
 namespace {
@@ -230,11 +231,12 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     on_lane = true;
     device_->copy(Lane::D2H, factor_slots() + i, factors[i], sizeof(float));
   }
+  std::map<std::pair<int, int>, std::vector<const CommitItem*>> on_device;
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
     if (items[i].at_end || !row.released) row.released = end;
     if (row.place == Place::DEVICE) {
-      commit_on_device(row, items[i], items[i].row, end);
+      on_device[{-row.spec.unit, row.spec.dtype}].push_back(&items[i]);
       continue;
     }
     if (row.phase != Phase::GRAD) throw std::runtime_error("row " + std::to_string(items[i].row) + " is committed without a gradient");
@@ -246,6 +248,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     row.factors_known = known_now(items[i], factors);
     queue_all_ready(row, items[i].row);
   }
+  for (const auto& [unit_and_dtype, of_unit] : on_device) commit_on_device(of_unit, end);  // the last unit's gradients come first
   ++commits_;
   if (on_lane) {
     landings_.push_back({nullptr, device_->record(Lane::D2H), {}});
@@ -284,18 +287,29 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   row.busy_us = 0;
 }
 
-void Engine::commit_on_device(Row& row, const CommitItem& item, int index, const EventPtr& end) {
-  if (row.phase == Phase::PENDING) throw std::runtime_error("row " + std::to_string(index) + " is committed while its last update is in flight");
-  device_->wait(Lane::UPDATE, item.at_end || !row.ready ? end : row.ready);
-  device_->wait(Lane::UPDATE, row.released);
+// Rows of one unit and dtype in one launch, behind one event: queues of streams are short, and a full one blocks the launching thread.
+void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end) {
+  std::set<EventPtr> awaited;
+  std::vector<DeviceUpdate> updates;
+  for (const CommitItem* item : items) {
+    Row& row = at(item->row);
+    if (row.phase == Phase::PENDING) throw std::runtime_error("row " + std::to_string(item->row) + " is committed while its last update is in flight");
+    awaited.insert(item->at_end || !row.ready ? end : row.ready);
+    awaited.insert(row.released);
+    updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, row.device.exp_avg, row.device.exp_avg_sq,
+                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars});
+  }
+  for (const EventPtr& event : awaited) device_->wait(Lane::UPDATE, event);
   EventPtr before = recording_ ? device_->record(Lane::UPDATE) : nullptr;
-  DeviceUpdate update{item.grad, static_cast<Dtype>(row.spec.dtype), row.device.master, row.device.exp_avg, row.device.exp_avg_sq,
-                      row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item.scalars};
-  device_->update(Lane::UPDATE, update);
-  row.weight = device_->record(Lane::UPDATE);
-  if (before) lane_records_.push_back({2, index, 0, before, row.weight});
-  row.phase = Phase::PENDING;
-  row.issued = static_cast<int>(row.chunks.size());
+  device_->update(Lane::UPDATE, updates);
+  EventPtr after = device_->record(Lane::UPDATE);
+  if (before) lane_records_.push_back({2, items[0]->row, 0, before, after});
+  for (const CommitItem* item : items) {
+    Row& row = at(item->row);
+    row.weight = after;
+    row.phase = Phase::PENDING;
+    row.issued = static_cast<int>(row.chunks.size());
+  }
 }
 
 float* Engine::factor_slots() { return options_.factor_slots + (commits_ % 2) * options_.factor_capacity; }
@@ -303,16 +317,26 @@ float* Engine::factor_slots() { return options_.factor_slots + (commits_ % 2) * 
 // ---- called by the wait nodes, by eager reads, by close ----
 
 void Engine::wait(const int32_t* rows, int n, void* stream) {
-  for (int i = 0; i < n; ++i) {
+  EventPtr reloaded;
+  uint64_t issue = 0;
+  std::set<EventPtr> updated;
+  {
     std::unique_lock<std::mutex> lock(mutex_);
     throw_if_failed();
-    Row& row = at(rows[i]);
-    if (row.phase != Phase::PENDING) continue;
-    finish_wait(row, rows[i], lock);
-    EventPtr weight = row.weight;
-    lock.unlock();
-    device_->compute_wait(stream, weight);
+    for (int i = 0; i < n; ++i) {
+      Row& row = at(rows[i]);
+      if (row.phase != Phase::PENDING) continue;
+      finish_wait(row, rows[i], lock);
+      if (row.place == Place::DEVICE) {
+        updated.insert(row.weight);
+      } else if (!reloaded || row.issue > issue) {
+        reloaded = row.weight;
+        issue = row.issue;
+      }
+    }
   }
+  if (reloaded) device_->compute_wait(stream, reloaded);
+  for (const EventPtr& event : updated) device_->compute_wait(stream, event);
 }
 
 void Engine::drain(const int32_t* rows, int n) {
@@ -515,6 +539,7 @@ void Engine::issue_reload(const Key& key, std::unique_lock<std::mutex>& lock) {
   lock.lock();
   if (before) lane_records_.push_back({3, key[1], key[2], before, after});
   row.weight = after;
+  row.issue = ++issues_;
   if (++row.issued == static_cast<int>(row.chunks.size())) {
     row.last_busy_us = row.busy_us;
     issued_cv_.notify_all();

@@ -133,6 +133,7 @@ class Engine {
     bool armed_cpu = false, armed_reload = false, factors_known = true;
     EventPtr landing, ready, released, weight;
     int issued = 0;
+    uint64_t issue = 0;  // number of the H2D copy behind `weight`: the lane is in order, so of several rows the latest will do
     AdamScalars scalars{};
     int n_factors = 0;
     std::array<int, kMaxFactors> factors{};
@@ -162,7 +163,7 @@ class Engine {
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void begin_update(Row& row, const CommitItem& item);
-  void commit_on_device(Row& row, const CommitItem& item, int index, const EventPtr& end);
+  void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end);
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
@@ -185,7 +186,7 @@ class Engine {
   std::vector<Row> rows_;
   std::deque<Landing> landings_;
   std::set<Key> ready_, updated_;
-  uint64_t commits_ = 0;
+  uint64_t commits_ = 0, issues_ = 0;
   bool stop_ = false, recording_ = false;
   std::string failure_;
   std::vector<TaskRecord> records_;
