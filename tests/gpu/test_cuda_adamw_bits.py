@@ -180,10 +180,10 @@ def test_cuda_form_is_torch_foreach(options: dict[str, Any], decoupled: bool, ki
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_factors_are_mul_on_cuda(dtype: torch.dtype) -> None:
-    """A factor gives what `grad.mul_` with a 0-dim fp32 tensor on the device gives."""
+    """A factor gives what `grad.mul_` with a number gives. (A 0-dim tensor on the device is first rounded to the gradient's dtype.)"""
     inside = moved(operands(5003, 8, "normal", dtype), DEVICE)
     outside = inside.clone()
-    outside.grad.mul_(torch.tensor(1 / 3, device=DEVICE)).mul_(torch.tensor(1.7, device=DEVICE))
+    outside.grad.mul_(1 / 3).mul_(1.7)
     cuda_kernel_(inside, AdamScalars.of(GROUP, 4, decoupled=True, torch_cuda=True, factors=(1 / 3, 1.7)))
     cuda_kernel_(outside, AdamScalars.of(GROUP, 4, decoupled=True, torch_cuda=True))
     assert_same_bits(replace(inside, grad=outside.grad), outside)

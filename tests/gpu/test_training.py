@@ -1,0 +1,192 @@
+"""Whole training loops on a GPU: bits of the plain loop, whatever the plan and whichever stage is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.runtime.engine import Stage
+
+ADAMW: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
+STEPS = 8
+
+
+class Block(nn.Module):
+    """Norm and two linear layers, as in a transformer's feed-forward part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, width: int = 512, blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same kernels in the same order, so that bits can be compared."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch._dynamo.reset()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def batches() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randint(0, 100, (4, 16), generator=generator).cuda()
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def build(dtype: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype).cuda()
+
+
+def plain(dtype: torch.dtype, clip: float | None) -> tuple[list[float], list[torch.Tensor]]:
+    """The same compiled model with torch.optim.AdamW(foreach=True); fp32 masters by hand for 16-bit weights."""
+    model = build(dtype)
+    model.compile()
+    parameters = list(model.parameters())
+    masters = parameters if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in parameters]
+    optimizer, losses, data = torch.optim.AdamW(masters, foreach=True, **ADAMW), [], batches()
+    for _ in range(STEPS):
+        loss = loss_of(model, next(data))
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        if masters is not parameters:
+            for master, p in zip(masters, parameters, strict=True):
+                assert p.grad is not None
+                master.grad, p.grad = p.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        if masters is not parameters:
+            with torch.no_grad():
+                for master, p in zip(masters, parameters, strict=True):
+                    p.copy_(master)
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in parameters]
+
+
+def trained(dtype: torch.dtype, clip: float | None, delay: Stage | None, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Our loop: the plain one with a line added."""
+    net = build(dtype)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), **options)
+    if delay is not None:
+        session_of(model).engine.set_delay(delay, 2_000)
+    losses, data = [], batches()
+    for _ in range(STEPS):
+        loss = loss_of(model, next(data))
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = [p.detach().clone() for p in model.parameters()]
+    hytrain_fx.close(model)
+    return losses, weights
+
+
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_plan_and_every_delay_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | None) -> None:
+    """Losses and weights equal the all-GPU loop's for k = 0, between, n and solved, with each stage slow in turn."""
+    losses, weights = plain(dtype, clip)
+    cases: list[tuple[Stage | None, dict[str, Any]]] = [(None, dict(k=0)), (None, dict(k=6)), (None, dict(warmup_steps=2, replan_every=2))]
+    cases += [(stage, dict(k=2)) for stage in (Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE)]
+    for delay, options in cases:
+        found_losses, found = trained(dtype, clip, delay, **options)
+        assert found_losses == losses, (delay, options)
+        assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True)), (delay, options)
+
+
+def test_a_step_is_a_transaction_while_the_gpu_is_behind() -> None:
+    """Weights read between backward() and step() are the old ones, and after step() the new ones, with the GPU far behind the host."""
+    net = build(torch.bfloat16)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=2)
+    data = batches()
+    for _ in range(3):
+        torch.cuda._sleep(200_000_000)
+        loss_of(model, next(data)).backward()
+        before = [p.detach().clone() for p in model.parameters()]  # queued behind the backward
+        sums = torch.stack([p.detach().float().sum() for p in model.parameters()])
+        optimizer.step()
+        after = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        session_of(model).drain()
+        assert torch.equal(sums, torch.stack([p.float().sum() for p in before]))
+        assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert all(torch.equal(a, p) for a, p in zip(after, model.parameters(), strict=True))
+    hytrain_fx.close(model)
+
+
+def test_step_returns_while_the_backward_still_runs() -> None:
+    """Nothing in forward, backward or step waits for the GPU: step() has returned before the backward's last kernel has run."""
+    net = build(torch.bfloat16)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=2)
+    data = batches()
+    for _ in range(4):  # compiled, and allocations made
+        loss_of(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session_of(model).drain()
+    tokens = next(data)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # about two seconds
+    loss_of(model, tokens).backward()
+    end = torch.cuda.Event()
+    end.record()
+    optimizer.step()
+    assert not end.query()
+    optimizer.zero_grad()
+    hytrain_fx.close(model)
+
+
+def test_gradients_die_early() -> None:
+    """Peak memory of a backward stays below what all gradients at once would take."""
+    torch.manual_seed(0)
+    net = Net(width=1024, blocks=24).to(torch.bfloat16).cuda()  # 200 M parameters: 400 MB of gradients
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, ring_bytes=64 << 20)
+    data = batches()
+    for _ in range(2):
+        loss_of(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session_of(model).drain()
+    torch.cuda.reset_peak_memory_stats()
+    resting = torch.cuda.memory_allocated()
+    loss_of(model, next(data)).backward()
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert torch.cuda.max_memory_allocated() - resting < gradients / 2
+    optimizer.step()
+    hytrain_fx.close(model)
