@@ -78,8 +78,8 @@ class CommitBuilder:
         row = self._table.row_of.get(id(parameter))
         if row is None:
             raise UnsupportedError(
-                f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled (it was frozen, "
-                "or was added to the optimizer later); call hytrain_fx.compile again after such a change"
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled "
+                "(it was frozen, or was added to the optimizer later); call hytrain_fx.compile again after such a change"
             )
         return row
 
@@ -96,11 +96,7 @@ class CommitBuilder:
                 grad = grad.grad_state.materialize()  # its states have moved since the backward
             else:
                 return CommitItem(row, numbers, None, touched, grad.factors)
-        if grad.layout != torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {self._table.names[row]} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: make the embedding "
-                "with sparse=False"
-            )
+        self._nodes.require_strided(row, grad)
         if self._states.placement[row] is Placement.CPU:
             self._nodes.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)

@@ -84,5 +84,5 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
 
     # A scheduler made before compile() looks for its mark on step() and warns where it is gone; ours notes the call in its place.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    original.step = step  # type: ignore[assignment, method-assign]
+    original.step = step  # type: ignore[method-assign]
     original.state.clear()

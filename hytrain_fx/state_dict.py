@@ -75,11 +75,11 @@ def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:
     needed = [name for name in _MOMENTS if getattr(session.states[row], name) is not None]
     missing = [name for name in ("step", *needed) if name not in saved]
     if missing:
-        raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]} (it has {sorted(saved)}); expected that of an Adam or AdamW")
-    expected = session.table.parameters[row].shape
+        raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]}, only {sorted(saved)}; is it an Adam's?")
+    name_of_row, expected = session.table.names[row], session.table.parameters[row].shape
     for name in (*needed, "master"):
         if name in saved and saved[name].shape != expected:
-            raise ValueError(f"{name} of {session.table.names[row]} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
+            raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

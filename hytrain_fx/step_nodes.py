@@ -14,14 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from hytrain_fx.cost_model.measure import Mark, StepMarks
-from hytrain_fx.errors import DroppedNodeError, GradientConsumedError
+from hytrain_fx.errors import DroppedNodeError, GradientConsumedError, UnsupportedError
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.torch_private import private_function, without_torch_function
-
 
 # Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits.
 Norm = tuple[float, bool]
@@ -30,7 +29,7 @@ Norm = tuple[float, bool]
 class RowGradient:
     """Source of one stand-in: the gradient of `row` as its `generation`-th offload left it in the slot."""
 
-    __slots__ = ("_nodes", "_row", "_generation", "_norms")
+    __slots__ = ("_generation", "_nodes", "_norms", "_row")
 
     def __init__(self, nodes: SessionNodes, row: int, norms: dict[Norm, torch.Tensor]) -> None:
         self._nodes = nodes
@@ -46,14 +45,14 @@ class RowGradient:
         """The gradient as a new tensor on the device. Raises GradientConsumedError."""
         if not self.is_live():
             raise GradientConsumedError(
-                f"the gradient of {self._nodes.table.names[self._row]} is gone: step() has used its host memory for the new weight, "
-                "or a later backward() has taken it; read .grad between backward() and step(), and call zero_grad() before the next backward()"
+                f"the gradient of {self._nodes.table.names[self._row]} is gone: step() has used its host memory for the new weight, or a "
+                "later backward() has taken it; read .grad between backward() and step(), and call zero_grad() before the next backward()"
             )
         return self._nodes.fetch(self._row)
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
         """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
-        return self._norms.pop((float(ord), foreach), None)
+        return self._norms.pop((float(ord), foreach), None) if self.is_live() else None
 
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:
         """Take this norm of every gradient from the next backward on."""
@@ -185,8 +184,16 @@ class SessionNodes:
             return False
         return grad.materialized is not None if isinstance(grad, GradStandIn) else not self.is_untouched(row, grad)
 
+    def require_strided(self, row: int, grad: torch.Tensor) -> None:
+        """Raises UnsupportedError for a sparse gradient."""
+        if grad.layout != torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self.table.names[row]} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: "
+                "make the embedding with sparse=False"
+            )
+
     def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
-        """A real gradient in the parameter's order of memory, for an update to read later; a copy where user code may write to the tensor."""
+        """A real gradient in the parameter's order of memory, for an update to read later: a copy of a tensor that user code made."""
         made, _ = self._own.get(row, (None, 0))
         own = made is not None and made() is grad
         return _like_parameter(grad, self.table.parameters[row], copy=not own)
@@ -208,13 +215,16 @@ class SessionNodes:
 
         The first gradient of a row on the device is put in `fresh`: copies of several tensors are one launch.
         """
+        self.require_strided(row, grad)
         parameter = self.table.parameters[row]
         held = parameter.grad
         if isinstance(held, GradStandIn):
-            if is_clean(held) and held.grad_state.source.is_live():
+            if held.materialized is None and not held.grad_state.source.is_live():
+                return None  # step() has used it, so the sum cannot be known: `.grad` stays what says so to whoever asks
+            if is_clean(held):
                 grad, held = held.grad_state.source.fetch().add_(grad), None
             else:
-                held = held.grad_state.materialize()  # raises where the gradient is gone: zero_grad() was left out
+                held = held.grad_state.materialize()
                 parameter.grad = held
         if held is not None:
             ours = self.is_untouched(row, held)
@@ -242,7 +252,8 @@ class SessionNodes:
         for row in rows:
             self.generation[row] += 1
             self.consumed.discard(row)
-        self._engine.grad_offload(rows, [_like_parameter(g, self.table.parameters[r], copy=False) for r, g in zip(rows, grads, strict=True)])
+        parameters = [self.table.parameters[row] for row in rows]
+        self._engine.grad_offload(rows, [_like_parameter(g, p, copy=False) for g, p in zip(grads, parameters, strict=True)])
 
     def _norms(self, grads: Sequence[torch.Tensor]) -> dict[Norm, Sequence[torch.Tensor]]:
         return {(order, foreach): _norm_of_each(grads, order, foreach) for order, foreach in self.norms_wanted}

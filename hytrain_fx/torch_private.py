@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, cast
@@ -169,10 +170,22 @@ def _private(module: str, name: str) -> Any:
 def compile_in_place(
     model: nn.Module, backend: Callable[..., Any], dynamic: bool | None, mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """`model.compile(...)`, and the compiled call that it put in `model._compiled_call_impl`."""
-    model.compile(backend=backend, dynamic=dynamic, mode=mode, options=options or None)
-    call: Callable[..., Any] = compiled_call(model)
-    return call
+    """As `model.compile(...)`; returns the compiled call, which is then in `model._compiled_call_impl`.
+
+    `Module.compile` compiles `_call_impl`. Dynamo skips that frame, and the forward too where it is torch's own (nn.Sequential): the model
+    would run uncompiled. So a frame of ours stands before it, with a code object of its own: recompiles are counted and limited by code
+    object, and the ninth model of a class would run uncompiled too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # The name is part of what automatic dynamic shapes are remembered by.
+    code = call.__code__.replace(co_name=f"call_{type(model).__name__}")
+    own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, backend=backend, dynamic=dynamic, mode=mode, options=options or None)
+    set_compiled_call(model, compiled)
+    return compiled
 
 
 def compiled_call(model: nn.Module) -> Any:

@@ -49,7 +49,7 @@ class HandAdam(torch.optim.Optimizer):
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            state.update(step=0, master=p.detach().float().clone(), m=torch.zeros(p.shape), v=torch.zeros(p.shape), vmax=torch.zeros(p.shape))
+            state.update(step=0, master=p.detach().float().clone(), **{name: torch.zeros(p.shape) for name in ("m", "v", "vmax")})
         state["step"] += 1
         scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=False)
         assert p.grad is not None
@@ -57,7 +57,7 @@ class HandAdam(torch.optim.Optimizer):
 
 
 class TorchAdam(torch.optim.Optimizer):
-    """torch's own class on fp32 masters: gradients are cast up, weights cast down. With fp32 parameters it is that class itself, bit for bit."""
+    """torch's own class on fp32 masters: gradients are cast up, weights cast down. With fp32 parameters it is that class itself."""
 
     def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **hyper: Any) -> None:
         super().__init__(params, dict(hyper))

@@ -187,14 +187,35 @@ def test_a_second_model_with_the_optimizer_of_the_first_is_refused() -> None:
     hytrain_fx.close(first)
 
 
-def test_sparse_gradients_are_refused() -> None:
-    """The gradient of an embedding with sparse=True is an error at step() that names it, not an update left out."""
+class Looked(nn.Module):
+    """An embedding with sparse gradients, read in a graph or ahead of one."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.eager = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1), eager
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        if self.eager:
+            torch._dynamo.graph_break()
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("k", [0, 9])
+@pytest.mark.parametrize("eager", [False, True])
+def test_sparse_gradients_are_refused(eager: bool, k: int) -> None:
+    """The gradient of an embedding with sparse=True is an error at backward() or step() that names it, not an update left out."""
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
-    _, optimizer = hytrain_fx.compile(model, adamw(model))
-    model(torch.tensor([1, 2, 3])).sum().backward()
-    with pytest.raises(errors.UnsupportedError, match=r"0\.weight is sparse"):
+    model = Looked(eager)
+    _, optimizer = hytrain_fx.compile(model, adamw(model), k=k)
+
+    def step() -> None:
+        model(torch.tensor([1, 2, 3])).backward()
         optimizer.step()
+
+    with pytest.raises(errors.UnsupportedError, match=r"table\.weight is sparse"):
+        step()
+    optimizer.zero_grad()
     hytrain_fx.close(model)
 
 

@@ -278,13 +278,32 @@ def test_a_refused_second_backward_leaves_training_whole(twins: Twins) -> None:
 
 
 def test_a_gradient_kept_over_the_step_is_not_silently_dropped(twins: Twins) -> None:
-    """Without zero_grad() torch adds the next gradient to the old one; one that step() has used up cannot be added to: an error."""
+    """Without zero_grad() torch adds the next gradient to the old one. One that step() has used cannot be added to: an error to use."""
     _, optimizer = twins.restart()
     twins.ours(*twins.batches[0]).backward()
     optimizer.step()
-    with pytest.raises(GradientConsumedError, match="zero_grad"):
-        twins.ours(*twins.batches[0]).backward()
+    twins.ours(*twins.batches[0]).backward()
+    for use in (lambda: twins.ours.last.weight.grad.sum(), lambda: clip_grad_norm_(twins.ours.parameters(), 1.0), optimizer.step):
+        with pytest.raises(GradientConsumedError, match="zero_grad"):
+            use()
     twins.agree(plain_loop(2))
+
+
+def test_gradients_that_nobody_wants_may_pile_up(twins: Twins) -> None:
+    """A second backward between step() and the zero_grad() of the next round, as a GAN's generator leaves in its discriminator."""
+
+    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(*batches[step % 3])
+            loss.backward()
+            optimizer.step()
+            model(*batches[0]).backward()
+            losses.append(float(loss.detach()))
+        return losses
+
+    twins.agree(loop)
 
 
 @pytest.mark.parametrize("edit", [True, False], ids=["edited", "as it came"])

@@ -86,7 +86,7 @@ def branching() -> tuple[nn.Module, Batches]:
 
 
 def lengths() -> tuple[nn.Module, Batches]:
-    model, batches = gpt()
+    model, _ = gpt()
     return model, [(torch.randint(0, 19, (2, length)),) for length in (6, 9, 4, 13)]
 
 
@@ -146,30 +146,31 @@ def test_train_and_eval_in_turn() -> None:
     compare(CASES["cnn"], loop, k=1, rtol=CLOSE["cnn"])
 
 
+def compiled(model: nn.Module, ours: bool, k: int = 0) -> tuple[Any, Any]:
+    """What to call for the model, and its optimizer. Module.compile() leaves an nn.Sequential uncompiled, torch.compile() does not."""
+    if not ours:
+        return torch.compile(model), HandAdam(model.parameters(), **HYPER)
+    return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), k=k)
+
+
 def test_two_models_with_two_optimizers() -> None:
     """A generator and a discriminator, each compiled, trained in turn through each other."""
 
     def train(ours: bool) -> list[dict[str, torch.Tensor]]:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        make, judge = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-        optimizers: list[Any] = []
-        for k, model in enumerate((make, judge)):
-            if ours:
-                optimizers.append(hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), k=k)[1])
-            else:
-                model.compile()
-                optimizers.append(HandAdam(model.parameters(), **HYPER))
+        models = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        (make, makes), (judge, judges) = compiled(models[0], ours), compiled(models[1], ours, k=1)
         for _ in range(4):
             noise, real = torch.randn(6, 3), torch.randn(6, 4)
-            optimizers[1].zero_grad()
+            judges.zero_grad()
             (F.softplus(-judge(real)) + F.softplus(judge(make(noise).detach()))).mean().backward()
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            F.softplus(-judge(make(noise))).mean().backward()
-            optimizers[0].step()
-        found = [weights(make), weights(judge)]
-        for model in (make, judge) if ours else ():
+            judges.step()
+            makes.zero_grad()
+            F.softplus(-judge(make(noise))).mean().backward()  # leaves gradients in the judge that nobody wants
+            makes.step()
+        found = [weights(model) for model in models]
+        for model in models if ours else ():
             hytrain_fx.close(model)
         return found
 
@@ -184,14 +185,10 @@ def test_a_compiled_part_of_a_larger_model() -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         body, head = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)), nn.Linear(4, 1)
+        call, optimizer = compiled(body, ours)
         rest = torch.optim.SGD(head.parameters(), lr=0.1)
-        optimizer: Any = HandAdam(body.parameters(), **HYPER)
-        if ours:
-            _, optimizer = hytrain_fx.compile(body, torch.optim.AdamW(body.parameters(), **HYPER))
-        else:
-            body.compile()
         for _ in range(3):
-            head(body(torch.randn(6, 3))).square().mean().backward()
+            head(call(torch.randn(6, 3))).square().mean().backward()
             for each in (optimizer, rest):
                 each.step()
                 each.zero_grad()

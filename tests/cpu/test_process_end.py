@@ -1,4 +1,4 @@
-"""Ends of a process: close, interpreter exit, forked workers, a copied or pickled model. Each runs in a process of its own with a time limit."""
+"""Ends: close, interpreter exit, forked workers, copied and pickled models; each in a process of its own with a time limit."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def test_close_leaves_no_thread() -> None:
     """The threads after close() are those before compile(); compiling, training and closing again does not add up."""
     run("""
         model, optimizer = make()
-        train(*make())
-        plain = make()
-        plain[0].compile(); train(*plain)   # whatever torch itself starts
+        plain, its = make()
+        train(torch.compile(plain), its)   # starts whatever torch itself starts
         before = threads()
         for _ in range(2):
             model, optimizer = make()
@@ -66,9 +65,11 @@ def test_close_leaves_no_thread() -> None:
 def test_a_dropped_model_takes_its_threads_along() -> None:
     """A model that goes out of scope without close() stops its engine when it is collected."""
     run("""
-        model, optimizer = make()
+        plain, its = make()
+        train(torch.compile(plain), its)
         before = threads()
-        hytrain_fx.compile(model, optimizer)
+        model, optimizer = make()
+        train(*hytrain_fx.compile(model, optimizer))
         assert threads() != before
         del model, optimizer
         gc.collect()
@@ -127,7 +128,7 @@ def test_forked_data_loader_workers() -> None:
 
 
 def test_a_forked_child_may_read_weights_and_exit() -> None:
-    """A child has the weights but no engine threads: reading settled weights works there, and its exit does not hang or stop the parent's."""
+    """A child has the weights but no engine threads: it reads settled weights, and its exit neither hangs nor stops the parent."""
     run("""
         model, optimizer = hytrain_fx.compile(*make(), k=0)
         train(model, optimizer)

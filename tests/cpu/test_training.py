@@ -190,7 +190,9 @@ def moving(twins: Twins, ks: list[int]) -> Loop:
     ks=st.lists(st.integers(0, 5), min_size=1, max_size=6),
     delays=st.dictionaries(st.sampled_from(list(Stage)), st.integers(0, 1500), max_size=3),
     hyper=st.fixed_dictionaries({}, optional={
-        "lr": st.sampled_from([1e-4, 0.3]), "weight_decay": st.sampled_from([0.0, 0.5]), "betas": st.sampled_from([(0.0, 0.5), (0.95, 0.999)]),
+        "lr": st.sampled_from([1e-4, 0.3]),
+        "weight_decay": st.sampled_from([0.0, 0.5]),
+        "betas": st.sampled_from([(0.0, 0.5), (0.95, 0.999)]),
         "maximize": st.booleans(),
     }),
 )
