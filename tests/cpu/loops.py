@@ -22,7 +22,7 @@ from hytrain_fx.session import Session
 from .models import Batches
 
 Make = Callable[[], tuple[nn.Module, Batches]]
-Loop = Callable[[nn.Module, Any, Batches], list[float]]
+Loop = Callable[[Any, Any, Batches], list[float]]
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -35,7 +35,7 @@ class HandAdam(torch.optim.Optimizer):
         super().__init__(params, whole)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,7 +78,7 @@ class TorchAdam(torch.optim.Optimizer):
 def plain_loop(steps: int) -> Loop:
     """`steps` ordinary steps over the batches, again and again."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for step in range(steps):
             loss = model(*batches[step % len(batches)])
@@ -91,7 +91,7 @@ def plain_loop(steps: int) -> Loop:
     return loop
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: Any) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
@@ -111,6 +111,8 @@ class Twins:
     def __init__(self, make: Make, **options: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
+        self.plain: Any
+        self.ours: Any
         self.plain, self.batches = make()
         torch.manual_seed(0)
         self.ours, _ = make()

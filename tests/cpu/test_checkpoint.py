@@ -33,7 +33,7 @@ def ours(model: nn.Module, k: int = 0, **hyper: Any) -> Any:
     return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **{**HYPER, **hyper}), k=k)[1]
 
 
-def plain(model: nn.Module, **hyper: Any) -> Any:
+def plain(model: Any, **hyper: Any) -> Any:
     torch._dynamo.reset()
     model.compile()
     return torch.optim.AdamW(model.parameters(), foreach=False, **{**HYPER, **hyper})

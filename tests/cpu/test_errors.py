@@ -34,7 +34,7 @@ class Strided(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
 
 
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def adamw(model: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(model.parameters()) or [torch.zeros(1, requires_grad=True)], **options)
 
 
@@ -59,7 +59,7 @@ def in_float64() -> tuple[nn.Module, Any]:
     return model, adamw(model)
 
 
-def optimizer_of(make: Callable[[], nn.Module], kind: Callable[[nn.Module], Any]) -> Callable[[], tuple[nn.Module, Any]]:
+def optimizer_of(make: Callable[[], nn.Module], kind: Callable[[Any], Any]) -> Callable[[], tuple[nn.Module, Any]]:
     def build() -> tuple[nn.Module, Any]:
         model = make()
         return model, kind(model)
@@ -272,6 +272,7 @@ def test_a_closed_model_is_plain_and_its_optimizer_says_so() -> None:
 def test_a_worker_that_fails_raises_at_the_next_gate(gate: str) -> None:
     """The main thread gets an EngineError with the cause at the next forward, weight read, checkpoint or close; nothing hangs."""
     torch._dynamo.reset()
+    model: Any
     model, batches = mlp()
     _, optimizer = hytrain_fx.compile(model, adamw(model), k=0, timeout_s=20.0)
     plain_loop(1)(model, optimizer, batches)

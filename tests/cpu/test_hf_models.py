@@ -60,7 +60,7 @@ def test_a_transformers_model_trains_with_the_bits_of_the_plain_one(
 ) -> None:
     """Four steps with clipping, dropout on where the model has it, one unit on the device; `output.loss` as in HF's examples."""
 
-    def loop(model: nn.Module, optimizer: Any, _: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, _: Batches) -> list[float]:
         model.train()
         losses = []
         for step in range(4):

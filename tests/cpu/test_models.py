@@ -23,13 +23,14 @@ class TwoInputs(nn.Module):
         super().__init__()
         self.left, self.right, self.shared = nn.Linear(4, 5), nn.Linear(3, 5), nn.Linear(5, 5)
         self.unused = nn.Linear(2, 2)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, *, weight: float = 1.0) -> torch.Tensor:
         self.seen += 1
         joined = self.shared(torch.tanh(self.left(a))) * self.shared(torch.sigmoid(self.right(b)))
-        return (weight * self.scale * joined).square().mean()
+        return (weight * self.scale * joined).square().mean()  # type: ignore[no-any-return]
 
 
 class Dropped(nn.Module):
@@ -53,7 +54,7 @@ class ChannelsLast(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.conv(x).mean((2, 3)) @ self.mixed).square().mean()
+        return (self.conv(x).mean((2, 3)) @ self.mixed).square().mean()  # type: ignore[no-any-return]
 
 
 class Branching(nn.Module):
@@ -114,7 +115,7 @@ def test_a_model_trains_with_the_bits_of_the_plain_one(name: str) -> None:
 def test_autocast_over_fp32_parameters() -> None:
     """Under bf16 autocast the gradients are fp32 and the weights those of the plain loop."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for step in range(5):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -131,7 +132,7 @@ def test_autocast_over_fp32_parameters() -> None:
 def test_train_and_eval_in_turn() -> None:
     """model.eval() with and without gradients between training steps: other graphs, the same weights, running statistics included."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for _ in range(3):
             losses += plain_loop(1)(model, optimizer, batches)

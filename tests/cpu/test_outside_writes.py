@@ -25,46 +25,46 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 
 @torch.no_grad()
-def in_place(model: nn.Module) -> None:
-    model.first.weight.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
-    model.last.weight.copy_(torch.full((1, 8), 0.2))  # type: ignore[operator, union-attr]
+def in_place(model: Any) -> None:
+    model.first.weight.clamp_(-0.1, 0.1)
+    model.last.weight.copy_(torch.full((1, 8), 0.2))
 
 
-def initialised(model: nn.Module) -> None:
-    nn.init.constant_(model.body[0].weight, 0.01)  # type: ignore[index, arg-type]
-    nn.init.zeros_(model.first.bias)  # type: ignore[union-attr, arg-type]
+def initialised(model: Any) -> None:
+    nn.init.constant_(model.body[0].weight, 0.01)
+    nn.init.zeros_(model.first.bias)
 
 
-def loaded(model: nn.Module) -> None:
+def loaded(model: Any) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in weights(model).items()})
 
 
-def detached(model: nn.Module) -> None:
-    model.first.weight.detach().mul_(0.5)  # type: ignore[operator, union-attr]
+def detached(model: Any) -> None:
+    model.first.weight.detach().mul_(0.5)
 
 
-def through_numpy(model: nn.Module) -> None:
-    model.last.weight.detach().numpy()[:] *= 0.5  # type: ignore[operator, union-attr]
+def through_numpy(model: Any) -> None:
+    model.last.weight.detach().numpy()[:] *= 0.5
 
 
-def through_data(model: nn.Module) -> None:
-    model.first.weight.data.mul_(0.5)  # type: ignore[operator, union-attr]
+def through_data(model: Any) -> None:
+    model.first.weight.data.mul_(0.5)
 
 
-def new_data(model: nn.Module) -> None:
-    model.first.weight.data = torch.full_like(model.first.weight, 0.05)  # type: ignore[arg-type, union-attr]
+def new_data(model: Any) -> None:
+    model.first.weight.data = torch.full_like(model.first.weight, 0.05)
 
 
-def from_vector(model: nn.Module) -> None:
+def from_vector(model: Any) -> None:
     vector = nn.utils.parameters_to_vector(model.parameters()).detach()
     nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
 
-WRITES: dict[str, Callable[[nn.Module], None]] = {f.__name__: f for f in (in_place, initialised, loaded, detached)}
+WRITES: dict[str, Callable[[Any], None]] = {f.__name__: f for f in (in_place, initialised, loaded, detached)}
 
 
-def writing(write: Callable[[nn.Module], None], before_step: bool) -> Any:
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+def writing(write: Callable[[Any], None], before_step: bool) -> Any:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
         if before_step:
             model(*batches[0]).backward()
@@ -96,7 +96,7 @@ def test_weights_written_from_outside_reach_the_masters(twins: Twins, write: str
 
 @pytest.mark.xfail(strict=True, reason="a write through .data or numpy tells no version counter, and the master is written over it")
 @pytest.mark.parametrize("write", [through_data, through_numpy])
-def test_weights_written_behind_the_version_counter_reach_the_masters(write: Callable[[nn.Module], None]) -> None:
+def test_weights_written_behind_the_version_counter_reach_the_masters(write: Callable[[Any], None]) -> None:
     """p.data.mul_(), as weight clipping and old loading code do, and numpy's view: not lost."""
     twins = Twins(mlp, k=0)
     try:
@@ -107,7 +107,7 @@ def test_weights_written_behind_the_version_counter_reach_the_masters(write: Cal
 
 @pytest.mark.xfail(strict=True, reason="the engine goes on writing to the memory that the parameter had")
 @pytest.mark.parametrize("write", [new_data, from_vector])
-def test_a_parameter_given_other_memory_is_followed_or_refused(write: Callable[[nn.Module], None]) -> None:
+def test_a_parameter_given_other_memory_is_followed_or_refused(write: Callable[[Any], None]) -> None:
     """p.data = other and vector_to_parameters: trained from there on, or an error; never a weight that stands still."""
     twins = Twins(mlp, k=0)
     try:

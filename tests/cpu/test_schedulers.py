@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
@@ -47,13 +46,13 @@ def twins() -> Iterator[Twins]:
 def scheduled(make: Callable[[Any], Any], steps: int = STEPS) -> Loop:
     """Steps with a scheduler made on the optimizer that the loop is given; the rates are compared too."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         return _steps(model, optimizer, make(optimizer), batches, steps)
 
     return loop
 
 
-def _steps(model: nn.Module, optimizer: Any, scheduler: Any, batches: Batches, steps: int) -> list[float]:
+def _steps(model: Any, optimizer: Any, scheduler: Any, batches: Batches, steps: int) -> list[float]:
     found = []
     for step in range(steps):
         loss = model(*batches[step % 3])
@@ -104,7 +103,7 @@ def test_a_scheduler_made_before_compile(name: str) -> None:
 def test_a_schedulers_state_is_saved_and_loaded(twins: Twins) -> None:
     """scheduler.state_dict() between two halves of a run gives the same rates as one run."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scheduler = SCHEDULERS["CosineAnnealingLR"](optimizer)
         found = _steps(model, optimizer, scheduler, batches, 3)
         saved, rate = scheduler.state_dict(), optimizer.param_groups[0]["lr"]
@@ -119,7 +118,7 @@ def test_a_schedulers_state_is_saved_and_loaded(twins: Twins) -> None:
 def test_a_closure(twins: Twins) -> None:
     """step(closure) runs the closure with gradients enabled, steps, and returns its loss."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for step in range(3):
 
@@ -157,7 +156,7 @@ def test_the_old_optimizer_object_steps_for_the_new_one() -> None:
 def test_step_hooks_of_the_optimizer_run(twins: Twins) -> None:
     """Hooks registered on the optimizer run before and after each step, as in torch."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[Any]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         calls: list[str] = []
         handles = [
             optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
@@ -168,13 +167,14 @@ def test_step_hooks_of_the_optimizer_run(twins: Twins) -> None:
             handle.remove()
         return [*losses, *calls]
 
-    assert twins.agree(loop)[2:] == ["before", "after"] * 2
+    found: list[Any] = twins.agree(loop)
+    assert found[2:] == ["before", "after"] * 2
 
 
 def test_freezing_a_group_in_mid_run_by_its_rate(twins: Twins) -> None:
     """lr = 0 for some steps: moments go on, weights stay, as in torch."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
         optimizer.param_groups[0]["lr"] = 0.0
         losses += plain_loop(2)(model, optimizer, batches)
@@ -187,7 +187,7 @@ def test_freezing_a_group_in_mid_run_by_its_rate(twins: Twins) -> None:
 def test_a_parameter_frozen_in_mid_run_keeps_its_weight() -> None:
     """requires_grad_(False) in mid-run: no gradient, no update; True again: the moments go on from where they were."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for trained in (True, False, True):
             model.first.requires_grad_(trained)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +18,6 @@ from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, Twins, plain_loop
 from .models import Batches, gpt, mlp
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +88,10 @@ def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypat
 # ---- early write-back ----
 
 
-def ahead(twins: Twins, steps: int) -> Callable[[nn.Module, Any, Batches], list[float]]:
+def ahead(twins: Twins, steps: int) -> Callable[[Any, Any, Batches], list[float]]:
     """On ours the commit comes before the backward, as it does for a GPU that is far behind its launching thread."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         if model is twins.plain:
             return plain_loop(steps)(model, optimizer, batches)
         losses = plain_loop(1)(model, optimizer, batches)  # step() is where weights that restart() has loaded reach the masters
@@ -181,7 +175,7 @@ def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.
 
 
 @pytest.fixture
-def small() -> Iterator[tuple[nn.Module, Any, Batches]]:
+def small() -> Iterator[tuple[Any, Any, Batches]]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, batches = mlp()
@@ -202,7 +196,7 @@ def small() -> Iterator[tuple[nn.Module, Any, Batches]]:
     ],
 )
 def test_a_node_that_does_not_run_for_one_row_is_an_error(
-    small: tuple[nn.Module, Any, Batches], node: str, expected: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    small: tuple[Any, Any, Batches], node: str, expected: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kind of node is missed by somebody: none can be dropped and training go on without it."""
     model, optimizer, batches = small
@@ -220,7 +214,7 @@ def test_a_node_that_does_not_run_for_one_row_is_an_error(
         plain_loop(2)(model, optimizer, batches)
 
 
-def test_a_lost_release_is_made_up_for_by_step(small: tuple[nn.Module, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_release_is_made_up_for_by_step(small: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
     """step() comes after all readers: a row that no node released is released there."""
     model, optimizer, batches = small
     monkeypatch.setattr(session_of(model).nodes, "release", lambda rows: None)
@@ -228,7 +222,7 @@ def test_a_lost_release_is_made_up_for_by_step(small: tuple[nn.Module, Any, Batc
     assert len(set(losses)) == 4
 
 
-def test_a_release_that_never_comes_is_a_time_out(small: tuple[nn.Module, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_never_comes_is_a_time_out(small: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the commit ahead of it, the next forward waits for the release, then says which parameter's weight did not come."""
     model, optimizer, batches = small
     plain_loop(2)(model, optimizer, batches)
@@ -257,67 +251,3 @@ def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPat
     finally:
         marked.update(removed)
         hytrain_fx.close(model)
-
-
-# ---- graphs that are never made ----
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lambda: nn.TransformerEncoderLayer(4, 2, 8)])
-def test_a_model_of_torchs_own_class_is_compiled_too(make: Callable[[], nn.Module]) -> None:
-    """Dynamo skips frames of torch.nn: Module.compile() would leave an nn.Sequential uncompiled, without a word."""
-    torch._dynamo.reset()
-    model = make()
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
-    model(torch.ones(2, 3, 4)).square().sum().backward()
-    optimizer.step()
-    assert session_of(model).nodes.runs["grad_offload"] == len(list(model.parameters()))
-    hytrain_fx.close(model)
-
-
-def test_the_tenth_model_of_a_class_is_compiled_too() -> None:
-    """Dynamo allows eight compiled versions of a function; each model counts for itself."""
-    torch._dynamo.reset()
-    models = []
-    for _ in range(10):
-        model = nn.Sequential(nn.Linear(2, 1))
-        hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, workers=1)
-        model(torch.ones(1, 2)).sum().backward()
-        models.append(model)
-    assert [session_of(model).nodes.runs["backward_end"] for model in models] == [1] * 10
-    for model in models:
-        hytrain_fx.close(model)
-
-
-# ---- caches ----
-
-SCRIPT = """
-import sys, torch, hytrain_fx
-from torch import nn
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-if sys.argv[1] == "ours":
-    model, optimizer = hytrain_fx.compile(model, optimizer, k=0)
-else:
-    model.compile()
-for _ in range(2):
-    model(torch.ones(2, 4)).sum().backward()
-    if sys.argv[1] == "ours":
-        assert type(model[0].weight.grad).__name__ == "GradStandIn"
-    optimizer.step()
-    optimizer.zero_grad()
-print([round(float(p.sum()), 5) for p in model.parameters()])
-"""
-
-
-@pytest.mark.parametrize("order", ["plain ours plain", "ours plain ours"])
-def test_graphs_on_disk_are_not_taken_for_each_other(order: str, tmp_path: Path) -> None:
-    """Plain and rewritten graphs of one model share the caches on disk, in any order, and each process runs its own kind."""
-    printed = set()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    for kind in order.split():
-        done = subprocess.run([sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr[-2000:]
-        printed.add(done.stdout)
-    assert len(printed) == 1

@@ -42,9 +42,10 @@ def half(dtype: torch.dtype) -> Any:
 
 def gpt_without_qkv_bias() -> tuple[nn.Module, Batches]:
     """The gradient of a key's bias is zero but for rounding; Adam would make whole steps of that rounding."""
+    model: Any
     model, batches = gpt()
-    for block in model.h:  # type: ignore[union-attr]
-        block.qkv.bias = None  # type: ignore[union-attr]
+    for block in model.h:
+        block.qkv.bias = None
     return model, batches
 
 
@@ -174,7 +175,7 @@ def test_a_slow_stage_changes_no_bit(twins: Twins, stage: Stage) -> None:
 def moving(twins: Twins, ks: list[int]) -> Loop:
     """One step under each k; the reference just steps."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for k in ks:
             if model is twins.ours:

@@ -16,7 +16,7 @@ from hytrain_fx.runtime.engine import Stage
 from .loops import Loop, Twins, assert_same, weights
 from .models import Batches, mlp
 
-READS: dict[str, Callable[[nn.Module, Batches], Any]] = {
+READS: dict[str, Callable[[Any, Batches], Any]] = {
     "compiled call without gradients": lambda model, batches: _without_grad(model, batches),
     "call of a submodule": lambda model, batches: model.first(batches[0][0]).detach(),
     "sum of a weight": lambda model, batches: model.first.weight.sum().detach(),
@@ -31,7 +31,7 @@ READS: dict[str, Callable[[nn.Module, Batches], Any]] = {
 }
 
 
-def _without_grad(model: nn.Module, batches: Batches) -> torch.Tensor:
+def _without_grad(model: Any, batches: Batches) -> torch.Tensor:
     with torch.no_grad():
         return model(*batches[0])  # type: ignore[no-any-return]
 
@@ -49,7 +49,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 def _steps(count: int, before_step: Callable[..., Any] | None = None, after_step: Callable[..., Any] | None = None) -> Loop:
     """Ordinary steps with a call between backward() and step(), and one right after step(); what they return is compared too."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[Any]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found: list[Any] = []
         for step in range(count):
             loss = model(*batches[step % len(batches)])
@@ -69,7 +69,7 @@ def _steps(count: int, before_step: Callable[..., Any] | None = None, after_step
 def test_hyper_parameters_count_as_they_are_at_step(twins: Twins) -> None:
     """A learning rate, decay or betas set after the backward hold for that very step."""
 
-    def change(model: nn.Module, optimizer: Any, step: int) -> None:
+    def change(model: Any, optimizer: Any, step: int) -> None:
         optimizer.param_groups[0].update(lr=1e-2 / (step + 1), weight_decay=0.1 * step, betas=(0.9 - 0.1 * step, 0.99))
 
     twins.agree(_steps(4, before_step=change))
@@ -78,7 +78,7 @@ def test_hyper_parameters_count_as_they_are_at_step(twins: Twins) -> None:
 def test_a_skipped_step_leaves_no_trace(twins: Twins) -> None:
     """zero_grad() instead of step(): weights stay, and training goes on as if that backward had not been."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for step in range(6):
             loss = model(*batches[step % 3])
@@ -100,7 +100,7 @@ def test_a_skipped_step_leaves_no_trace(twins: Twins) -> None:
 def test_reads_before_step_find_the_old_weights_and_after_it_the_new(twins: Twins, read: str) -> None:
     """Whatever reads a weight finds the committed one, also while the update is delayed; the training keeps its bits."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for step in range(3):
             before = READS[read](model, batches)
@@ -122,7 +122,7 @@ def test_reads_before_step_find_the_old_weights_and_after_it_the_new(twins: Twin
 def test_evaluation_between_backward_and_step_sees_the_old_weights(twins: Twins) -> None:
     """A compiled call without gradients and an eager read between backward and step change nothing and see the old weights."""
 
-    def look(model: nn.Module, optimizer: Any, step: int) -> tuple[float, float]:
+    def look(model: Any, optimizer: Any, step: int) -> tuple[float, float]:
         return float(_without_grad(model, twins.batches)), float(model.last.weight.sum().detach())
 
     twins.agree(_steps(4, before_step=look))
@@ -132,11 +132,11 @@ def test_evaluation_between_backward_and_step_sees_the_old_weights(twins: Twins)
 def test_moving_averages_by_hand_follow_the_new_weights(twins: Twins, every: int) -> None:
     """An average kept with lerp_ after step(), on every step or every other, is the reference's."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[Any]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         average = copy.deepcopy(model)
 
         @torch.no_grad()
-        def update(model: nn.Module, optimizer: Any, step: int) -> None:
+        def update(model: Any, optimizer: Any, step: int) -> None:
             if step % every == 0:
                 for mean, p in zip(average.parameters(), model.parameters(), strict=True):
                     mean.lerp_(p, 0.25)
@@ -150,7 +150,7 @@ def test_moving_averages_by_hand_follow_the_new_weights(twins: Twins, every: int
 def test_averaged_model_follows_the_new_weights(twins: Twins) -> None:
     """torch's AveragedModel, which copies the compiled model and reads its parameters after each step, is the reference's."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[Any]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
         losses = _steps(4, after_step=lambda model, optimizer, step: average.update_parameters(model))(model, optimizer, batches)
         return [*losses, *(float(p.double().sum()) for p in average.module.parameters())]
@@ -161,7 +161,7 @@ def test_averaged_model_follows_the_new_weights(twins: Twins) -> None:
 def test_backward_through_weights_that_step_has_overwritten_is_torchs_error(twins: Twins) -> None:
     """loss.backward() after step() of the same weights fails as in plain torch, and training goes on."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         late = model(*batches[1])
         losses = _steps(1)(model, optimizer, batches)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -177,7 +177,7 @@ def test_backward_through_weights_that_step_has_overwritten_is_torchs_error(twin
 def test_an_exception_in_the_forward_or_the_loop_leaves_training_whole(twins: Twins) -> None:
     """A forward that raises, and a step that is abandoned after its backward, change nothing of what follows."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = _steps(2)(model, optimizer, batches)
         with pytest.raises(Exception, match=r"shape|size|mat1"):
             model(torch.randn(2, 99))

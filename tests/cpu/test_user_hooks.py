@@ -15,7 +15,7 @@ from .models import Batches, mlp
 def scaled(dtype: torch.dtype, *, unscale: bool, scale: float = 2.0**10) -> Loop:
     """The loop of torch's automatic mixed precision examples; the loss of step 2 overflows, so that its step is skipped."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         found = []
         for step in range(6):
@@ -48,7 +48,7 @@ def test_grad_scaler_and_autocast(dtype: torch.dtype, unscale: bool, k: int) -> 
 def test_a_gradient_hook_registered_before_compile(k: int) -> None:
     """It sees the real gradient, and what it returns is used."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         seen: list[float] = []
 
         def halve(grad: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_a_gradient_hook_registered_before_compile(k: int) -> None:
 def test_a_gradient_hook_registered_in_mid_run(k: int) -> None:
     """A hook that comes when the graphs are compiled already is not left out in silence."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
         seen: list[float] = []
         handle = model.first.weight.register_hook(lambda grad: seen.append(float(grad.sum())))
@@ -85,7 +85,7 @@ def test_a_gradient_hook_registered_in_mid_run(k: int) -> None:
 def test_a_post_accumulate_hook(k: int) -> None:
     """It finds the real gradient in `.grad` and may change it."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         seen: list[float] = []
 
         def clip(p: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ def test_a_post_accumulate_hook(k: int) -> None:
 def test_a_post_accumulate_hook_registered_in_mid_run(k: int) -> None:
     """As above; left out in silence it would be the worst kind of loss."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
         seen: list[float] = []
         handle = model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
@@ -119,12 +119,13 @@ def test_a_post_accumulate_hook_registered_in_mid_run(k: int) -> None:
 def test_forward_and_backward_hooks_of_modules() -> None:
     """Module hooks registered before compile see activations and their gradients as in plain torch.compile."""
 
-    def loop(model: nn.Module, optimizer: Any, batches: Batches) -> list[float]:
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         return plain_loop(3)(model, optimizer, batches)
 
     def make() -> tuple[nn.Module, Batches]:
+        model: Any
         model, batches = mlp()
-        model.body.register_forward_hook(lambda module, args, output: output * 1.5)  # type: ignore[union-attr]
+        model.body.register_forward_hook(lambda module, args, output: output * 1.5)
         return model, batches
 
     compare(make, loop)

@@ -1,0 +1,77 @@
+"""Graphs that would be missing or another's, without a word: models Dynamo leaves out, and caches on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lambda: nn.TransformerEncoderLayer(4, 2, 8)])
+def test_a_model_of_torchs_own_class_is_compiled_too(make: Callable[[], nn.Module]) -> None:
+    """Dynamo skips frames of torch.nn: Module.compile() would leave an nn.Sequential uncompiled, without a word."""
+    torch._dynamo.reset()
+    model = make()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+    model(torch.ones(2, 3, 4)).square().sum().backward()
+    optimizer.step()
+    assert session_of(model).nodes.runs["grad_offload"] == len(list(model.parameters()))
+    hytrain_fx.close(model)
+
+
+def test_the_tenth_model_of_a_class_is_compiled_too() -> None:
+    """Dynamo allows eight compiled versions of a function; each model counts for itself."""
+    torch._dynamo.reset()
+    models = []
+    for _ in range(10):
+        model = nn.Sequential(nn.Linear(2, 1))
+        hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, workers=1)
+        model(torch.ones(1, 2)).sum().backward()
+        models.append(model)
+    assert [session_of(model).nodes.runs["backward_end"] for model in models] == [1] * 10
+    for model in models:
+        hytrain_fx.close(model)
+
+
+SCRIPT = """
+import sys, torch, hytrain_fx
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if sys.argv[1] == "ours":
+    model, optimizer = hytrain_fx.compile(model, optimizer, k=0)
+else:
+    model.compile()
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    if sys.argv[1] == "ours":
+        assert type(model[0].weight.grad).__name__ == "GradStandIn"
+    optimizer.step()
+    optimizer.zero_grad()
+print([round(float(p.sum()), 5) for p in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize("order", ["plain ours plain", "ours plain ours"])
+def test_graphs_on_disk_are_not_taken_for_each_other(order: str, tmp_path: Path) -> None:
+    """Plain and rewritten graphs of one model share the caches on disk, in any order, and each process runs its own kind."""
+    printed = set()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for kind in order.split():
+        done = subprocess.run([sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=240, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        printed.add(done.stdout)
+    assert len(printed) == 1
