@@ -30,7 +30,8 @@ constexpr long long kUpdateBlocks = 2048;  // by row; the kernel strides over th
 constexpr size_t kGatherParts = 32;
 constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
 constexpr long long kGatherBytesPerBlock = 16384;
-constexpr unsigned kEventBlockingSync = 1;  // a waiting thread sleeps: the cores belong to the workers
+constexpr unsigned kEventDefault = 0;  // with timing. Not BLOCKING_SYNC: see CudaEvent::sync
+constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 struct Driver {
   CUresult (*init)(unsigned);
@@ -45,7 +46,6 @@ struct Driver {
   CUresult (*event_destroy)(CUevent);
   CUresult (*event_record)(CUevent, CUstream);
   CUresult (*event_query)(CUevent);
-  CUresult (*event_sync)(CUevent);
   CUresult (*event_elapsed)(float*, CUevent, CUevent);
   CUresult (*h2d)(CUdeviceptr, const void*, size_t, CUstream);
   CUresult (*d2h)(void*, CUdeviceptr, size_t, CUstream);
@@ -72,7 +72,6 @@ struct Driver {
     load(event_destroy, "cuEventDestroy_v2");
     load(event_record, "cuEventRecord");
     load(event_query, "cuEventQuery");
-    load(event_sync, "cuEventSynchronize");
     load(event_elapsed, "cuEventElapsedTime");
     load(h2d, "cuMemcpyHtoDAsync_v2");
     load(d2h, "cuMemcpyDtoHAsync_v2");
@@ -104,7 +103,7 @@ class EventPool {
       }
     }
     CUevent event;
-    driver_.check(driver_.event_create(&event, kEventBlockingSync), "create an event");
+    driver_.check(driver_.event_create(&event, kEventDefault), "create an event");
     return event;
   }
   void give(CUevent event) {
@@ -136,7 +135,12 @@ class CudaEvent : public Event {
     shared_->driver.check(result, "query an event");
     return true;
   }
-  void sync() override { shared_->driver.check(shared_->driver.event_sync(event_), "wait for an event"); }
+  // Polls, with sleeps: the cores belong to the workers, and cuEventSynchronize spins on one. Events made with BLOCKING_SYNC would let it
+  // sleep, but once such an event is behind a copy, cuMemcpyDtoHAsync on that stream returns only when earlier copies have run: the thread
+  // that launches the backward is then held back to the GPU's pace (seen with driver 580 on an H200: 145 ms of a 200 ms backward).
+  void sync() override {
+    while (!done()) std::this_thread::sleep_for(kPollInterval);
+  }
   double time_us() override {
     float elapsed_ms = 0;
     shared_->driver.check(shared_->driver.event_elapsed(&elapsed_ms, shared_->epoch, event_), "time an event");
@@ -169,7 +173,7 @@ class CudaDevice : public Device {
     for (CUstream& stream : streams_) d.check(d.stream_create(&stream, kStreamNonBlocking, 0), "create a stream");
     shared_->epoch = shared_->pool.take();
     d.check(d.event_record(shared_->epoch, streams_[0]), "record the epoch");
-    d.check(d.event_sync(shared_->epoch), "record the epoch");
+    d.check(d.stream_sync(streams_[0]), "record the epoch");
     shared_->epoch_us = clock_us();
   }
   ~CudaDevice() override {
