@@ -51,7 +51,7 @@ class Config:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.k == "auto" or _is_int(self.k) and self.k >= 0, "k", self.k, '"auto" or an int >= 0')
+        _require(self.k == "auto" or (_is_int(self.k) and self.k >= 0), "k", self.k, '"auto" or an int >= 0')
         _require(self.plan is None or isinstance(self.plan, Plan), "plan", self.plan, "a hytrain_fx Plan or None")
         _require(self.plan is None or self.k == "auto", "plan", "a plan and k", "one of the two: a plan already fixes k")
         _require(self.planner in get_args(Planner), "planner", self.planner, f"one of {get_args(Planner)}")

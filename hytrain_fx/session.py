@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hytrain_fx.call_gate import CallGate
 from hytrain_fx.capture import Capture, CapturedGraph, GraphKind
@@ -54,17 +55,28 @@ class Session:
         self.steps_done = 0
         self._depth = 0
         self._last_step_s: float | None = None
+        self._hooks: list[RemovableHandle] = []
+        self.closed = False
         self.engine: Engine = make_engine(config, self.table.parameters)
+        try:
+            self._build(model, optimizer)
+        except BaseException:
+            self.engine.close()  # a refused model keeps no threads
+            raise
+
+    # ---- construction ----
+
+    def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        config = self.config
         self.states = self._make_states(optimizer)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
         self.builder = CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
         self.planning = Planning(self)
-        self.number = NODES.register(self.nodes)
+        self.states.allocate(self.planning.first_placement(), config.host_memory)
+        self.number = NODES.register(self.nodes, self.table.parameters)
         self.capture: Capture[PipelineRecord] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite, self.around_backward)
         self._versions = [p._version for p in self.table.parameters]
         self._install(model)
-
-    # ---- construction ----
 
     def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
         unit_of = unit_of_rows(self.units)
@@ -79,7 +91,6 @@ class Session:
         return StateStore(self.table.parameters, [unit_of[row] for row in range(len(self.table))], amsgrad, self.engine)
 
     def _install(self, model: nn.Module) -> None:
-        self.states.allocate(self.planning.first_placement(), self.config.host_memory)
         for number, rows in ((unit.number, unit.rows) for unit in self.units):
             for row in rows:
                 self.nodes.unit_of[row] = number
@@ -87,7 +98,7 @@ class Session:
         set_compiled_call(model, CallGate(compiled, self))
         self._guarded = guard_type(_touch_of(weakref.ref(self)))
         for row, parameter in enumerate(self.table.parameters):
-            parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row)))
         self._guard_all()
         # Not a reference to the session: it must not be kept alive by its own end.
         self._shut_down = weakref.finalize(model, shut_down, self.engine, self.number, len(self.table), os.getpid())
@@ -170,10 +181,12 @@ class Session:
                 for parameter in group["params"]:
                     parameter.grad = None
         self.engine.discard(range(len(self.table)))
+        self.nodes.consumed.update(range(len(self.table)))
 
     def drain(self) -> None:
         """Return when every committed weight is on the device and every state at rest."""
-        self.engine.drain(range(len(self.table)))
+        if not self.closed:
+            self.engine.drain(range(len(self.table)))
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
@@ -184,6 +197,7 @@ class Session:
     def place(self, plan: Plan) -> None:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
         self.drain()
+        self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
         self.nodes.held.clear()
         wanted = self.planning.placement_of(plan)
         for place in (Placement.GPU, Placement.CPU):  # host memory is given back before any is taken
@@ -207,10 +221,13 @@ class Session:
     # ---- the end ----
 
     def close(self) -> None:
-        """Finish what is committed, stop the threads, give the memory back; the model stays as trained. Safe to call twice."""
+        """Finish what is committed and stop the threads; the model stays as trained, the states readable. Safe to call twice."""
         try:
             self._shut_down()
         finally:
+            self.closed = True
+            for hook in self._hooks:
+                hook.remove()
             for parameter in self.table.parameters:
                 unguard(parameter)
 

@@ -137,7 +137,6 @@ def test_too_little_host_memory_is_known_before_anything_is_allocated(k: int, mo
         hytrain_fx.compile(model, adamw(model), k=k, host_memory=4096)
 
 
-@pytest.mark.xfail(strict=True, reason="the engine's threads stay when compile() raises after it was started")
 def test_a_refused_compile_leaves_no_thread() -> None:
     """A compile() that raises stops what it had started."""
     model = Mlp()

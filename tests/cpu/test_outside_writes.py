@@ -131,7 +131,6 @@ def test_a_change_of_dtype_after_compile_is_refused() -> None:
         twins.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the engine's own error")
 def test_a_gradient_read_after_zero_grad_is_gone() -> None:
     """A stand-in kept over zero_grad() says that the gradient is gone."""
     twins = Twins(mlp, k=0)
@@ -145,7 +144,6 @@ def test_a_gradient_read_after_zero_grad_is_gone() -> None:
         twins.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a row whose gradient was dropped by hand is still in use for the engine")
 def test_states_move_after_a_gradient_was_dropped_by_hand() -> None:
     """A new plan after model.zero_grad() in place of a step moves the states."""
     twins = Twins(mlp, k=0)
