@@ -69,6 +69,7 @@ def explain(model: nn.Module) -> Explanation:
         plan=planning.plan,
         history=tuple(planning.history),
         profile=planning.profile,
+        discipline=planning.discipline,
         measured=_measured(session),
         memory=_memory_in_use(session),
         engine=session.engine.name,

@@ -127,13 +127,15 @@ class Planning:
         if new is not None:
             session.place(new)
             self.history.append(new)
+            session.marks.clear()
 
     @property
     def _solves(self) -> bool:
         return self._session.config.plan is None and self._session.config.k == "auto"
 
     @property
-    def _discipline(self) -> Discipline:
+    def discipline(self) -> Discipline:
+        """How this runtime orders and gates updates on this device, for predictions."""
         # On a GPU step() is reached early in the backward; a CPU has run the backward when step() is called.
         on_gpu = self._session.table.device.type == "cuda"
         return Discipline(commit_at="backward_start" if on_gpu else "backward_end")
@@ -148,8 +150,8 @@ class Planning:
             return prefix_plan(units, k, source="fixed k", reason=lambda unit: f"k={config.k} was given")
         per_param = self._device_bytes_per_param()
         if config.plan is not None:
-            return replace(self.plan, predicted=predict(self.profile, self.plan, per_param, self._discipline))
-        return solve(self.profile, k=min(int(config.k), len(units)), state_bytes_per_param=per_param, discipline=self._discipline)
+            return replace(self.plan, predicted=predict(self.profile, self.plan, per_param, self.discipline))
+        return solve(self.profile, k=min(int(config.k), len(units)), state_bytes_per_param=per_param, discipline=self.discipline)
 
     def _solve(self, profile: Profile) -> Plan | None:
         session = self._session
@@ -162,7 +164,7 @@ class Planning:
                 budget_bytes=int(budget),
                 host_budget_bytes=self._resident_host_bytes() + host_budget_bytes(session.config.host_memory),
                 state_bytes_per_param=per_param,
-                discipline=self._discipline,
+                discipline=self.discipline,
             )
         except PlanError:
             if self.plan.source == "first steps":
@@ -170,7 +172,7 @@ class Planning:
             return None  # the plan in force stays: memory has become too short to move to another
         if self.plan.source == "first steps" or new.k == self.plan.k:
             return new
-        present = predict(profile, self.plan, per_param, self._discipline)["step_us"]
+        present = predict(profile, self.plan, per_param, self.discipline)["step_us"]
         return new if new.predicted["step_us"] <= (1 - _MIN_GAIN) * present else None
 
     def _resident_bytes(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.planner import STATE_BYTES_PER_PARAM, compare
 from hytrain_fx.cost_model.reasons import RESOURCE_WORDS
-from hytrain_fx.cost_model.simulate import CHUNK_PARAMS, simulate
+from hytrain_fx.cost_model.simulate import CHUNK_PARAMS, Discipline, simulate
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.explain.plan_text import place_of, reason_of
@@ -69,6 +69,7 @@ class Explanation:
     plan, history    the plan in force, and all so far, oldest first
     profile          what was measured before the plan was solved, None before that
     measured         times under the plan in force, None before a step has run under it
+    discipline       how updates are ordered and gated in what is predicted
     node_runs        rows that each kind of inserted node was run for (`backward_end`: runs)
     not_offloaded    parameter name -> why its gradient does not go to the host inside a graph
     spent_us         what was done once: passes, solving
@@ -83,6 +84,7 @@ class Explanation:
     workers: int
     steps_done: int
     device: str
+    discipline: Discipline = field(default_factory=Discipline)
     node_runs: Mapping[str, int] = field(default_factory=dict)
     not_offloaded: Mapping[str, str] = field(default_factory=dict)
     spent_us: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Explanation:
             return {}
         budget = self.plan.inputs.get("budget_bytes")
         per_param = self.plan.inputs.get("state_bytes_per_param", STATE_BYTES_PER_PARAM)
-        return compare(self.profile, None if budget is None else int(budget), state_bytes_per_param=per_param)
+        return compare(self.profile, None if budget is None else int(budget), state_bytes_per_param=per_param, discipline=self.discipline)
 
     @cached_property
     def schedule(self) -> Schedule | None:
@@ -102,7 +104,7 @@ class Explanation:
         if self.profile is None:
             return None
         try:
-            return simulate(self.profile, self.plan)
+            return simulate(self.profile, self.plan, self.discipline)
         except PlanError:
             return None
 

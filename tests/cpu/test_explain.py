@@ -54,10 +54,10 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
         assert found.plan is session.planning.plan
         assert found.profile is session.planning.profile
         assert found.profile is not None
-        assert found.schedule == simulate(found.profile, found.plan)
+        assert found.schedule == simulate(found.profile, found.plan, session.planning.discipline)
         assert found.alpha == found.profile.alpha
         assert found.rules == compare(found.profile, int(found.plan.inputs["budget_bytes"]),
-                                      state_bytes_per_param=found.plan.inputs["state_bytes_per_param"])
+                                      state_bytes_per_param=found.plan.inputs["state_bytes_per_param"], discipline=session.planning.discipline)
         assert found.measured is not None
         assert found.measured.step_count == found.measured.steps - 1 == 2
         assert min(found.measured.forward_us) > 0
