@@ -224,6 +224,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   EventPtr end = device_->record_compute(stream);
   std::unique_lock<std::mutex> lock(mutex_);
   throw_if_failed();
+  for (int i = 0; i < n; ++i) check_committable(items[i].row);  // all of them before anything is changed
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
     if (!factors[i]) continue;
@@ -239,11 +240,6 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
       on_device[{-row.spec.unit, row.spec.dtype}].push_back(&items[i]);
       continue;
     }
-    if (row.phase != Phase::GRAD) throw std::runtime_error("row " + std::to_string(items[i].row) + " is committed without a gradient");
-    if (!row.armed_cpu || !row.armed_reload) {
-      throw std::runtime_error("dropped node: row " + std::to_string(items[i].row) + " was offloaded but its " +
-                               (row.armed_cpu ? "reload" : "cpu_step") + " node did not run");
-    }
     begin_update(row, items[i]);
     row.factors_known = known_now(items[i], factors);
     queue_all_ready(row, items[i].row);
@@ -255,6 +251,19 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     landed_cv_.notify_one();
   }
   reload_cv_.notify_one();
+}
+
+void Engine::check_committable(int index) {
+  const Row& row = at(index);
+  const std::string name = "row " + std::to_string(index);
+  if (row.place == Place::DEVICE) {
+    if (row.phase == Phase::PENDING) throw std::runtime_error(name + " is committed while its last update is in flight");
+    return;
+  }
+  if (row.phase != Phase::GRAD) throw std::runtime_error(name + " is committed without a gradient");
+  if (!row.armed_cpu || !row.armed_reload) {
+    throw std::runtime_error("dropped node: " + name + " was offloaded but its " + (row.armed_cpu ? "reload" : "cpu_step") + " node did not run");
+  }
 }
 
 void Engine::expect(const CommitItem* items, int n) {
@@ -293,7 +302,6 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
   std::vector<DeviceUpdate> updates;
   for (const CommitItem* item : items) {
     Row& row = at(item->row);
-    if (row.phase == Phase::PENDING) throw std::runtime_error("row " + std::to_string(item->row) + " is committed while its last update is in flight");
     awaited.insert(item->at_end || !row.ready ? end : row.ready);
     awaited.insert(row.released);
     updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, row.device.exp_avg, row.device.exp_avg_sq,
