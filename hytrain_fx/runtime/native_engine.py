@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.slabs import HostSlab
 
-SOURCES = ("engine_c.cpp", "engine.cpp", "cpu_device.cpp", "cuda_device.cpp")
+SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
 _RECORD_CAPACITY = 1 << 16
@@ -121,6 +122,10 @@ class NativeEngine:
 
     def set_unit(self, row: int, unit: int) -> None:
         self._call("set_unit", row, unit)
+
+    def set_weight(self, row: int, weight: torch.Tensor) -> None:
+        self._call("set_weight", row, c_void_p(weight.data_ptr()))
+        self._rows[row] = replace(self._rows[row], weight=weight)
 
     def place_on_host(self, row: int, states: RowStates) -> None:
         pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)

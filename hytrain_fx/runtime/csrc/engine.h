@@ -29,6 +29,10 @@ constexpr int64_t kChunk = 4 << 20;      // parameters in one copy, the grain of
 constexpr int64_t kCopyBytes = 32 << 20;  // of gradients in one copy: few enough copies that no stream's queue fills up and blocks the launching thread
 constexpr int64_t kGranule = 256 << 10;  // parameters one worker takes at a time
 
+// Byte offsets into untyped memory.
+inline const char* offset(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
+inline char* offset(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
+
 // The C interface's structs; runtime/native_engine.py mirrors them field by field.
 struct RowSpec {
   int64_t numel;
@@ -89,6 +93,7 @@ class Engine {
 
   int add_row(const RowSpec& spec);
   void set_unit(int row, int unit);
+  void set_weight(int row, void* weight);
   void place_on_host(int row, const HostStates& states);
   void place_on_device(int row, const DeviceStates& states);
 

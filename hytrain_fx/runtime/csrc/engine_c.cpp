@@ -38,6 +38,9 @@ int hytrain_add_row(Engine* engine, const hytrain_fx::RowSpec* spec) {
 int hytrain_set_unit(Engine* engine, int row, int unit) {
   return guarded([&] { engine->set_unit(row, unit); });
 }
+int hytrain_set_weight(Engine* engine, int row, void* weight) {
+  return guarded([&] { engine->set_weight(row, weight); });
+}
 int hytrain_place_on_host(Engine* engine, int row, const hytrain_fx::HostStates* states) {
   return guarded([&] { engine->place_on_host(row, *states); });
 }

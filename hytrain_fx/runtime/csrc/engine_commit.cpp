@@ -1,0 +1,112 @@
+// What step() calls: hyper-parameters fixed, updates let go.
+#include <algorithm>
+#include <map>
+
+#include "engine.h"
+
+namespace hytrain_fx {
+
+void Engine::commit(const CommitItem* items, int n, const void* const* factors, int n_factors, void* stream) {
+  if (n_factors > options_.factor_capacity) throw std::logic_error("internal: more factors than slots");
+  EventPtr end = device_->record_compute(stream);
+  std::unique_lock<std::mutex> lock(mutex_);
+  throw_if_failed();
+  for (int i = 0; i < n; ++i) check_committable(items[i].row);  // all of them before anything is changed
+  bool on_lane = false;
+  for (int i = 0; i < n_factors; ++i) {
+    if (!factors[i]) continue;
+    if (!on_lane) device_->wait(Lane::D2H, end);
+    on_lane = true;
+    device_->copy(Lane::D2H, factor_slots() + i, factors[i], sizeof(float));
+  }
+  std::map<std::pair<int, int>, std::vector<const CommitItem*>> on_device;
+  for (int i = 0; i < n; ++i) {
+    Row& row = at(items[i].row);
+    if (items[i].at_end || !row.released) row.released = end;
+    if (row.place == Place::DEVICE) {
+      on_device[{-row.spec.unit, row.spec.dtype}].push_back(&items[i]);
+      continue;
+    }
+    begin_update(row, items[i]);
+    row.factors_known = known_now(items[i], factors);
+    queue_all_ready(row, items[i].row);
+  }
+  for (const auto& [unit_and_dtype, of_unit] : on_device) commit_on_device(of_unit, end);  // the last unit's gradients come first
+  ++commits_;
+  if (on_lane) {
+    landings_.push_back({nullptr, device_->record(Lane::D2H), {}});
+    landed_cv_.notify_one();
+  }
+  reload_cv_.notify_one();
+}
+
+void Engine::check_committable(int index) {
+  const Row& row = at(index);
+  const std::string name = "row " + std::to_string(index);
+  if (row.place == Place::DEVICE) {
+    if (row.phase == Phase::PENDING) throw std::runtime_error(name + " is committed while its last update is in flight");
+    return;
+  }
+  if (row.phase != Phase::GRAD) throw std::runtime_error(name + " is committed without a gradient");
+  if (!row.armed_cpu || !row.armed_reload) {
+    throw std::runtime_error("dropped node: " + name + " was offloaded but its " + (row.armed_cpu ? "reload" : "cpu_step") + " node did not run");
+  }
+}
+
+void Engine::expect(const CommitItem* items, int n) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < n; ++i) {
+    Row& row = at(items[i].row);
+    if (row.phase != Phase::IDLE || row.place != Place::HOST) throw std::logic_error("only an idle row on the host can be committed ahead");
+    begin_update(row, items[i]);
+    row.phase = Phase::EXPECTED;
+    row.released = nullptr;
+  }
+}
+
+// Whether every factor of the item is already in its slot, rather than on its way from the device.
+bool Engine::known_now(const CommitItem& item, const void* const* factors) {
+  for (int i = 0; i < item.n_factors; ++i) {
+    if (factors[item.factors[i]]) return false;
+  }
+  return true;
+}
+
+void Engine::begin_update(Row& row, const CommitItem& item) {
+  row.phase = Phase::PENDING;
+  row.scalars = item.scalars;
+  row.n_factors = item.n_factors;
+  std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
+  const float* slots = factor_slots();
+  row.factor_base = slots;
+  row.factors_known = true;
+  row.busy_us = 0;
+}
+
+// Rows of one unit and dtype in one launch, behind one event: queues of streams are short, and a full one blocks the launching thread.
+void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end) {
+  std::set<EventPtr> awaited;
+  std::vector<DeviceUpdate> updates;
+  for (const CommitItem* item : items) {
+    Row& row = at(item->row);
+    awaited.insert(item->at_end || !row.ready ? end : row.ready);
+    awaited.insert(row.released);
+    updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, row.device.exp_avg, row.device.exp_avg_sq,
+                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars});
+  }
+  for (const EventPtr& event : awaited) device_->wait(Lane::UPDATE, event);
+  EventPtr before = recording_ ? device_->record(Lane::UPDATE) : nullptr;
+  device_->update(Lane::UPDATE, updates);
+  EventPtr after = device_->record(Lane::UPDATE);
+  if (before) lane_records_.push_back({2, items[0]->row, 0, before, after});
+  for (const CommitItem* item : items) {
+    Row& row = at(item->row);
+    row.weight = after;
+    row.phase = Phase::PENDING;
+    row.issued = static_cast<int>(row.chunks.size());
+  }
+}
+
+float* Engine::factor_slots() { return options_.factor_slots + (commits_ % 2) * options_.factor_capacity; }
+
+}  // namespace hytrain_fx

@@ -1,0 +1,196 @@
+// What the inserted nodes call: gradients out, stages armed, weights released and waited for. Also eager reads and close.
+#include <algorithm>
+
+#include "engine.h"
+
+namespace hytrain_fx {
+namespace {
+
+// Slots in a slab and gradients in the ring stand this far apart; runtime/slabs.py pads alike.
+int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+// ---- called by the nodes of the backward graph ----
+
+void Engine::grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream) {
+  std::vector<Part> parts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    for (int i = 0; i < n; ++i) begin_gradient(at(rows[i]), rows[i], grads[i], parts);
+  }
+  // Not under the lock: on a CPU these calls are the copies. Only the launching thread changes a row in this phase.
+  for (size_t first = 0; first < parts.size();) {
+    size_t last = first;
+    int64_t bytes = 0;
+    while (last < parts.size() && (last == first || bytes + padded(parts[last].bytes) <= static_cast<int64_t>(ring_.largest()))) {
+      bytes += padded(parts[last++].bytes);
+    }
+    copy_piece(parts, first, last, stream);
+    first = last;
+  }
+}
+
+void Engine::begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts) {
+  if (row.place != Place::HOST) throw std::logic_error("row " + std::to_string(index) + " offloads a gradient but is not placed on the host");
+  if (row.phase == Phase::PENDING) {
+    throw std::runtime_error("row " + std::to_string(index) + " has a new gradient while its last update is in flight: its wait node did not run");
+  }
+  row.phase = row.phase == Phase::EXPECTED ? Phase::PENDING : Phase::GRAD;
+  ++row.generation;
+  row.armed_cpu = row.armed_reload = false;
+  row.issued = 0;
+  const int64_t size = grad_bytes(row);
+  for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
+    Chunk& chunk = row.chunks[c];
+    chunk.taken = chunk.finished = 0;
+    chunk.landed = chunk.queued = false;
+    parts.push_back({index, c, row.generation, offset(grad, chunk.begin * size), offset(row.host.slot, chunk.begin * size),
+                     (chunk.end - chunk.begin) * size});
+  }
+}
+
+// One piece of the ring: gathered on the compute stream, from there to the slots in as few copies as their addresses allow.
+void Engine::copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream) {
+  std::vector<int64_t> at(last - first + 1, 0);
+  for (size_t i = first; i < last; ++i) at[i - first + 1] = at[i - first] + padded(parts[i].bytes);
+  char* piece = static_cast<char*>(ring_.take(at.back(), *device_, stream));
+  std::vector<DeviceCopy> copies;
+  for (size_t i = first; i < last; ++i) copies.push_back({piece + at[i - first], parts[i].source, parts[i].bytes});
+  device_->gather(stream, copies);
+  device_->wait(Lane::D2H, device_->record_compute(stream));
+  std::vector<Landing> landings;
+  for (size_t begin = first; begin < last;) {
+    size_t end = begin + 1;  // slots of a unit stand one after the other, padded as the ring is
+    while (end < last && parts[end].slot == parts[end - 1].slot + padded(parts[end - 1].bytes) &&
+           at[end + 1 - first] - at[begin - first] <= kCopyBytes) {
+      ++end;
+    }
+    EventPtr before = recording_ ? device_->record(Lane::D2H) : nullptr;
+    const int64_t bytes = at[end - 1 - first] - at[begin - first] + parts[end - 1].bytes;
+    device_->copy(Lane::D2H, parts[begin].slot, piece + at[begin - first], bytes);
+    landings.push_back({before, device_->record(Lane::D2H), {parts.begin() + begin, parts.begin() + end}});
+    begin = end;
+  }
+  ring_.free_after(landings.back().event);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Landing& landing : landings) {
+    for (const Part& part : landing.parts) rows_[part.row].landing = landing.event;
+  }
+  landings_.insert(landings_.end(), landings.begin(), landings.end());
+  landed_cv_.notify_one();
+}
+
+void Engine::arm_cpu(const int32_t* rows, int n) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < n; ++i) {
+    Row& row = at(rows[i]);
+    if (row.place != Place::HOST) continue;
+    row.armed_cpu = true;
+    queue_all_ready(row, rows[i]);
+  }
+}
+
+void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
+  EventPtr event;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < n; ++i) {
+    Row& row = at(rows[i]);
+    if (row.place != Place::DEVICE) continue;
+    if (!event) event = device_->record_compute(stream);
+    row.ready = event;
+  }
+}
+
+void Engine::arm_reload(const int32_t* rows, int n) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < n; ++i) at(rows[i]).armed_reload = true;
+  reload_cv_.notify_one();
+}
+
+void Engine::release(const int32_t* rows, int n, void* stream) {
+  EventPtr event = device_->record_compute(stream);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < n; ++i) at(rows[i]).released = event;
+  reload_cv_.notify_one();
+}
+
+// ---- called by the wait nodes, by eager reads, by close ----
+
+void Engine::wait(const int32_t* rows, int n, void* stream) {
+  EventPtr reloaded;
+  uint64_t issue = 0;
+  std::set<EventPtr> updated;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    throw_if_failed();
+    for (int i = 0; i < n; ++i) {
+      Row& row = at(rows[i]);
+      if (row.phase != Phase::PENDING) continue;
+      finish_wait(row, rows[i], lock);
+      if (row.place == Place::DEVICE) {
+        updated.insert(row.weight);
+      } else if (!reloaded || row.issue > issue) {
+        reloaded = row.weight;
+        issue = row.issue;
+      }
+    }
+  }
+  if (reloaded) device_->compute_wait(stream, reloaded);
+  for (const EventPtr& event : updated) device_->compute_wait(stream, event);
+}
+
+void Engine::drain(const int32_t* rows, int n) {
+  for (int i = 0; i < n; ++i) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    throw_if_failed();
+    Row& row = at(rows[i]);
+    if (row.phase != Phase::PENDING) continue;
+    finish_wait(row, rows[i], lock);
+    EventPtr weight = row.weight;
+    lock.unlock();
+    recorded(weight, "drain").sync();
+  }
+}
+
+void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock) {
+  const int chunks = static_cast<int>(row.chunks.size());
+  auto issued = [&] { return row.issued == chunks || !failure_.empty(); };
+  if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), issued)) {
+    throw std::runtime_error("row " + std::to_string(index) + ": " + std::to_string(row.issued) + " of " + std::to_string(chunks) +
+                             " chunks of its new weight were on their way after " + std::to_string(options_.timeout_s) + " s");
+  }
+  throw_if_failed();
+  row.phase = Phase::IDLE;
+  row.released = row.ready = nullptr;
+}
+
+void Engine::fetch(int row, void* dst, void* stream) {
+  EventPtr landing;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    throw_if_failed();
+    if (at(row).phase != Phase::GRAD) throw std::runtime_error("row " + std::to_string(row) + " has no gradient to bring back");
+    landing = at(row).landing;
+  }
+  device_->wait(Lane::FETCH, device_->record_compute(stream));
+  device_->wait(Lane::FETCH, landing);
+  device_->copy(Lane::FETCH, dst, at(row).host.slot, at(row).spec.numel * grad_bytes(at(row)));
+  device_->compute_wait(stream, device_->record(Lane::FETCH));
+}
+
+void Engine::discard(const int32_t* rows, int n) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < n; ++i) {
+    Row& row = at(rows[i]);
+    if (row.phase == Phase::GRAD) row.phase = Phase::IDLE;
+  }
+}
+
+bool Engine::pending(int row) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return at(row).phase == Phase::PENDING;
+}
+
+}  // namespace hytrain_fx

@@ -1,0 +1,191 @@
+// The threads between a gradient and its new weight: lander, workers, reloader.
+#include <algorithm>
+#include <chrono>
+
+#include "engine.h"
+
+namespace hytrain_fx {
+namespace {
+
+void sleep_us(double mean_us) {
+  if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
+}
+
+float* offset_floats(float* base, int64_t n) { return base ? base + n : nullptr; }
+
+// Whether none of n values has all exponent bits set, as infinities and NaN have.
+template <class Bits>
+bool all_below(const void* values, int64_t n, Bits exponent) {
+  const Bits* bits = static_cast<const Bits*>(values);
+  Bits bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= static_cast<Bits>((bits[i] & exponent) == exponent);
+  return bad == 0;
+}
+
+bool all_finite(const void* values, Dtype dtype, int64_t n) {
+  switch (dtype) {
+    case Dtype::kF32: return all_below<uint32_t>(values, n, 0x7F800000u);
+    case Dtype::kBF16: return all_below<uint16_t>(values, n, 0x7F80u);
+    default: return all_below<uint16_t>(values, n, 0x7C00u);
+  }
+}
+
+// Bytes of new weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
+constexpr int64_t kReloadBytesInFlight = 24 << 20;
+
+}  // namespace
+
+void Engine::queue_all_ready(Row& row, int index) {
+  for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) queue_if_ready(row, index, c);
+}
+
+void Engine::queue_if_ready(Row& row, int index, int chunk) {
+  Chunk& c = row.chunks[chunk];
+  if (row.phase != Phase::PENDING || !row.armed_cpu || !row.factors_known || !c.landed || c.queued) return;
+  c.queued = true;
+  ready_.insert({row.spec.unit, index, chunk});
+  work_cv_.notify_all();
+}
+
+void Engine::land() {
+  device_->bind_thread();
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    landed_cv_.wait(lock, [this] { return stop_ || !landings_.empty(); });
+    if (stop_) return;
+    Landing landing = landings_.front();
+    landings_.pop_front();
+    lock.unlock();
+    landing.event->sync();
+    sleep_us(lander_delay_us_);
+    lock.lock();
+    if (landing.parts.empty()) {
+      for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
+        if (rows_[r].phase == Phase::PENDING && !rows_[r].factors_known) {
+          rows_[r].factors_known = true;
+          queue_all_ready(rows_[r], r);
+        }
+      }
+      continue;
+    }
+    if (landing.begin) lane_records_.push_back({0, landing.parts[0].row, landing.parts[0].chunk, landing.begin, landing.event});
+    for (const Part& part : landing.parts) {
+      Row& row = rows_[part.row];
+      if (row.generation != part.generation) continue;  // dropped by zero_grad() and begun anew
+      row.chunks[part.chunk].landed = true;
+      queue_if_ready(row, part.row, part.chunk);
+    }
+  }
+}
+
+void Engine::work(int index) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    work_cv_.wait(lock, [this] { return stop_ || (!ready_.empty() && failure_.empty()); });
+    if (stop_) return;
+    const Key key = *ready_.begin();
+    Row& row = rows_[key[1]];
+    Chunk& chunk = row.chunks[key[2]];
+    const int granule = chunk.taken++;
+    if (chunk.taken == chunk.granules) ready_.erase(ready_.begin());
+    AdamScalars scalars = row.scalars;
+    for (int i = 0; i < row.n_factors; ++i) scalars.factors[i] = row.factor_base[row.factors[i]];
+    scalars.factor_count = static_cast<uint32_t>(row.n_factors);
+    lock.unlock();
+    sleep_us(worker_delay_us_);
+    if (fail_row_ == key[1]) throw std::runtime_error("injected failure in row " + std::to_string(key[1]));
+    const double begin_us = device_->now_us();
+    run_granule(row, chunk, granule, scalars);
+    const double end_us = device_->now_us();
+    lock.lock();
+    row.busy_us += (end_us - begin_us) / options_.workers;
+    note(1, key[1], key[2], index, begin_us, end_us);
+    if (++chunk.finished == chunk.granules) {
+      updated_.insert(key);
+      reload_cv_.notify_one();
+    }
+  }
+}
+
+void Engine::run_granule(Row& row, const Chunk& chunk, int granule, const AdamScalars& scalars) {
+  const int64_t begin = chunk.begin + granule * kGranule;
+  const int64_t n = std::min(kGranule, chunk.end - begin);
+  char* slot = offset(row.host.slot, begin * grad_bytes(row));
+  const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
+  // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
+  if (!all_finite(slot, dtype, n)) {
+    throw std::runtime_error("non-finite gradient: row " + std::to_string(&row - rows_.data()) + " has NaN or infinite values in its gradient");
+  }
+  adamw_chunk(slot, dtype, row.host.master + begin, row.host.exp_avg + begin, row.host.exp_avg_sq + begin,
+              offset_floats(row.host.max_exp_avg_sq, begin), grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
+}
+
+const Engine::Key* Engine::next_reload() {
+  EventPtr asked;
+  bool answer = false;
+  for (const Key& key : updated_) {
+    const Row& row = rows_[key[1]];
+    if (!row.armed_reload || !row.released) continue;
+    if (row.released != asked) {
+      asked = row.released;
+      answer = asked->done();
+    }
+    if (answer) return &key;
+  }
+  return nullptr;
+}
+
+void Engine::reload() {
+  device_->bind_thread();
+  std::deque<std::pair<EventPtr, int64_t>> in_flight;
+  int64_t bytes = 0;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    reload_cv_.wait(lock, [this] { return stop_ || !updated_.empty(); });
+    if (stop_) return;
+    if (bytes >= kReloadBytesInFlight) {
+      auto [event, size] = in_flight.front();
+      in_flight.pop_front();
+      bytes -= size;
+      lock.unlock();
+      event->sync();
+      lock.lock();
+      continue;
+    }
+    const Key* next = next_reload();
+    if (!next) {  // what is updated is still being read: ask again soon
+      reload_cv_.wait_for(lock, std::chrono::microseconds(50));
+      continue;
+    }
+    const Key key = *next;
+    updated_.erase(key);
+    issue_reload(key, lock);
+    const Row& row = rows_[key[1]];
+    const int64_t size = (row.chunks[key[2]].end - row.chunks[key[2]].begin) * grad_bytes(row);
+    in_flight.emplace_back(row.weight, size);
+    bytes += size;
+  }
+}
+
+void Engine::issue_reload(const Key& key, std::unique_lock<std::mutex>& lock) {
+  Row& row = rows_[key[1]];
+  const Chunk& chunk = row.chunks[key[2]];
+  const int64_t size = grad_bytes(row);
+  const void* source = size == 2 ? row.host.slot : row.host.master;
+  const bool recording = recording_;
+  lock.unlock();
+  sleep_us(reload_delay_us_);
+  EventPtr before = recording ? device_->record(Lane::H2D) : nullptr;
+  device_->copy(Lane::H2D, offset(row.spec.weight, chunk.begin * size), offset(source, chunk.begin * size), (chunk.end - chunk.begin) * size);
+  EventPtr after = device_->record(Lane::H2D);
+  lock.lock();
+  if (before) lane_records_.push_back({3, key[1], key[2], before, after});
+  row.weight = after;
+  row.issue = ++issues_;
+  if (++row.issued == static_cast<int>(row.chunks.size())) {
+    row.last_busy_us = row.busy_us;
+    issued_cv_.notify_all();
+  }
+}
+
+}  // namespace hytrain_fx
