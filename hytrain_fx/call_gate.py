@@ -10,13 +10,19 @@ if TYPE_CHECKING:
 
 
 class CallGate:
-    """Stands where `torch.nn.Module.compile` puts the compiled call; a copied or pickled model loses it and is a plain model."""
+    """Stands where `torch.nn.Module.compile` puts the compiled call; a copied or pickled model loses it and is a plain model.
 
-    def __init__(self, compiled: Callable[..., Any], session: Session) -> None:
-        self._compiled = compiled
+    compile_call    makes the compiled call, anew each time
+    """
+
+    def __init__(self, compile_call: Callable[[], Callable[..., Any]], session: Session) -> None:
+        self._compile_call = compile_call
+        self._compiled = compile_call()
         self.session = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.session.must_capture_anew():
+            self._compiled = self._compile_call()
         self.session.enter_forward()
         try:
             return self._compiled(*args, **kwargs)

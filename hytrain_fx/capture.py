@@ -119,7 +119,7 @@ class Capture(Generic[R]):
     names, parameters    the managed parameters, row = position
     units                their grouping (`layers.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
-    around_backward      entered while a compiled backward graph runs
+    around_backward      entered, with the graph's index, while a compiled backward graph runs
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Capture(Generic[R]):
         parameters: Sequence[nn.Parameter],
         units: Sequence[Unit],
         rewrite: Callable[[CapturedGraph], R],
-        around_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        around_backward: Callable[[int], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
@@ -175,8 +175,10 @@ class Capture(Generic[R]):
             captured = self._on_graph(graph, pair, _kind(kwargs))
             with torch_private.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
                 compiled = torch_private.compile_fx_inner(graph, inputs, **kwargs)
-            # The compiled backward reads weights too: that is no touch by the user.
-            return torch_private.boxed_within(self._around_backward, compiled) if captured.kind is GraphKind.BACKWARD else compiled
+            if captured.kind is not GraphKind.BACKWARD:
+                return compiled
+            # The compiled backward reads weights too, which is no touch by the user; and its nodes are counted.
+            return torch_private.boxed_within(lambda: self._around_backward(captured.index), compiled)
 
         with torch_private.autograd_cache_off():
             return torch_private.compile_fx(gm, example_inputs, inner_compile, patches)

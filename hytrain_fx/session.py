@@ -12,8 +12,9 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hytrain_fx.capture import Capture, CapturedGraph, GraphKind
 from hytrain_fx.commit import CommitBuilder
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
+from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.guarded_parameter import guard, guard_type, unguard
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
@@ -37,7 +39,14 @@ from hytrain_fx.runtime.launch import make_engine
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.step_nodes import SessionNodes
-from hytrain_fx.torch_private import compile_in_place, compiled_call, increment_versions, set_compiled_call, without_torch_function
+from hytrain_fx.torch_private import (
+    compiled_call,
+    compiled_call_of,
+    increment_versions,
+    set_compiled_call,
+    tensor_hooks,
+    without_torch_function,
+)
 
 
 class Session:
@@ -57,6 +66,7 @@ class Session:
         self._last_step_s: float | None = None
         self._hooks: list[RemovableHandle] = []
         self.closed = False
+        self._offloading: set[int] = set()  # rows whose gradients the compiled graphs do not return
         self.engine: Engine = make_engine(config, self.table.parameters)
         try:
             self._build(model, optimizer)
@@ -94,8 +104,8 @@ class Session:
         for number, rows in ((unit.number, unit.rows) for unit in self.units):
             for row in rows:
                 self.nodes.unit_of[row] = number
-        compiled = compile_in_place(model, self.capture.backend, self.config.dynamic, self.config.mode, self.config.options)
-        set_compiled_call(model, CallGate(compiled, self))
+        of = self.config
+        set_compiled_call(model, CallGate(partial(compiled_call_of, model, self.capture.backend, of.dynamic, of.mode, of.options), self))
         self._guarded = guard_type(_touch_of(weakref.ref(self)))
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row)))
@@ -108,6 +118,7 @@ class Session:
         if graph.kind is GraphKind.BACKWARD:
             self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
         else:
+            self._offloading.update(graph.grads)
             self._number_units()
         return record
 
@@ -121,6 +132,20 @@ class Session:
     # ---- the loop ----
 
     def enter_forward(self) -> None:
+    def must_capture_anew(self) -> bool:
+        """Whether a tensor hook has come to a parameter whose gradient the compiled graphs do not return: the hook would see None.
+
+        Answers once: the graphs that are captured next return it.
+        """
+        if not self._hooked_rows(self._offloading):
+            return False
+        self._offloading.clear()
+        return True
+
+    def _hooked_rows(self, rows: Iterable[int]) -> list[int]:
+        with without_torch_function():  # looking is no access to the values
+            return [row for row in rows if tensor_hooks(self.table.parameters[row])]
+
         """Before the compiled call."""
         self._depth += 1
         if self._depth > 1:
@@ -140,12 +165,21 @@ class Session:
             self._guard_all()
 
     @contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say."""
+    def around_backward(self, graph: int) -> Iterator[None]:
+        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
+
+        Raises DroppedNodeError where a node of it did not run, UnsupportedError for a tensor hook that came behind the forward.
+        """
+        if late := self._hooked_rows(self.nodes.graph_rows[graph]):
+            raise UnsupportedError(
+                f"a gradient hook was registered on {self.table.names[late[0]]!r} between the forward and its backward, whose compiled graph "
+                "does not return this gradient; register hooks before the forward"
+            )
         for parameter in self.table.parameters:
             unguard(parameter)
         try:
-            yield
+            with self.nodes.all_run(graph):
+                yield
         finally:
             self._guard_all()
 

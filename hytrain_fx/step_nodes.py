@@ -2,14 +2,15 @@
 
     grad_offload   row on the host: gradient to the engine, `.grad` becomes a stand-in
                    row on the device, or `.grad` already a real tensor: gradient added to the real `.grad`
-    backward_end   every gradient that this graph should have offloaded has been: otherwise a node was dropped
+    all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -118,6 +119,24 @@ class SessionNodes:
                     parameter.grad = GradStandIn(parameter, RowGradient(self, row, own))
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
+
+    @contextmanager
+    def all_run(self, graph: int) -> Iterator[None]:
+        """Around one run of a compiled backward graph. Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
+
+        Releases are not counted: `step()` makes up for one that is lost.
+        """
+        before = self.runs.copy()
+        self._offloaded.clear()  # by a graph that ended in an error
+        yield
+        rows = len(self.graph_rows[graph])
+        for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "backward_end"):
+            ran, expected = self.runs[kind] - before[kind], min(rows, 1) if kind == "backward_end" else rows
+            if ran < expected:
+                raise DroppedNodeError(
+                    f"backward graph {graph} ran {kind} for {ran} rows, expected {expected}; an inserted node was dropped by the compiler: "
+                    "please report this with the torch version"
+                )
 
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""

@@ -87,6 +87,11 @@ def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -
     return _private("torch._inductor.compile_fx", "compile_fx_inner")(gm, inputs, **kwargs)
 
 
+def tensor_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a tensor hook (`register_hook`) is on the parameter. This library has none itself."""
+    return bool(parameter._backward_hooks)
+
+
 def boxed_within(around: Callable[[], AbstractContextManager[None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
     """`compiled` run inside `around()`, with the calling convention of Inductor's output: one list of arguments, emptied by the callee."""
 
@@ -167,15 +172,19 @@ def _private(module: str, name: str) -> Any:
         ) from None
 
 
-def compile_in_place(
+def compiled_call_of(
     model: nn.Module, backend: Callable[..., Any], dynamic: bool | None, mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """As `model.compile(...)`; returns the compiled call, which is then in `model._compiled_call_impl`.
+    """The compiled call of `model`, as `model.compile(...)` makes it; each one captures its own graphs.
 
     `Module.compile` compiles `_call_impl`. Dynamo skips that frame, and the forward too where it is torch's own (nn.Sequential): the model
     would run uncompiled. So a frame of ours stands before it, with a code object of its own: recompiles are counted and limited by code
-    object, and the ninth model of a class would run uncompiled too.
+    object, and the ninth model of a class would run uncompiled too. Dynamo looks compiled code up by code object and backend, also that
+    of a forward split by graph breaks: with a backend function of its own, a second call finds none of the first one's.
     """
+
+    def own_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return backend(gm, example_inputs, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -183,8 +192,7 @@ def compile_in_place(
     # The name is part of what automatic dynamic shapes are remembered by.
     code = call.__code__.replace(co_name=f"call_{type(model).__name__}")
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, backend=backend, dynamic=dynamic, mode=mode, options=options or None)
-    set_compiled_call(model, compiled)
+    compiled: Callable[..., Any] = torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None)
     return compiled
 
 
