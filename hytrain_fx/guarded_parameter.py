@@ -2,11 +2,14 @@
 
     guarded = guard_type(on_touch)        once per compiled model
     guard(p, guarded)                     after step(): type(p) is guarded, still the same object, still an nn.Parameter
-    model.weight.sum()                    p becomes a plain nn.Parameter, on_touch(p) runs (waits for a weight in flight), then sum() runs
+    model.weight.sum()                    p becomes a CountedParameter, on_touch(p) runs (waits for a weight in flight), then sum() runs
+    model.weight.data.zero_()             the same, and p._version counts the write, as it does for `detach()`
     unguard(p)                            at entry of the compiled call: Dynamo must see plain parameters
 
 What touches is any torch function, method or property given `p`, also inside lists, tuples and dicts; not metadata, hooks, `requires_grad`
 and `.grad`. Results are plain tensors: the class is off before the op runs.
+A CountedParameter is a plain parameter to torch and Dynamo, at no cost per op; only its `.data` is another, for writes that come after
+the first touch. Where a backward still needs the old weight, a write through `.data` is torch's error, as one in place is.
 
 Not noticed, because no torch function sees it:
   - memory reached without `p`: views, `.data` or `.detach()` results, numpy and DLPack aliases, raw pointers, tensors saved for a backward,
@@ -17,7 +20,7 @@ Not noticed, because no torch function sees it:
   - a `__torch_function__` of another tensor subclass that comes first and switches torch functions off.
 A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent as a copy, not as shared memory. Another function under
 `torch.compile` breaks its graph at a guarded parameter, and with `fullgraph=True` is refused: read the parameter once before it.
-`nn.Parameter(p)` of a guarded `p` raises torch's RuntimeError: give it `p.data`.
+`nn.Parameter(p)` of a guarded or touched `p` raises torch's RuntimeError: give it `p.data`.
 """
 
 from __future__ import annotations
@@ -32,19 +35,35 @@ from torch import Tensor, nn
 from hytrain_fx.torch_private import metadata_functions, without_torch_function
 
 OnTouch = Callable[[nn.Parameter], None]
-"""Called with a parameter that is plain again, before the op that touched it runs; it may block. If it raises, the guard stays."""
+"""Called with a parameter that is a `CountedParameter`, before the op that touched it runs; it may block. If it raises, the guard stays."""
 
 
-class GuardedParameter(nn.Parameter):
+class CountedParameter(nn.Parameter):
+    """The class a parameter has from its first touch to the next compiled call; `.data` of a plain one has its own version counter."""
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory without a graph, in `detach()`'s form: writes to it count as writes to the parameter."""
+        return touched(self).detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _set_data(touched(self), value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:  # nn.Parameter's would call type(self), and be a CountedParameter
+        return cast(nn.Parameter, _plainly(self, lambda plain: plain.__deepcopy__(memo)))
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return _plainly(self, lambda plain: plain.__reduce_ex__(proto))
+
+    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's own, which takes no contents either
+        return str(_plainly(self, repr))
+
+
+class GuardedParameter(CountedParameter):
     """The class a parameter has while guarded; made for one model by `guard_type`. Never instantiated: parameters are given it."""
 
     on_touch: ClassVar[OnTouch]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:  # nn.Parameter's would call type(self) before it reads self.data
-        return cast(nn.Parameter, touched(self).__deepcopy__(memo))
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return touched(self).__reduce_ex__(proto)
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its effect is on the object, which no graph can hold
@@ -66,15 +85,15 @@ def guard_type(on_touch: OnTouch) -> type[GuardedParameter]:
 
 
 def guard(parameter: Tensor, guarded: type[GuardedParameter]) -> bool:
-    """Give a plain nn.Parameter the class `guarded`. False, and nothing done, if its type is another one (a subclass of nn.Parameter)."""
-    if type(parameter) is nn.Parameter:
+    """Give a plain or touched parameter the class `guarded`. False, and nothing done, if its type is another subclass of nn.Parameter."""
+    if type(parameter) in (nn.Parameter, CountedParameter):
         parameter.__class__ = guarded
     return type(parameter) is guarded
 
 
 def unguard(parameter: Tensor) -> None:
-    """Take the class off without calling `on_touch`; does nothing to a parameter that is not guarded."""
-    if issubclass(type(parameter), GuardedParameter):
+    """Make a guarded or touched parameter plain without calling `on_touch`; does nothing to others."""
+    if issubclass(type(parameter), CountedParameter):
         parameter.__class__ = nn.Parameter
 
 
@@ -84,16 +103,26 @@ def is_guarded(parameter: Tensor) -> bool:
 
 
 def touched(parameter: Tensor) -> nn.Parameter:
-    """The same parameter, plain and with `on_touch` called if it was guarded. What `on_touch` raises passes through, guard on again."""
+    """The same parameter, no longer guarded and with `on_touch` called if it was. What `on_touch` raises passes through, guard on again."""
     guarded = type(parameter)
     if issubclass(guarded, GuardedParameter):
-        unguard(parameter)
+        parameter.__class__ = CountedParameter
         try:
             guarded.on_touch(cast(nn.Parameter, parameter))
         except BaseException:
             guard(parameter, guarded)
             raise
     return cast(nn.Parameter, parameter)
+
+
+def _plainly(parameter: nn.Parameter, read: Callable[[nn.Parameter], Any]) -> Any:
+    """What `read` gives of the parameter as a plain one: nothing of ours goes into a copy."""
+    plain = touched(parameter)
+    plain.__class__ = nn.Parameter
+    try:
+        return read(plain)
+    finally:
+        plain.__class__ = CountedParameter
 
 
 def _guarded_in(value: object) -> Iterator[Tensor]:
@@ -106,6 +135,9 @@ def _guarded_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _guarded_in(item)
+
+
+_set_data: Final[Callable[[Tensor, Tensor], None]] = vars(torch._C.TensorBase)["data"].__set__
 
 
 def _setters(*names: str) -> frozenset[Callable[..., Any]]:

@@ -31,6 +31,7 @@ from hytrain_fx.guarded_parameter import guard, guard_type, unguard
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
+from hytrain_fx.outside_writes import OutsideWrites
 from hytrain_fx.parameters import ParameterTable, build_table
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.planning import Planning
@@ -65,8 +66,8 @@ class Session:
         self._depth = 0
         self._last_step_s: float | None = None
         self._hooks: list[RemovableHandle] = []
-        self.closed = False
         self._offloading: set[int] = set()  # rows whose gradients the compiled graphs do not return
+        self.closed = False
         self.engine: Engine = make_engine(config, self.table.parameters)
         try:
             self._build(model, optimizer)
@@ -85,7 +86,7 @@ class Session:
         self.states.allocate(self.planning.first_placement(), config.host_memory)
         self.number = NODES.register(self.nodes, self.table.parameters)
         self.capture: Capture[PipelineRecord] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite, self.around_backward)
-        self._versions = [p._version for p in self.table.parameters]
+        self._writes = OutsideWrites(self.table, self.engine, self.states)
         self._install(model)
 
     def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
@@ -117,8 +118,8 @@ class Session:
         record = rewrite(graph, session=self.number, units=self.units, dump=self.config.dump)
         if graph.kind is GraphKind.BACKWARD:
             self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
-        else:
             self._offloading.update(graph.grads)
+        else:
             self._number_units()
         return record
 
@@ -131,7 +132,6 @@ class Session:
 
     # ---- the loop ----
 
-    def enter_forward(self) -> None:
     def must_capture_anew(self) -> bool:
         """Whether a tensor hook has come to a parameter whose gradient the compiled graphs do not return: the hook would see None.
 
@@ -146,10 +146,12 @@ class Session:
         with without_torch_function():  # looking is no access to the values
             return [row for row in rows if tensor_hooks(self.table.parameters[row])]
 
+    def enter_forward(self) -> None:
         """Before the compiled call."""
         self._depth += 1
         if self._depth > 1:
             return
+        self.touched |= self._writes.follow_memory()
         self.planning.before_forward()
         if self.eager_rows:
             self.engine.drain(sorted(self.eager_rows))
@@ -186,15 +188,14 @@ class Session:
     def step(self) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now."""
         with torch.no_grad(), without_torch_function():
-            self._follow_written_weights()
+            self.follow_written_weights()
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             self.engine.commit(items)
             on_host = {item.row for item in items if item.grad is None}
             self.nodes.consumed.update(on_host)
             parameters = [self.table.parameters[item.row] for item in items]
             increment_versions(parameters)
-            for item in items:
-                self._versions[item.row] = self.table.parameters[item.row]._version
+            self._writes.note([item.row for item in items])
         self.touched.clear()
         self._guard_all()
         self._end_step()
@@ -231,6 +232,7 @@ class Session:
     def place(self, plan: Plan) -> None:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
         self.drain()
+        self.follow_written_weights()  # or a master that moves to the device would be written over them
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
         self.nodes.held.clear()
         wanted = self.planning.placement_of(plan)
@@ -241,12 +243,10 @@ class Session:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""
         return self._probe.us_per_param()
 
-    def _follow_written_weights(self) -> None:
-        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too."""
-        for row, parameter in enumerate(self.table.parameters):
-            if parameter._version != self._versions[row]:
-                self.states.reload_master(row)
-                self._versions[row] = parameter._version
+    def follow_written_weights(self) -> None:
+        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
+        if not self.closed:
+            self.touched |= self._writes.follow(self.touched)
 
     def _guard_all(self) -> None:
         for parameter in self.table.parameters:

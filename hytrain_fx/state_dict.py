@@ -15,6 +15,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """By parameter: `step`, the moments, and `master` for 16-bit parameters; copies on the CPU. The session must be drained."""
     found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    session.follow_written_weights()
     for row, parameter in enumerate(session.table.parameters):
         if session.builder.steps[row] == 0:
             continue  # torch, too, has no state for a parameter before its first step
@@ -47,6 +48,7 @@ def load_states(session: Session, groups: Sequence[dict[str, Any]], state_dict: 
     for row, entry in saved_of_row.items():
         if entry is not None:
             _check_row(session, row, entry)
+    session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
     for group, saved in zip(groups, saved_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     for row, entry in saved_of_row.items():
@@ -68,7 +70,7 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     if "master" in saved and parameter.dtype != torch.float32:
         _view(states.master, parameter).copy_(saved["master"])
     else:
-        session.states.reload_master(row)
+        session.states.take_weight(row)
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.runtime.engine import Engine, RowStates
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
 from hytrain_fx.runtime.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
 
 
@@ -83,9 +84,26 @@ class StateStore:
             for row in rows:
                 self._slabs.pop(row)  # the last row of a slab frees it
 
-    def reload_master(self, row: int) -> None:
-        """Take the weight as it is on the device for the new master: it was written from outside."""
+    def follow_weight(self, row: int) -> None:
+        """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits."""
+        weight = flat_memory(self._weights[row])
+        if weight.dtype == torch.float32:
+            self._load_master(row)
+            return
+        for master, of_device in zip(self._states[row].master.split(CHUNK_PARAMS), weight.split(CHUNK_PARAMS), strict=True):
+            written = of_device.to(master.device)
+            master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+
+    def take_weight(self, row: int) -> None:
+        """Make the weight the master in every element."""
         self._load_master(row)
+
+    def follow_memory(self, row: int) -> None:
+        """The parameter of an idle row has other memory: an fp32 master on the device is that memory."""
+        states = self._states[row]
+        if self.placement[row] is Placement.GPU and self._weights[row].dtype == torch.float32:
+            self._states[row] = replace(states, master=flat_memory(self._weights[row]))
+            self._tell_engine(row, Placement.GPU)
 
     def _tell_engine(self, row: int, place: Placement) -> None:
         self.placement[row] = place

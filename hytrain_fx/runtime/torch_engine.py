@@ -74,6 +74,10 @@ class TorchEngine:
         with self._locked(failures=False):
             self._row(row).unit = unit
 
+    def set_weight(self, row: int, weight: torch.Tensor) -> None:
+        with self._locked(failures=False):
+            self._row(row).set_weight(weight)
+
     def place_on_host(self, row: int, states: RowStates) -> None:
         with self._locked(failures=False) as pipeline:
             pipeline.update.require_supported(row, states)

@@ -89,6 +89,12 @@ class Row:
         )
         self.on_host = on_host
 
+    def set_weight(self, weight: torch.Tensor) -> None:
+        """Write new weights to this memory from now on. Raises EngineError while an update is in flight."""
+        if self.phase in (Phase.PENDING, Phase.EXPECTED):
+            raise EngineError(f"row {self.index} is given other memory while its update is in flight")
+        self.weight = flat_alias(weight)
+
     def placed_states(self) -> RowStates:
         """The states. Raises EngineError for a row that has none."""
         if self.states is None:

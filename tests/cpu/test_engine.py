@@ -48,6 +48,21 @@ def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
     return partial(running, request.param)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_new_weights_go_to_the_memory_set_last(make_engine: MakeEngine, dtype: torch.dtype) -> None:
+    """After set_weight() of an idle row new weights come there, with the reference's bits, and the old memory is left alone."""
+    with make_engine() as engine:
+        loop = EngineLoop(engine, SIZES, dtype)
+        loop.step()
+        engine.drain(range(len(SIZES)))
+        left, loop.weights[2] = loop.weights[2], loop.weights[2].clone()
+        engine.set_weight(2, loop.weights[2])
+        before = left.clone()
+        loop.step()
+        loop.check()
+        assert torch.equal(left, before)
+
+
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_slow_stage_does_not_change_a_bit(make_engine: MakeEngine, stage: Stage, dtype: torch.dtype) -> None:

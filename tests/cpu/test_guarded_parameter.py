@@ -16,7 +16,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.guarded_parameter import GuardedParameter, guard, guard_type, is_guarded, touched, unguard
+from hytrain_fx.guarded_parameter import CountedParameter, GuardedParameter, guard, guard_type, is_guarded, touched, unguard
 
 
 class Landing:
@@ -30,7 +30,7 @@ class Landing:
         self.guard_all()
 
     def on_touch(self, parameter: nn.Parameter) -> None:
-        assert type(parameter) is nn.Parameter
+        assert type(parameter) is CountedParameter
         self.touches += 1
         with torch.no_grad():
             parameter.fill_(self.value)
@@ -96,7 +96,7 @@ def test_a_read_sees_the_new_weight(name: str) -> None:
             seen = READS[name](parameter)
         assert torch.equal(seen, full(value))
         assert type(seen) is Tensor
-        assert type(parameter) is nn.Parameter
+        assert type(parameter) is CountedParameter
         assert landing.touches == 1
 
 
@@ -122,6 +122,33 @@ def test_a_write_comes_after_the_new_weight(name: str) -> None:
         WRITES[name](parameter)
     assert landing.touches == 1
     assert torch.equal(parameter.detach(), full(9.0))
+
+
+def test_writes_through_data_are_counted() -> None:
+    """`.data` shares memory and version counter with a guarded or touched parameter; a result that is kept goes on counting."""
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    landing = Landing(parameter)
+    kept = parameter.data
+    version = parameter._version
+    kept.add_(1.0)
+    parameter.data.mul_(2.0)
+    unguard(parameter)
+    kept.add_(1.0)
+    assert (parameter._version - version, landing.touches, type(kept), kept.requires_grad) == (3, 1, Tensor, False)
+    assert torch.equal(parameter.detach(), full(7.0))
+
+
+@pytest.mark.parametrize("touch", [lambda p: p, lambda p: p.sum()], ids=["guarded", "touched"])
+def test_copies_and_texts_are_those_of_a_plain_parameter(touch: Callable[[nn.Parameter], Any]) -> None:
+    """deepcopy, pickle and repr of a guarded or touched parameter name no class of ours, and leave its own as it was."""
+    parameter = nn.Parameter(torch.ones(2))
+    Landing(parameter).guard_all(1.0)
+    touch(parameter)
+    assert type(copy.deepcopy(parameter)) is type(pickle.loads(pickle.dumps(parameter))) is nn.Parameter
+    assert repr(parameter) == repr(nn.Parameter(torch.ones(2)))
+    assert type(parameter) is CountedParameter
+    compiled = torch.compile(lambda p: p * 2, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(parameter).detach(), torch.full((2,), 2.0))
 
 
 def test_metadata_gradients_and_hooks_do_not_touch() -> None:

@@ -1,0 +1,107 @@
+"""Weights that somebody else has written, or given other memory: noticed by version and address, and taken for the new masters.
+
+    version    an in-place write to the parameter or to any `detach()` of it (`.data` of a managed parameter is one): the counter is shared
+    address    `p.data = other`, `model.to(...)`, `vector_to_parameters`
+    touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no counter, and comparing is cheap there
+
+Not noticed: a write on a GPU through a raw pointer or a DLPack alias, and one through an alias from before `compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.torch_private import without_torch_function
+
+_dtype_of = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What may not change after compile; strides of dimensions of one element are left out, they mean nothing."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides)
+
+    def __str__(self) -> str:
+        return f"shape {tuple(self.shape)}, {self.dtype} on {self.device}, strides {self.strides}"
+
+
+class OutsideWrites:
+    """Remembers versions and memory of all parameters as this library left them."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
+        self._table = table
+        self._engine = engine
+        self._states = states
+        with without_torch_function():
+            self._forms = [_Form.of(p) for p in table.parameters]
+            self._memory = self._memory_now()
+            self._versions = [p._version for p in table.parameters]
+
+    def follow_memory(self) -> set[int]:
+        """Use the memory that parameters have now, and what is in it; the rows whose memory is another one. About 0.2 us a parameter.
+
+        Raises UnsupportedError, and changes nothing, where dtype, shape, device or order of memory are others.
+        """
+        with torch.no_grad(), without_torch_function():
+            now = self._memory_now()
+            if now == self._memory:
+                return set()
+            moved = [row for row, (a, b) in enumerate(zip(zip(*now, strict=True), zip(*self._memory, strict=True), strict=True)) if a != b]
+            for row in moved:
+                self._require_form(row)
+            self._engine.drain(moved)
+            for row in moved:
+                self._engine.set_weight(row, self._table.parameters[row].detach())
+                self._states.follow_memory(row)
+                self._states.follow_weight(row)
+            self._memory = now
+            return set(moved)
+
+    def follow(self, touched: Collection[int]) -> set[int]:
+        """Take written weights for the masters; the rows that were, or may have been, written. Raises UnsupportedError."""
+        with torch.no_grad(), without_torch_function():
+            written = self.follow_memory()
+            now = [p._version for p in self._table.parameters]
+            if now != self._versions:
+                written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
+            if self._table.device.type == "cpu":
+                written.update(touched)
+            if written:
+                self._engine.drain(sorted(written))
+            for row in written:
+                self._states.follow_weight(row)
+            self.note(written)
+            return written
+
+    def note(self, rows: Collection[int]) -> None:
+        """The versions that these rows have now are ours."""
+        for row in rows:
+            self._versions[row] = self._table.parameters[row]._version
+
+    def _memory_now(self) -> tuple[list[int], list[int], list[torch.dtype]]:
+        parameters = self._table.parameters  # three maps: no bytecode is run for a parameter
+        return list(map(torch.Tensor.data_ptr, parameters)), list(map(torch.Tensor.numel, parameters)), list(map(_dtype_of, parameters))
+
+    def _require_form(self, row: int) -> None:
+        found, expected = _Form.of(self._table.parameters[row]), self._forms[row]
+        if found != expected:
+            raise UnsupportedError(
+                f"{self._table.names[row]} was changed after hytrain_fx.compile(): it has {found}; it was compiled with {expected}. "
+                "Call hytrain_fx.close(model), make a new optimizer, and call hytrain_fx.compile() again"
+            )
