@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, intermediate_size=176, num_attention_heads=4, vocab_size=512),
-    "125m": dict(hidden_size=768, num_hidden_layers=12, intermediate_size=2048, num_attention_heads=12),
-    "1b": dict(hidden_size=2048, num_hidden_layers=24, intermediate_size=5504, num_attention_heads=16),
-    "3b": dict(hidden_size=3072, num_hidden_layers=26, intermediate_size=8192, num_attention_heads=24),
-    "7b": dict(hidden_size=4096, num_hidden_layers=32, intermediate_size=11008, num_attention_heads=32),
-    "10b": dict(hidden_size=4608, num_hidden_layers=38, intermediate_size=12288, num_attention_heads=36),
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 176, "num_attention_heads": 4, "vocab_size": 512},
+    "125m": {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12},
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 5504, "num_attention_heads": 16},
+    "3b": {"hidden_size": 3072, "num_hidden_layers": 26, "intermediate_size": 8192, "num_attention_heads": 24},
+    "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008, "num_attention_heads": 32},
+    "10b": {"hidden_size": 4608, "num_hidden_layers": 38, "intermediate_size": 12288, "num_attention_heads": 36},
 }
-ADAMW: dict[str, Any] = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> nn.Module:

@@ -51,22 +51,23 @@ def traced(model: nn.Module, step: Callable[[], object], finish: Callable[[], No
     updates = [r for r in records if r.stage is Stage.CPU_UPDATE]
     cpu = _union([(r.begin_us + shift, r.end_us + shift) for r in updates])
     trace["traceEvents"] += [
-        dict(ph="X", cat="cpu_update", name=f"update row {r.row}", pid="hytrain_fx workers", tid=r.worker,
-             ts=r.begin_us + shift, dur=r.end_us - r.begin_us)
+        {"ph": "X", "cat": "cpu_update", "name": f"update row {r.row}", "pid": "hytrain_fx workers", "tid": r.worker,
+             "ts": r.begin_us + shift, "dur": r.end_us - r.begin_us}
         for r in updates
     ]
     with open(path, "w") as file:
-        json.dump({**trace, "traceEvents": [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "cpu_update")]}, file)
-    return dict(
-        cpu_update_s=_length(cpu) / 1e6,
-        cpu_update_during_kernels=_share(cpu, compute),
-        d2h_s=_length(d2h) / 1e6,
-        d2h_during_kernels=_share(d2h, compute),
-        h2d_s=_length(h2d) / 1e6,
-        h2d_during_kernels=_share(h2d, compute),
-        compute_busy_s=_length(compute) / 1e6,
-        span_s=(compute[-1][1] - compute[0][0]) / 1e6 if compute else 0.0,
-    )
+        kept = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "cpu_update")]
+        json.dump({**trace, "traceEvents": kept}, file)
+    return {
+        "cpu_update_s": _length(cpu) / 1e6,
+        "cpu_update_during_kernels": _share(cpu, compute),
+        "d2h_s": _length(d2h) / 1e6,
+        "d2h_during_kernels": _share(d2h, compute),
+        "h2d_s": _length(h2d) / 1e6,
+        "h2d_during_kernels": _share(h2d, compute),
+        "compute_busy_s": _length(compute) / 1e6,
+        "span_s": (compute[-1][1] - compute[0][0]) / 1e6 if compute else 0.0,
+    }
 
 
 def _busiest_stream(kernels: Sequence[dict[str, Any]]) -> object:

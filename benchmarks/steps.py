@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     options = dict(_option(text) for text in arguments.option)
     step, finish = _trainer(arguments.mode, model, arguments.clip, options)
     tokens = batches(arguments.size, arguments.batch, arguments.sequence, device)
-    result: dict[str, Any] = dict(mode=arguments.mode, size=arguments.size, params=sum(p.numel() for p in model.parameters()),
-                                  tokens=arguments.batch * arguments.sequence, clip=arguments.clip, options=arguments.option)
+    result: dict[str, Any] = {"mode": arguments.mode, "size": arguments.size, "params": sum(p.numel() for p in model.parameters()),
+                                  "tokens": arguments.batch * arguments.sequence, "clip": arguments.clip, "options": arguments.option}
     if arguments.losses:
         result["losses"] = torch.stack([step(next(tokens)) for _ in range(arguments.losses)]).tolist()
         finish()
@@ -153,13 +153,20 @@ def _ours(model: nn.Module, explain: bool) -> dict[str, Any]:
 
         print(hytrain_fx.explain(model))
     plan = session.planning.plan
-    return dict(k=plan.k, units=len(session.units), plan=plan.source, predicted_step_s=round(plan.predicted.get("step_us", 0) / 1e6, 4),
-                engine=session.engine.name, workers=session.engine.workers, plan_s=round(session.planning.solve_us / 1e6, 2))
+    return {
+        "k": plan.k,
+        "units": len(session.units),
+        "plan": plan.source,
+        "predicted_step_s": round(plan.predicted.get("step_us", 0) / 1e6, 4),
+        "engine": session.engine.name,
+        "workers": session.engine.workers,
+        "plan_s": round(session.planning.solve_us / 1e6, 2),
+    }
 
 
 def _memory(device: torch.device) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-    return dict(peak_device_gb=round(peak, 2), host_rss_gb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2))
+    return {"peak_device_gb": round(peak, 2), "host_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2)}
 
 
 def _checksum(model: nn.Module) -> int:

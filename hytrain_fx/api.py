@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,8 +26,10 @@ from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
 from hytrain_fx.torch_private import compiled_call, set_compiled_call
 
+M = TypeVar("M", bound=nn.Module)
 
-def compile(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[nn.Module, OffloadedOptimizer]:
+
+def compile(model: M, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[M, OffloadedOptimizer]:
     """Compile `model` in place and take over `optimizer`; the loop around them stays as it is.
 
     Returns the same module object and an optimizer that shares `param_groups` with the given one. Options: see `Config`.

@@ -27,7 +27,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._original = original
         _hand_over(original, self)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: fixes the hyper-parameters and returns while updates run. Raises EngineError, GradientConsumedError."""
         loss = None
         if closure is not None:

@@ -78,7 +78,8 @@ class Planning:
         k = 0
         while k < len(units) and sum(left[k:]) > limit:
             k += 1
-        why = "times are not measured yet" if k == 0 else f"the host's {limit / 2**30:.1f} GiB hold the states of the last {len(units) - k} units"
+        fits = f"the host's {limit / 2**30:.1f} GiB hold the states of the last {len(units) - k} units"
+        why = "times are not measured yet" if k == 0 else fits
         return prefix_plan(units, k, source="first steps", reason=lambda unit: why)
 
     def placement_of(self, plan: Plan) -> list[Placement]:

@@ -85,7 +85,8 @@ class Session:
         self.planning = Planning(self)
         self.states.allocate(self.planning.first_placement(), config.host_memory)
         self.number = NODES.register(self.nodes, self.table.parameters)
-        self.capture: Capture[PipelineRecord] = Capture(self.table.names, self.table.parameters, self.units, self._rewrite, self.around_backward)
+        parts = (self.table.names, self.table.parameters, self.units)
+        self.capture: Capture[PipelineRecord] = Capture(*parts, self._rewrite, self.around_backward)
         self._writes = OutsideWrites(self.table, self.engine, self.states)
         self._install(model)
 
@@ -174,8 +175,8 @@ class Session:
         """
         if late := self._hooked_rows(self.nodes.graph_rows[graph]):
             raise UnsupportedError(
-                f"a gradient hook was registered on {self.table.names[late[0]]!r} between the forward and its backward, whose compiled graph "
-                "does not return this gradient; register hooks before the forward"
+                f"a gradient hook was registered on {self.table.names[late[0]]!r} between the forward and its backward, whose compiled "
+                "graph does not return this gradient; register hooks before the forward"
             )
         for parameter in self.table.parameters:
             unguard(parameter)

@@ -2,4 +2,6 @@
 
 # The link `cost_model` at the top of the repository leads here; through it every module would load a second time.
 if __name__ != "hytrain_fx.cost_model":
-    raise ImportError(f"imported as {__name__!r} through a link to hytrain_fx/cost_model; expected `import hytrain_fx.cost_model`", name=__name__)
+    raise ImportError(
+        f"imported as {__name__!r} through a link to hytrain_fx/cost_model; expected `import hytrain_fx.cost_model`", name=__name__
+    )

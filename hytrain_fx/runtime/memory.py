@@ -25,7 +25,7 @@ def device_budget_bytes(option: float | int | Literal["auto"], device: torch.dev
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return max(0.0, resident_bytes + 0.95 * free - _DEVICE_MARGIN_BYTES)
-    return resident_bytes + _HOST_SHARE * psutil.virtual_memory().available
+    return resident_bytes + _HOST_SHARE * float(psutil.virtual_memory().available)
 
 
 def host_budget_bytes(limit_bytes: int | None) -> int:

@@ -31,9 +31,9 @@ class UpdateProbe:
         device, dtype = self._like.device, self._like.dtype
         weight, grad = (torch.rand(self._numel, device=device).to(dtype) for _ in range(2))
         self._engine.add_row(RowSpec(self._numel, 0, weight))
-        moments = [torch.zeros(self._numel, device=device) for _ in range(2)]
+        first, second = (torch.zeros(self._numel, device=device) for _ in range(2))
         master = weight if dtype == torch.float32 else weight.float()
-        self._engine.place_on_device(self._row, RowStates(master, *moments, None, None))
+        self._engine.place_on_device(self._row, RowStates(master, first, second, None, None))
         self._engine.record(True)
         runs = [self._run_us(grad) for _ in range(_RUNS)][_COLD_RUNS:]
         self._row += 1  # rows are not taken out again; a later probe adds its own

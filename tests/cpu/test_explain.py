@@ -56,8 +56,9 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
         assert found.profile is not None
         assert found.schedule == simulate(found.profile, found.plan, session.planning.discipline)
         assert found.alpha == found.profile.alpha
-        assert found.rules == compare(found.profile, int(found.plan.inputs["budget_bytes"]),
-                                      state_bytes_per_param=found.plan.inputs["state_bytes_per_param"], discipline=session.planning.discipline)
+        inputs, discipline = found.plan.inputs, session.planning.discipline
+        assert found.rules == compare(found.profile, int(inputs["budget_bytes"]), state_bytes_per_param=inputs["state_bytes_per_param"],
+                                      discipline=discipline)
         assert found.measured is not None
         assert found.measured.step_count == found.measured.steps - 1 == 2
         assert min(found.measured.forward_us) > 0

@@ -14,7 +14,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.runtime.engine import Stage
 
-ADAMW: dict[str, Any] = dict(lr=1e-2, weight_decay=0.1)
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 STEPS = 8
 
 
@@ -26,7 +26,8 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        changed: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + changed
 
 
 class Net(nn.Module):
@@ -122,8 +123,8 @@ def trained(dtype: torch.dtype, clip: float | None, delay: Stage | None, **optio
 def test_every_plan_and_every_delay_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | None) -> None:
     """Losses and weights equal the all-GPU loop's for k = 0, between, n and solved, with each stage slow in turn."""
     losses, weights = plain(dtype, clip)
-    cases: list[tuple[Stage | None, dict[str, Any]]] = [(None, dict(k=0)), (None, dict(k=6)), (None, dict(warmup_steps=2, replan_every=2))]
-    cases += [(stage, dict(k=2)) for stage in (Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE)]
+    cases: list[tuple[Stage | None, dict[str, Any]]] = [(None, {"k": 0}), (None, {"k": 6}), (None, {"warmup_steps": 2, "replan_every": 2})]
+    cases += [(stage, {"k": 2}) for stage in (Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE)]
     for delay, options in cases:
         found_losses, found = trained(dtype, clip, delay, **options)
         assert found_losses == losses, (delay, options)
