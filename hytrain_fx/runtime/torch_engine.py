@@ -78,12 +78,20 @@ class TorchEngine:
         with self._locked(failures=False):
             self._row(row).set_weight(weight)
 
+    def _finish_landing(self, row: int) -> None:
+        """A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free."""
+        landing = self._row(row).landing
+        if landing is not None:
+            landing.sync()
+
     def place_on_host(self, row: int, states: RowStates) -> None:
+        self._finish_landing(row)
         with self._locked(failures=False) as pipeline:
             pipeline.update.require_supported(row, states)
             self._row(row).place(states, on_host=True)
 
     def place_on_device(self, row: int, states: RowStates) -> None:
+        self._finish_landing(row)
         with self._locked(failures=False):
             self._row(row).place(states, on_host=False)
 

@@ -169,12 +169,15 @@ class CpuLanes:
             thread.join()
 
 
+_POLL_S = 20e-6
+
+
 class _CudaEvent:
     __slots__ = ("_epoch", "event")
 
     def __init__(self, stream: torch.cuda.Stream, epoch: tuple[torch.cuda.Event, float]) -> None:
-        # blocking: a waiting thread sleeps, the cores belong to the worker
-        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back (csrc/cuda_device.cpp).
+        self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
         self._epoch = epoch
 
@@ -182,7 +185,8 @@ class _CudaEvent:
         return bool(self.event.query())
 
     def sync(self) -> None:
-        self.event.synchronize()
+        while not self.event.query():
+            time.sleep(_POLL_S)  # synchronize() would spin, on a core of the worker
 
     def time_us(self) -> float:
         event, at_us = self._epoch

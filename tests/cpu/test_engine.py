@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,7 +21,7 @@ from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.torch_engine import TorchEngine
 
-from .engine_loop import GROUP, EngineLoop
+from .engine_loop import GROUP, EngineLoop, device_states, host_states
 
 SIZES = (300_000, 17, 1_000_003, 4096)
 
@@ -231,3 +232,19 @@ def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: Ma
         engine.commit([CommitItem(0, scalars), CommitItem(1, scalars)])
         with pytest.raises(NonFiniteGradientError, match="row 1"):
             engine.wait([0, 1])
+
+
+def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine: MakeEngine) -> None:
+    """The old slot may be freed once a row has been placed elsewhere: no copy is on its way to it any more."""
+    with make_engine() as engine:
+        loop = EngineLoop(engine, (300_000,), torch.bfloat16)
+        slot = torch.zeros(300_000, dtype=torch.bfloat16)
+        engine.place_on_host(0, replace(host_states(loop.weights[0]), slot=slot))
+        engine.set_delay(Stage.D2H, 50_000)
+        engine.grad_offload([0], [torch.ones(300_000, dtype=torch.bfloat16)])
+        engine.discard([0])
+        engine.place_on_device(0, device_states(loop.weights[0]))
+        landed = slot.clone()
+        engine.set_delay(Stage.D2H, 0)
+        time.sleep(0.2)
+        assert torch.equal(slot, landed)

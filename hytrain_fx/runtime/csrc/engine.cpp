@@ -72,7 +72,18 @@ Engine::Row& Engine::at(int row) {
   return rows_[row];
 }
 
+// A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free.
+void Engine::finish_landing(int row) {
+  EventPtr landing;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    landing = at(row).landing;
+  }
+  if (landing) landing->sync();
+}
+
 void Engine::place_on_host(int row, const HostStates& states) {
+  finish_landing(row);
   std::lock_guard<std::mutex> lock(mutex_);
   Row& r = at(row);
   if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
@@ -81,6 +92,7 @@ void Engine::place_on_host(int row, const HostStates& states) {
 }
 
 void Engine::place_on_device(int row, const DeviceStates& states) {
+  finish_landing(row);
   std::lock_guard<std::mutex> lock(mutex_);
   Row& r = at(row);
   if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");

@@ -167,6 +167,7 @@ class Engine {
   Row& at(int row);
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
+  void finish_landing(int row);
   void check_committable(int index);
   void begin_update(Row& row, const CommitItem& item);
   void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end);
