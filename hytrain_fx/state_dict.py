@@ -59,6 +59,7 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     states, parameter = session.states[row], session.table.parameters[row]
     if saved is None:
         session.builder.steps[row] = 0
+        session.states.take_weight(row)  # as fresh as its moments
         for name in _MOMENTS:
             if (flat := getattr(states, name)) is not None:
                 flat.zero_()
