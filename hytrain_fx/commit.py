@@ -2,7 +2,7 @@
 
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
-    a real tensor, row on the device     the update reads that tensor
+    a real tensor, updated on the device the update reads that tensor
     a real tensor, row on the host       it is offloaded now
 """
 
@@ -92,7 +92,7 @@ class CommitBuilder:
                     f"step() was called again for {self._table.names[row]} without a new gradient: the last step() has used it. "
                     "Call zero_grad() and backward() before the next step()"
                 )
-            elif self._states.placement[row] is Placement.GPU:
+            elif self._states.placement[row] is not Placement.CPU:
                 grad = grad.grad_state.materialize()  # its states have moved since the backward
             else:
                 return CommitItem(row, numbers, None, touched, grad.factors)

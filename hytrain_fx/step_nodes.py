@@ -1,7 +1,7 @@
 """What the inserted nodes do in one session: gradients into the engine, stand-ins into `.grad`, marks, counts.
 
     grad_offload   row on the host: gradient to the engine, `.grad` becomes a stand-in
-                   row on the device, or `.grad` already a real tensor: gradient added to the real `.grad`
+                   row updated on the device, or `.grad` already a real tensor: gradient added to the real `.grad`
     all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
 """
 
@@ -250,7 +250,7 @@ class SessionNodes:
             held.add_(grad)
             if ours:
                 self._own[row] = (weakref.ref(held), held._version)
-        elif self._states.placement[row] is Placement.GPU:
+        elif self._states.placement[row] is not Placement.CPU:
             fresh.append((row, grad))
         else:
             return grad
