@@ -19,11 +19,13 @@ class Config:
 
     k              units updated on the device: "auto" solves it from measured times, 0 = every unit on the CPU
     plan           a saved Plan to obey instead of solving one
-    planner        which rule solves k
+    planner        which rule solves k: "windowed" (each layer's own window), "seed" (HyTrainDNN's equation) or "cotrain"
+    stream         share 0..1 of the parameters not resident on the device whose states are brought there each step instead of being
+                   updated by the CPU; "auto" solves it on CUDA together with k (planner "windowed"), and is 0 with the model on the CPU
     gpu_states     what may rest on the device: "auto" (what is free), a fraction 0..1 of the states, or bytes
     host_memory    bytes the states may take on the host, None = what the host has available
-    replan_every   steps between re-solving k, 0 = only once after the warm-up
-    warmup_steps   steps measured before k is solved the first time
+    replan_every   steps between looking at new measurements, and moving states where that pays; 0 = one plan after the warm-up stays
+    warmup_steps   steps measured before a plan is solved
     engine         which engine runs the updates
     workers        CPU update threads, None = physical cores less the launching threads
     ring_bytes     device memory for gradients on their way to the host, None = three of the largest gradients of a unit
@@ -36,10 +38,11 @@ class Config:
 
     k: int | Literal["auto"] = "auto"
     plan: Plan | None = None
-    planner: Planner = "seed"
+    planner: Planner = "windowed"
+    stream: float | Literal["auto"] = "auto"
     gpu_states: float | int | Literal["auto"] = "auto"
     host_memory: int | None = None
-    replan_every: int = 0
+    replan_every: int = 20
     warmup_steps: int = 5
     engine: EngineName = "auto"
     workers: int | None = None
@@ -55,6 +58,7 @@ class Config:
         _require(self.plan is None or isinstance(self.plan, Plan), "plan", self.plan, "a hytrain_fx Plan or None")
         _require(self.plan is None or self.k == "auto", "plan", "a plan and k", "one of the two: a plan already fixes k")
         _require(self.planner in get_args(Planner), "planner", self.planner, f"one of {get_args(Planner)}")
+        _require(self.stream == "auto" or _is_share(self.stream), "stream", self.stream, '"auto" or a number between 0 and 1')
         _require(_valid_gpu_states(self.gpu_states), "gpu_states", self.gpu_states,
                  '"auto", a float between 0 and 1 (fraction of the states), or an int >= 0 (bytes)')
         _require(_is_none_or_positive(self.host_memory), "host_memory", self.host_memory, "None or a positive int (bytes)")
@@ -84,6 +88,10 @@ def _require(holds: bool, name: str, found: object, expected: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _is_none_or_positive(value: object) -> bool:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 # Letter in front of the unit's number, and the lane of a predicted task.
 LETTERS = {
     TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
-    TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w",
+    TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
 }
 _LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}
 _ORDER = ("device", "D2H", "CPU", "H2D")  # "device updates" stands behind "device"
-_STAGES = {"D2H": TaskKind.D2H, "CPU_UPDATE": TaskKind.CPU_UPDATE, "GPU_UPDATE": TaskKind.GPU_UPDATE, "H2D": TaskKind.H2D}
+_STAGES = {name: TaskKind[name] for name in ("D2H", "CPU_UPDATE", "GPU_UPDATE", "H2D", "STREAM_IN", "STREAM_OUT")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,10 @@ def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[Ta
 
 def _span_of(record: TaskRecord, unit_of: Sequence[int]) -> Span:
     kind = _STAGES[record.stage.name]
-    lanes: Mapping[TaskKind, str] = {TaskKind.CPU_UPDATE: f"CPU {record.worker}", TaskKind.GPU_UPDATE: "device updates"}
+    lanes: Mapping[TaskKind, str] = {
+        TaskKind.CPU_UPDATE: f"CPU {record.worker}", TaskKind.GPU_UPDATE: "device updates",
+        TaskKind.STREAM_IN: "H2D states", TaskKind.STREAM_OUT: "D2H states",
+    }
     return Span(lanes.get(kind, record.stage.name), kind, unit_of[record.row], record.begin_us, record.end_us)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _COLOURS = {
     TaskKind.FORWARD: "#4c78a8", TaskKind.BACKWARD: "#9ecae9", TaskKind.WAIT: "#e45756", TaskKind.D2H: "#f2cf5b",
     TaskKind.CPU_UPDATE: "#54a24b", TaskKind.GPU_UPDATE: "#88d27a", TaskKind.H2D: "#b279a2",
+    TaskKind.STREAM_IN: "#ff9da6", TaskKind.STREAM_OUT: "#d6a5c9",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from hytrain_fx.errors import PlanError
 
 TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
+STREAM_TIMES = ("stream_in_us", "stream_out_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,9 @@ class UnitProfile:
     cpu_update_us    update of all its parameters by the CPU workers
     gpu_update_us    update of all its parameters on the device
     d2h_us, h2d_us   copy of its gradients to the host, of its new weights to the device
+    stream_in_us     copy of all its fp32 states to the device while as much goes back; 0 = they cannot be streamed
+    stream_out_us    copy of all its fp32 states back to the host while as much comes in
+    param_numels     elements of each of its parameters, in the order of their flat ranges; () = not known, the unit is never split
     """
 
     index: int
@@ -35,12 +39,18 @@ class UnitProfile:
     gpu_update_us: float
     d2h_us: float
     h2d_us: float
+    stream_in_us: float = 0.0
+    stream_out_us: float = 0.0
+    param_numels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.grad_bytes <= 0:
             raise PlanError(f"unit {self.index} ({self.name}) has {self.params} parameters and {self.grad_bytes} gradient bytes; "
                             "expected both > 0: a unit without managed parameters belongs to its neighbour")
-        for name in TIMES:
+        if self.param_numels and sum(self.param_numels) != self.params:
+            raise PlanError(f"unit {self.index} ({self.name}) has {self.params} parameters, those of its tensors sum to "
+                            f"{sum(self.param_numels)}; expected the same")
+        for name in (*TIMES, *STREAM_TIMES):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"unit {self.index} ({self.name}) has {name}={value}, expected a finite time >= 0")
@@ -49,6 +59,11 @@ class UnitProfile:
     def alpha(self) -> float:
         """Device update time over CPU update time; infinite when the CPU's is not measurable."""
         return self.gpu_update_us / self.cpu_update_us if self.cpu_update_us else math.inf
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether its states can be brought to the device and back within a step."""
+        return self.stream_in_us > 0 and self.stream_out_us > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,11 @@ class Profile:
         return sum(u.h2d_us for u in self.units)
 
     @property
+    def can_stream(self) -> bool:
+        """Whether the states of every unit can be streamed."""
+        return all(u.can_stream for u in self.units)
+
+    @property
     def alpha(self) -> float:
         """Device over CPU update time of the whole model."""
         return self.gpu_update_us / self.cpu_update_us if self.cpu_update_us else math.inf
@@ -122,7 +142,7 @@ class Profile:
         """Read `to_json`'s text back. Raises PlanError where it is not such a text."""
         try:
             raw: dict[str, Any] = dict(json.loads(text))
-            units = tuple(UnitProfile(**unit) for unit in raw.pop("units"))
+            units = tuple(UnitProfile(**{**unit, "param_numels": tuple(unit.get("param_numels", ()))}) for unit in raw.pop("units"))
             return cls(units=units, **raw)
         except PlanError:
             raise

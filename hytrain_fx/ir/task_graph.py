@@ -3,6 +3,7 @@
     forward(0) -> ... -> forward(n-1) -> backward(n-1) -> ... -> backward(0)
     backward(l) -> d2h(l) -> cpu_update(l) -> h2d(l) -> wait(l) -> next forward(l)
     backward(l) -> gpu_update(l) -> wait(l)
+    stream_in(l) -> gpu_update(l) -> stream_out(l)
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class TaskKind(enum.StrEnum):
     GPU_UPDATE = "gpu_update"
     H2D = "h2d"
     WAIT = "wait"
+    STREAM_IN = "stream_in"
+    STREAM_OUT = "stream_out"
 
 
 class Resource(enum.StrEnum):
@@ -45,12 +48,14 @@ RESOURCE_OF = {
     TaskKind.D2H: Resource.D2H,
     TaskKind.CPU_UPDATE: Resource.CPU,
     TaskKind.H2D: Resource.H2D,
+    TaskKind.STREAM_IN: Resource.H2D,
+    TaskKind.STREAM_OUT: Resource.D2H,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One layer as the planner sees it: `index` counts in forward order, `params` in elements."""
+    """One layer as the planner sees it: `index` counts in forward order, `params` in elements, `param_numels` those of each parameter."""
 
     index: int
     name: str
@@ -59,6 +64,7 @@ class Unit:
     grad_bytes: int
     forward_flops: float = 0.0
     backward_flops: float = 0.0
+    param_numels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,7 +91,7 @@ class TaskGraph:
 
 
 def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
-    """The DAG for one step over `units`, both update places of each unit included.
+    """The DAG for one step over `units`, all three ways to update each unit included.
 
     Raises PlanError when there are no units or their indices are not 0..n-1 in order.
     """
@@ -104,6 +110,8 @@ def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
 
 # Bytes an exact AdamW update reads and writes per parameter: g16 in, w16 out, fp32 w, m, v both ways.
 UPDATE_BYTES_PER_PARAM = 28
+# fp32 master weight and two fp32 moments.
+STATE_BYTES_PER_PARAM = 12
 
 
 def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
@@ -120,4 +128,7 @@ def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
     gpu = add(TaskKind.GPU_UPDATE, update_bytes)
     h2d = add(TaskKind.H2D, unit.grad_bytes)
     wait = add(TaskKind.WAIT, 0)
+    stream_in = add(TaskKind.STREAM_IN, STATE_BYTES_PER_PARAM * unit.params)
+    stream_out = add(TaskKind.STREAM_OUT, STATE_BYTES_PER_PARAM * unit.params)
     dag.add_edges_from([(backward, d2h), (d2h, cpu), (cpu, h2d), (h2d, wait), (backward, gpu), (gpu, wait)])
+    dag.add_edges_from([(stream_in, gpu), (gpu, stream_out)])
