@@ -12,27 +12,41 @@ import torch
 from hytrain_fx.config import Config
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine
+from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores
 
-# Cores left to the thread that launches the backward, the autograd thread, and the engine's two copy threads.
-_LAUNCHING_CORES = 2
+# Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area: six chunks of
+# three fp32 tensors). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
+STAGING_BYTES = 6 * CHUNK_PARAMS * 3 * 4
+_RING_LIMIT_BYTES = 640_000_000 - STAGING_BYTES
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 
 
-def default_workers() -> int:
-    """CPU update threads where the option is not given: this process's cores, shared among the ranks of one host."""
+def default_workers(device: torch.device | None = None) -> int:
+    """CPU update threads where the option is not given: this rank's physical cores less those that launch."""
+    topology = read_topology(device)
+    cores = _cores_without_topology() if topology is None else usable_cores(topology)
+    return max(1, cores - LAUNCHING_CORES)
+
+
+def _cores_without_topology() -> int:
     cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 1)
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, cores // ranks - _LAUNCHING_CORES)
+    return cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def ring_bytes_for(parameters: Sequence[torch.Tensor], wanted: int | None) -> int:
-    """Device memory for gradients on their way: `wanted`, or four of the largest gradients, or twice all of them where that is less.
+    """Device memory for gradients on their way: `wanted`, or the least of four of the largest gradients, twice all of them, and 338 MB.
 
-    At least what two pieces of one chunk need.
+    At least what two pieces of one chunk need. What does not fit goes in several pieces, the compute stream waiting for the first.
+
+    Why that is enough: in the ring is the backlog, gradients made less gradients carried. Where the backward makes them more slowly than
+    the link carries them (3.1 G 16-bit parameters in 200 ms: 31 GB/s of 50), a backlog comes only from what is handed over at once, the
+    gradients of one unit, and the backward waits for what exceeds the ring: 1 ms for a unit of 200 M 16-bit parameters. Where
+    it makes them faster throughout (few tokens), the backlog grows all along the backward and no ring of a fixed size holds it;
+    then the link sets the length of the step, and a larger ring only moves the wait into the next forward.
     """
     sizes = [p.numel() * p.element_size() for p in parameters]
     chunk = min(max(sizes), CHUNK_PARAMS * 4)
-    return max(wanted or min(4 * max(sizes), 2 * sum(sizes)), 2 * chunk + _RING_SLACK_BYTES)
+    return max(wanted or min(4 * max(sizes), 2 * sum(sizes), _RING_LIMIT_BYTES), 2 * chunk + _RING_SLACK_BYTES)
 
 
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
@@ -41,7 +55,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     Raises EngineError when the named engine cannot be had.
     """
     device = parameters[0].device
-    workers = config.workers or default_workers()
+    workers = config.workers or default_workers(device)
     ring_bytes = ring_bytes_for(parameters, config.ring_bytes)
     if config.engine in ("auto", "native"):
         from hytrain_fx.runtime.native_engine import NativeEngine

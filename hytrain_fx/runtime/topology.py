@@ -1,0 +1,158 @@
+"""Which logical CPUs the update workers run on: one of each physical core, near the GPU, disjoint between the ranks of a host.
+
+    read_topology(...)  ->  Topology  ->  cores_of_rank  ->  pick_workers  ->  (2, 3, 4, ...)
+
+The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also how hosts number their GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Physical cores left to the thread that launches the backward, the autograd thread, and the engine's two copy threads.
+LAUNCHING_CORES = 2
+SYS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalCpu:
+    """One logical CPU: its number, the lowest number among the threads of its physical core, its NUMA node."""
+
+    number: int
+    core: int
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """What one rank may use, and from where.
+
+    cpus         the logical CPUs that this process may run on, by number
+    gpu_node     NUMA node of its GPU, None where it is not known or there is no GPU
+    calling_cpu  logical CPU that the calling thread ran on when this was read, None where it is not known
+    rank, ranks  this process among those of its host
+    quota_cores  CPU time that the control group may use, in cores; None without such a limit
+    """
+
+    cpus: tuple[LogicalCpu, ...]
+    gpu_node: int | None = None
+    calling_cpu: int | None = None
+    rank: int = 0
+    ranks: int = 1
+    quota_cores: float | None = None
+
+
+def worker_cores(count: int, device: torch.device | None = None) -> tuple[int, ...] | None:
+    """Logical CPUs for `count` update workers, one each; None where they should run wherever the system puts them (`pick_workers`)."""
+    topology = read_topology(device)
+    return None if topology is None else pick_workers(topology, count)
+
+
+def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
+    """`count` logical CPUs, each of another physical core of this rank, those of the GPU's node first, ascending within a node.
+
+    The launching cores are left out: that of the calling thread, and others of its node. None where nothing should be pinned: too few
+    cores for `count` workers beside the launching ones (two threads pinned to one core would wait for each other), or a
+    limit on CPU time below the number of cores (other groups run on the same cores: the system must be free to choose).
+    """
+    cores = cores_of_rank(topology)
+    if topology.quota_cores is not None and topology.quota_cores < len({cpu.core for cpu in topology.cpus}):
+        return None
+    left_free = {cpu.core for cpu in sorted(cores, key=lambda cpu: _distance_to_caller(topology, cpu))[:LAUNCHING_CORES]}
+    workers = [cpu.number for cpu in cores if cpu.core not in left_free]
+    return tuple(workers[:count]) if 0 < count <= len(workers) else None
+
+
+def cores_of_rank(topology: Topology) -> tuple[LogicalCpu, ...]:
+    """One logical CPU of each physical core of this rank, those of the GPU's node first."""
+    first: dict[int, LogicalCpu] = {}
+    for cpu in sorted(topology.cpus, key=lambda cpu: cpu.number):
+        first.setdefault(cpu.core, cpu)
+    cores = sorted(first.values(), key=lambda cpu: (cpu.node, cpu.number))
+    begin, end = (len(cores) * rank // topology.ranks for rank in (topology.rank, topology.rank + 1))
+    return tuple(sorted(cores[begin:end], key=lambda cpu: (cpu.node != topology.gpu_node, cpu.node, cpu.number)))
+
+
+def usable_cores(topology: Topology) -> int:
+    """Physical cores that this rank can keep busy: those of its block, within its share of a limit on CPU time."""
+    cores = len(cores_of_rank(topology))
+    return cores if topology.quota_cores is None else min(cores, int(topology.quota_cores / topology.ranks))
+
+
+def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topology | None:
+    """This process's topology from sysfs under `root` and the variables LOCAL_RANK and LOCAL_WORLD_SIZE; None where it cannot be read."""
+    try:
+        nodes = _node_of_cpu(root)
+        cpus = tuple(_logical_cpu(root, number, nodes.get(number, 0)) for number in sorted(os.sched_getaffinity(0)))
+    except (OSError, ValueError):
+        return None
+    ranks = max(1, _variable("LOCAL_WORLD_SIZE", 1))
+    rank = min(max(0, _variable("LOCAL_RANK", 0)), ranks - 1)
+    gpu = None if device is None or device.type != "cuda" else _gpu_node(root, device)
+    return Topology(cpus, gpu, _calling_cpu(), rank, ranks, _quota_cores(root))
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """The numbers of a kernel CPU list such as "0-3,8,10-11". Raises ValueError where it is not one."""
+    numbers: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        low, _, high = part.partition("-")
+        numbers += range(int(low), int(high or low) + 1)
+    return tuple(numbers)
+
+
+def _distance_to_caller(topology: Topology, cpu: LogicalCpu) -> tuple[bool, bool]:
+    caller = next((one for one in topology.cpus if one.number == topology.calling_cpu), None)
+    return (caller is None or cpu.core != caller.core, caller is None or cpu.node != caller.node)
+
+
+def _logical_cpu(root: Path, number: int, node: int) -> LogicalCpu:
+    siblings = root / f"devices/system/cpu/cpu{number}/topology/thread_siblings_list"
+    return LogicalCpu(number, min(cpu_list(siblings.read_text())), node)
+
+
+def _node_of_cpu(root: Path) -> dict[int, int]:
+    """Empty where the kernel was built without NUMA."""
+    lists = root.glob("devices/system/node/node[0-9]*/cpulist")
+    return {cpu: int(path.parent.name.removeprefix("node")) for path in lists for cpu in cpu_list(path.read_text())}
+
+
+def _gpu_node(root: Path, device: torch.device) -> int | None:
+    """None where torch does not tell the address, sysfs does not have it, or says -1: the firmware gives no node."""
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int((root / f"bus/pci/devices/{address}/numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _calling_cpu() -> int | None:
+    try:
+        number = int(ctypes.CDLL(None).sched_getcpu())
+    except (OSError, AttributeError):
+        return None
+    return number if number >= 0 else None
+
+
+def _quota_cores(root: Path) -> float | None:
+    """The limit of this process's own control group as a container sees it (version 2)."""
+    try:
+        quota, period = (root / "fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _variable(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        return default

@@ -1,0 +1,61 @@
+"""How much device memory passes gradients on, and how many workers there are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.runtime import launch
+from hytrain_fx.runtime.engine import CHUNK_PARAMS
+from hytrain_fx.runtime.launch import STAGING_BYTES, default_workers, ring_bytes_for
+from hytrain_fx.runtime.topology import LogicalCpu, Topology
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def parameter(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Without memory."""
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 1 << 31), st.sampled_from(DTYPES)), min_size=1, max_size=20))
+def test_ring_and_staging_take_no_more_than_640_mb(sizes: list[tuple[int, torch.dtype]]) -> None:
+    """For any model; and two pieces of one chunk fit, so that any gradient passes."""
+    parameters = [parameter(*size) for size in sizes]
+    ring = ring_bytes_for(parameters, None)
+    chunk = max(min(p.numel(), CHUNK_PARAMS) * p.element_size() for p in parameters)
+    assert ring + STAGING_BYTES <= 640_000_000
+    assert ring // 2 >= chunk
+
+
+def test_a_small_model_takes_a_small_ring() -> None:
+    """Twice all its gradients, beside the least that two pieces need."""
+    assert ring_bytes_for([parameter(1000, torch.float32)] * 3, None) <= 3 * 2 * 4000 + (64 << 10)
+
+
+def test_a_wanted_ring_is_taken_down_to_the_least_that_works() -> None:
+    """The option holds above the default's limit; below the least it is raised."""
+    parameters = [parameter(1 << 30, torch.bfloat16)]
+    assert ring_bytes_for(parameters, 5 << 30) == 5 << 30
+    assert ring_bytes_for(parameters, 1) >= 2 * CHUNK_PARAMS * 2
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 14), (2, 6), (8, 1)])
+def test_workers_are_the_rank_s_physical_cores_less_two(ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 cores with two threads each; at least one worker."""
+    cpus = tuple(LogicalCpu(number, number % 16, 0) for number in range(32))
+    monkeypatch.setattr(launch, "read_topology", lambda device: Topology(cpus, ranks=ranks))
+    assert default_workers() == workers
+
+
+def test_without_a_readable_topology_the_affinity_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose sysfs tells nothing."""
+    monkeypatch.setattr(launch, "read_topology", lambda device: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_workers() == 2
