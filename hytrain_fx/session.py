@@ -237,7 +237,7 @@ class Session:
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
         self.nodes.held.clear()
         wanted = self.planning.placement_of(plan)
-        for place in (Placement.GPU, Placement.CPU):  # host memory is given back before any is taken
+        for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
             self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
 
     def probe_device_update_us_per_param(self) -> float:

@@ -44,14 +44,14 @@ class RowStates:
     exp_avg: torch.Tensor  # [numel] fp32
     exp_avg_sq: torch.Tensor  # [numel] fp32
     max_exp_avg_sq: torch.Tensor | None  # [numel] fp32, with amsgrad
-    slot: torch.Tensor | None  # [numel] gradient in, 16-bit weight out; None on the device
+    slot: torch.Tensor | None  # [numel] gradient in, 16-bit weight out; None on the device and for streamed rows
 
 
 @dataclass(frozen=True, slots=True)
 class CommitItem:
     """One row's part of a `step()`.
 
-    grad     the real gradient of a row placed on the device, None for a row whose gradient went to its slot
+    grad     the real gradient of a row updated on the device (its states resting there or streamed), None for one that went to its slot
     at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as of now
     factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device
     """
@@ -64,7 +64,7 @@ class CommitItem:
 
 
 class Stage(IntEnum):
-    """A stage of the pipeline, for recording and for delays in tests."""
+    """A stage of the pipeline, for recording and for delays in tests. STREAM_IN and STREAM_OUT copy states of streamed rows."""
 
     D2H = 0
     CPU_UPDATE = 1
@@ -72,6 +72,8 @@ class Stage(IntEnum):
     H2D = 3
     LANDING = 4
     ISSUE = 5
+    STREAM_IN = 6
+    STREAM_OUT = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,14 @@ class Engine(Protocol):
 
     name: str
     workers: int
+    can_stream: bool  # whether rows may be placed with place_streamed
 
     def add_row(self, spec: RowSpec) -> None: ...
     def set_unit(self, row: int, unit: int) -> None: ...
     def set_weight(self, row: int, weight: torch.Tensor) -> None: ...
     def place_on_host(self, row: int, states: RowStates) -> None: ...
     def place_on_device(self, row: int, states: RowStates) -> None: ...
+    def place_streamed(self, row: int, states: RowStates) -> None: ...
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None: ...
     def arm_cpu(self, rows: Sequence[int]) -> None: ...
     def arm_gpu(self, rows: Sequence[int]) -> None: ...

@@ -15,13 +15,16 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
-from hytrain_fx.runtime.slabs import HostSlab
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
+from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
-SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "cpu_device.cpp", "cuda_device.cpp")
+SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_stream.cpp",
+           "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
 _RECORD_CAPACITY = 1 << 16
+# Chunks of streamed states on the device at once: one being filled, one updated, one emptied, and as many again against hiccups.
+_STAGING_SLOTS = 6
 
 
 class _RowSpec(Structure):
@@ -34,6 +37,10 @@ class _HostStates(Structure):
 
 class _DeviceStates(Structure):
     _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p)]
+
+
+class _StagingMemory(Structure):
+    _fields_ = [("base", c_void_p), ("slot_params", c_int64), ("arrays", c_int32), ("slots", c_int32)]
 
 
 class _CommitItem(Structure):
@@ -69,6 +76,8 @@ class _Options(Structure):
         ("factor_capacity", c_int32),
         ("adamw_functions", c_void_p * 3),
         ("gather_function", c_void_p),
+        ("worker_cores", POINTER(c_int32)),
+        ("nonfinite", c_void_p),
     ]
 
 
@@ -76,6 +85,7 @@ class NativeEngine:
     """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed."""
 
     name = "native"
+    can_stream = True
 
     def __init__(self, device: torch.device, workers: int, ring_bytes: int, timeout_s: float) -> None:
         self.workers = workers
@@ -83,11 +93,12 @@ class NativeEngine:
         self._library = build.load(SOURCES)
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
-        self._factors = HostSlab(2 * _FACTOR_CAPACITY * 4)
+        self._factors = HostSlab(slab_bytes(2 * _FACTOR_CAPACITY, torch.float32) + slab_bytes(1, torch.int32))
         if device.type == "cuda":
             self._factors.pin(device)
         slots = self._factors.take(2 * _FACTOR_CAPACITY, torch.float32)
         options = _Options(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), _FACTOR_CAPACITY)
+        options.nonfinite = self._factors.take(1, torch.int32).data_ptr()
         if device.type == "cuda":
             from hytrain_fx.runtime import cuda_adamw, cuda_module
 
@@ -99,6 +110,7 @@ class NativeEngine:
         # The C++ side holds addresses only: these hold the memory.
         self._rows: list[RowSpec] = []
         self._states: dict[int, RowStates] = {}
+        self._staging: torch.Tensor | None = None
         self._keep: list[object] = []  # tensors whose memory a lane may still read, until the next commit
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
@@ -136,6 +148,24 @@ class NativeEngine:
         pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq)
         self._states[row] = states
         self._call("place_on_device", row, byref(_DeviceStates(*map(_pointer, pointers))))
+
+    def place_streamed(self, row: int, states: RowStates) -> None:
+        self._require_staging(min(states.master.numel(), CHUNK_PARAMS), 3 if states.max_exp_avg_sq is None else 4)
+        pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, None)
+        self._states[row] = states
+        self._call("place_streamed", row, byref(_HostStates(*map(_pointer, pointers))))
+
+    def _require_staging(self, slot_params: int, arrays: int) -> None:
+        """Staging slots of at least that shape; replaced only while no row is in flight."""
+        slots, present_arrays, present_params = (0, 0, 0) if self._staging is None else self._staging.shape
+        if slots and arrays <= present_arrays and slot_params <= present_params:
+            return
+        shape = (_STAGING_SLOTS, max(arrays, present_arrays), max(-(-slot_params // 64) * 64, present_params))
+        staging = torch.empty(shape, dtype=torch.float32, device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # kernels before this point may still use what the memory was
+        self._call("set_staging", byref(_StagingMemory(staging.data_ptr(), shape[2], shape[1], shape[0])))
+        self._staging = staging
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         pointers = (c_void_p * len(grads))(*(grad.data_ptr() for grad in grads))

@@ -1,4 +1,9 @@
-"""The optimizer states of every row: where they rest, what they hold, and moving them between host and device."""
+"""The optimizer states of every row: where they rest, what they hold, and moving them between host and device.
+
+    CPU      fp32 states on the host, and a slot: gradient in, 16-bit weight out
+    STREAM   fp32 states on the host, no slot: the gradient stays on the device
+    GPU      fp32 states on the device
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class StateStore:
-    """Master weights and moments by row; slabs by unit.
+    """Master weights and moments by row; slabs by unit, those of slots apart from those of states, so that rows change between CPU and
+    STREAM where they are.
 
     weights   the parameters' own tensors by row
     unit_of   unit of each row: the rows of a unit share one slab
@@ -40,16 +46,18 @@ class StateStore:
         self._amsgrad = tuple(amsgrad)
         self._engine = engine
         self._states: dict[int, RowStates] = {}
-        self._slabs: dict[int, HostSlab] = {}  # by row; the rows of a unit share one
+        self._slabs: dict[int, HostSlab] = {}  # of states, by row; rows of a unit that came to the host together share one
+        self._slot_rows: dict[int, tuple[int, ...]] = {}  # by unit: the rows that have slots
+        self._slot_slabs: dict[int, HostSlab] = {}  # by unit
         self._unit_of = tuple(unit_of)
         self.placement: list[Placement] = [Placement.CPU] * len(self._weights)
 
     def __getitem__(self, row: int) -> RowStates:
         return self._states[row]
 
-    def host_bytes(self, rows: Iterable[int]) -> int:
-        """Bytes of host memory the states of these rows take there."""
-        return sum(self._host_bytes(row) for row in rows)
+    def host_bytes(self, rows: Iterable[int], place: Placement = Placement.CPU) -> int:
+        """Bytes of host memory the states of these rows take under `place`, with their slots where it is CPU."""
+        return sum(self._state_bytes(row) + (self._slot_bytes(row) if place is Placement.CPU else 0) for row in rows)
 
     def device_bytes(self, rows: Iterable[int]) -> int:
         """Bytes of device memory the states of these rows take there (fp32 weights are their own masters)."""
@@ -57,29 +65,34 @@ class StateStore:
 
     def allocate(self, placement: Sequence[Placement], limit_bytes: int | None) -> None:
         """Allocate every row where `placement` says, masters from the weights, moments zero. Raises HostMemoryError."""
-        on_host = [row for row, place in enumerate(placement) if place is Placement.CPU]
-        require_host_memory(self.host_bytes(on_host), limit_bytes)
+        rows = range(len(placement))
+        on_host = [row for row in rows if placement[row] is not Placement.GPU]
+        require_host_memory(sum(self.host_bytes([row], placement[row]) for row in on_host), limit_bytes)
+        self.placement = list(placement)
         self._allocate_host(on_host)
-        for row, place in enumerate(placement):
-            if place is Placement.GPU:
+        for row in rows:
+            if placement[row] is Placement.GPU:
                 self._states[row] = self._device_states(row)
             self._load_master(row)
-            self._tell_engine(row, place)
+        self._tell_engine({*rows, *self._arrange_slots(rows)})
 
     def move(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
         """Move the states of idle rows; their bits do not change. Raises HostMemoryError."""
         rows = [row for row in rows if self.placement[row] is not place]
         if not rows:
             return
-        before = {row: self._states[row] for row in rows}
-        if place is Placement.CPU:
-            require_host_memory(self.host_bytes(rows), limit_bytes)
-            self._allocate_host(rows)
+        before = {row: self._states[row] for row in rows if place is Placement.GPU or self.placement[row] is Placement.GPU}
+        if place is not Placement.GPU:
+            new_slots = sum(map(self._slot_bytes, rows)) if place is Placement.CPU else 0
+            require_host_memory(sum(map(self._state_bytes, before)) + new_slots, limit_bytes)
+            self._allocate_host(list(before))
         for row in rows:
+            self.placement[row] = place
+        for row, states in before.items():
             if place is Placement.GPU:
                 self._states[row] = self._device_states(row)
-            _copy_states(before[row], self._states[row])
-            self._tell_engine(row, place)
+            _copy_states(states, self._states[row])
+        self._tell_engine({*rows, *self._arrange_slots(rows)})
         if place is Placement.GPU:
             for row in rows:
                 self._slabs.pop(row)  # the last row of a slab frees it
@@ -103,47 +116,75 @@ class StateStore:
         states = self._states[row]
         if self.placement[row] is Placement.GPU and self._weights[row].dtype == torch.float32:
             self._states[row] = replace(states, master=flat_memory(self._weights[row]))
-            self._tell_engine(row, Placement.GPU)
+            self._tell_engine([row])
 
-    def _tell_engine(self, row: int, place: Placement) -> None:
-        self.placement[row] = place
-        (self._engine.place_on_host if place is Placement.CPU else self._engine.place_on_device)(row, self._states[row])
+    def _tell_engine(self, rows: Iterable[int]) -> None:
+        place = {Placement.CPU: self._engine.place_on_host, Placement.GPU: self._engine.place_on_device,
+                 Placement.STREAM: self._engine.place_streamed}
+        for row in rows:
+            place[self.placement[row]](row, self._states[row])
 
     def _load_master(self, row: int) -> None:
         master, weight = self._states[row].master, flat_memory(self._weights[row])
         if master.data_ptr() != weight.data_ptr():
             master.copy_(weight)
 
-    def _host_bytes(self, row: int) -> int:
-        weight = self._weights[row]
-        fp32_tensors = 4 if self._amsgrad[row] else 3
-        return fp32_tensors * slab_bytes(weight.numel(), torch.float32) + slab_bytes(weight.numel(), weight.dtype)
+    def _state_bytes(self, row: int) -> int:
+        return (4 if self._amsgrad[row] else 3) * slab_bytes(self._weights[row].numel(), torch.float32)
+
+    def _slot_bytes(self, row: int) -> int:
+        return slab_bytes(self._weights[row].numel(), self._weights[row].dtype)
 
     def _device_tensors(self, row: int) -> int:
         return 2 + self._amsgrad[row] + (self._weights[row].dtype != torch.float32)
 
     def _allocate_host(self, rows: Sequence[int]) -> None:
         slabs: list[HostSlab] = []
-        for unit in sorted({self._unit_of[row] for row in rows}):
-            of_unit = [row for row in rows if self._unit_of[row] == unit]
-            slab = HostSlab(self.host_bytes(of_unit))
+        for of_unit in self._by_unit(rows).values():
+            slab = HostSlab(sum(map(self._state_bytes, of_unit)))
             slabs.append(slab)
-            # Slots one after the other, so that the gradients of a unit go to them in one copy.
-            slots = [slab.take(self._weights[row].numel(), self._weights[row].dtype) for row in of_unit]
-            for row, slot in zip(of_unit, slots, strict=True):
-                self._states[row] = self._host_states(row, slab, slot)
+            for row in of_unit:
+                self._states[row] = self._host_states(row, slab)
                 self._slabs[row] = slab
         pin_slabs(slabs, self._weights[0].device)
 
-    def _host_states(self, row: int, slab: HostSlab, slot: torch.Tensor) -> RowStates:
+    def _arrange_slots(self, rows: Iterable[int]) -> list[int]:
+        """Give the units of `rows` slots for their rows on the CPU, one after the other, so that the gradients of a unit go there in one
+        copy. Returns the rows that have a new one.
+        """
+        wanted = {unit: tuple(row for row, of in enumerate(self._unit_of) if of == unit and self.placement[row] is Placement.CPU)
+                  for unit in self._by_unit(rows)}
+        changed = {unit: of_unit for unit, of_unit in wanted.items() if of_unit != self._slot_rows.get(unit, ())}
+        self._slot_rows |= changed
+        for row in {*rows} - {row for of_unit in wanted.values() for row in of_unit}:
+            self._states[row] = replace(self._states[row], slot=None)
+        slabs: dict[int, HostSlab] = {}
+        for unit, of_unit in changed.items():
+            self._slot_slabs.pop(unit, None)
+            if not of_unit:
+                continue
+            slab = slabs[unit] = HostSlab(sum(map(self._slot_bytes, of_unit)))
+            for row in of_unit:
+                slot = slab.take(self._weights[row].numel(), self._weights[row].dtype)
+                self._states[row] = replace(self._states[row], slot=slot)
+        self._slot_slabs |= slabs
+        pin_slabs(list(slabs.values()), self._weights[0].device)
+        return [row for of_unit in changed.values() for row in of_unit]
+
+    def _by_unit(self, rows: Iterable[int]) -> dict[int, list[int]]:
+        by_unit: dict[int, list[int]] = {}
+        for row in sorted(rows, key=lambda row: (self._unit_of[row], row)):
+            by_unit.setdefault(self._unit_of[row], []).append(row)
+        return by_unit
+
+    def _host_states(self, row: int, slab: HostSlab) -> RowStates:
         numel = self._weights[row].numel()
 
         def fp32() -> torch.Tensor:
             return slab.take(numel, torch.float32)
 
         master, exp_avg, exp_avg_sq = fp32(), fp32(), fp32()
-        maximum = fp32() if self._amsgrad[row] else None
-        return RowStates(master, exp_avg, exp_avg_sq, maximum, slot)
+        return RowStates(master, exp_avg, exp_avg_sq, fp32() if self._amsgrad[row] else None, None)
 
     def _device_states(self, row: int) -> RowStates:
         weight = self._weights[row]

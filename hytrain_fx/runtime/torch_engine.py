@@ -36,6 +36,7 @@ class TorchEngine:
     """
 
     workers = 1
+    can_stream = False
 
     def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)
@@ -94,6 +95,9 @@ class TorchEngine:
         self._finish_landing(row)
         with self._locked(failures=False):
             self._row(row).place(states, on_host=False)
+
+    def place_streamed(self, row: int, states: RowStates) -> None:
+        raise EngineError(f"the {self.name} engine does not stream optimizer states; use engine='native', or stream=0.0")
 
     # ---- called by the nodes of the backward graph ----
 

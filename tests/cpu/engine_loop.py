@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,6 +32,7 @@ class EngineLoop:
     sizes: tuple[int, ...]
     dtype: torch.dtype
     on_device: frozenset[int] = frozenset()
+    streamed: frozenset[int] = frozenset()
     weights: list[torch.Tensor] = field(default_factory=list)
     reference: list[RowStates] = field(default_factory=list)
     step_count: int = 0
@@ -45,6 +46,8 @@ class EngineLoop:
             self.engine.add_row(RowSpec(size, row, weight))
             if row in self.on_device:
                 self.engine.place_on_device(row, device_states(weight))
+            elif row in self.streamed:
+                self.engine.place_streamed(row, replace(host_states(weight), slot=None))
             else:
                 self.engine.place_on_host(row, host_states(weight))
 
@@ -58,7 +61,7 @@ class EngineLoop:
         self.engine.wait(rows)
         scalars = AdamScalars.of(GROUP, self.step_count, decoupled=True, torch_cuda=False)
         before = [weight.clone() for weight in self.weights]
-        hosted = [row for row in rows if row not in self.on_device]
+        hosted = [row for row in rows if row not in self.on_device | self.streamed]
         if ahead:
             self.engine.expect([CommitItem(row, scalars) for row in hosted])
         grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
@@ -73,7 +76,7 @@ class EngineLoop:
             self.engine.release([row])
         self.engine.arm_gpu(rows)
         items = [] if ahead else [CommitItem(row, scalars) for row in hosted]
-        items += [CommitItem(row, scalars, grad=grads[row], at_end=True) for row in rows if row in self.on_device]
+        items += [CommitItem(row, scalars, grad=grads[row], at_end=True) for row in rows if row not in hosted]
         self.engine.commit(items)
         self._kept = grads
         for row in rows:

@@ -60,6 +60,8 @@ struct F16 {
   }
 };
 
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
+
 // One element; the letters are those of adamw.h.
 template <class Grad>
 __device__ __forceinline__ void update(typename Grad::Storage grad, float& p, float& m, float& v, float& vmax, const AdamScalars& s) {
@@ -102,7 +104,7 @@ __device__ __forceinline__ bool aligned(const void* pointer) { return (reinterpr
 
 template <class Grad, class Out>
 __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n, AdamScalars s,
-                                      const Factors& factors) {
+                                      const Factors& factors, int* nonfinite = nullptr, int mark = 0) {
   const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* out = static_cast<typename Out::Storage*>(out_);
 #pragma unroll
@@ -113,6 +115,7 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
   const long long whole = vectors ? n / kVector : 0;
+  bool finite = true;
   for (long long i = thread; i < whole; i += threads) {
     const long long at = i * kVector;
     Pack<typename Grad::Storage> gs;
@@ -122,6 +125,8 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
     ms.load(m + at);
     vs.load(v + at);
     if (amsgrad) vmaxs.load(vmax + at);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) finite &= is_finite(Grad::widen(gs.value[k]));
 #pragma unroll
     for (int k = 0; k < kVector; ++k) update<Grad>(gs.value[k], ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], s);
     ps.store(p + at);
@@ -136,6 +141,7 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
     }
   }
   for (long long i = whole * kVector + thread; i < n; i += threads) {
+    finite &= is_finite(Grad::widen(grad[i]));
     float largest = amsgrad ? vmax[i] : 0.0f, weight = p[i], first = m[i], second = v[i];
     update<Grad>(grad[i], weight, first, second, largest, s);
     p[i] = weight;
@@ -144,6 +150,7 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
     if (amsgrad) vmax[i] = largest;
     if (out != nullptr) out[i] = Out::narrow(weight);
   }
+  if (!finite && nonfinite != nullptr) *static_cast<volatile int*>(nonfinite) = mark;
 }
 
 }  // namespace hytrain_fx
@@ -168,7 +175,7 @@ ADAMW(adamw_f16_f16, F16, F16)
 // queue blocks the launching thread. Kernels adamw_rows_<dtype>: one parameter, `Rows` by value; grid (any x, number of rows), block 256.
 namespace hytrain_fx {
 
-constexpr int kRows = 32;
+constexpr int kRows = 29;
 
 struct Row {
   const void* grad;
@@ -179,6 +186,8 @@ struct Row {
   void* out;
   long long n;
   AdamScalars scalars;  // factor_count 0
+  int* nonfinite;       // takes `mark` where a gradient is not finite
+  int mark;
 };
 
 struct Rows {
@@ -191,7 +200,7 @@ static_assert(sizeof(Rows) <= 4096, "kernel parameters");
 #define ADAMW_ROWS(name, Grad)                                                                                   \
   extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
-    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Grad>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}); \
+    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Grad>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}, r.nonfinite, r.mark); \
   }
 
 ADAMW_ROWS(adamw_rows_f32, F32)

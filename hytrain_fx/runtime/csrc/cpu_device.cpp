@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "device.h"
+#include "finite.h"
 
 namespace hytrain_fx {
 namespace {
@@ -118,7 +119,8 @@ class CpuDevice : public Device {
     on->enqueue([=] {
       on->delay();
       for (const DeviceUpdate& u : rows) {
-        adamw_chunk(u.grad, u.dtype, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out16, u.dtype, u.numel, u.scalars);
+        if (!all_finite(u.grad, u.dtype, u.numel)) *static_cast<volatile int32_t*>(u.nonfinite.at) = u.nonfinite.mark;
+        adamw_chunk(u.grad, u.dtype, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out, u.dtype, u.numel, u.scalars);
       }
     });
   }

@@ -25,7 +25,7 @@ constexpr CUresult kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kThreads = 256;
 constexpr long long kElementsPerBlock = 2048;
-constexpr size_t kUpdateRows = 32;
+constexpr size_t kUpdateRows = 29;
 constexpr long long kUpdateBlocks = 2048;  // by row; the kernel strides over the rest
 constexpr size_t kGatherParts = 32;
 constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
@@ -193,10 +193,10 @@ class CudaDevice : public Device {
   void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
     const Driver& d = shared_->driver;
-    if (lane == Lane::D2H) {
-      d.check(d.d2h(dst, address(src), bytes, stream(lane)), "copy a gradient to the host");
+    if (goes_to_host(lane)) {
+      d.check(d.d2h(dst, address(src), bytes, stream(lane)), "copy to the host");
     } else {
-      d.check(d.h2d(address(dst), src, bytes, stream(lane)), "copy a weight to the device");
+      d.check(d.h2d(address(dst), src, bytes, stream(lane)), "copy to the device");
     }
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
@@ -229,6 +229,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     void* out;
     long long n;
     AdamScalars scalars;
+    NonFinite nonfinite;
   };
   for (size_t first = 0; first < rows.size(); first += kUpdateRows) {
     Row packed[kUpdateRows]{};
@@ -236,7 +237,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
-      packed[i] = {u.grad, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out16, u.numel, u.scalars};
+      packed[i] = {u.grad, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out, u.numel, u.scalars, u.nonfinite};
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};

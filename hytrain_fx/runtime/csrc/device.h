@@ -15,8 +15,10 @@
 
 namespace hytrain_fx {
 
-enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3 };
-constexpr int kLanes = 4;
+enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3, STREAM_IN = 4, STREAM_UPDATE = 5, STREAM_OUT = 6 };
+constexpr int kLanes = 7;
+
+inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::STREAM_OUT; }
 
 // A point in a lane or in the compute stream. `time_us` is on the device's clock and valid once done.
 class Event {
@@ -34,6 +36,12 @@ inline Event& recorded(const EventPtr& event, const char* what) {
   return *event;
 }
 
+// Where an update that meets a gradient that is not finite says so: `mark` is written to pinned memory.
+struct NonFinite {
+  int32_t* at;
+  int32_t mark;
+};
+
 // Operands of one AdamW update whose states rest on the device.
 struct DeviceUpdate {
   const void* grad;
@@ -42,9 +50,10 @@ struct DeviceUpdate {
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null without amsgrad
-  void* out16;            // null for fp32 weights: `master` is the weight
+  void* out;              // the new weight, in the gradient's dtype; null where `master` is the weight
   int64_t numel;
   AdamScalars scalars;
+  NonFinite nonfinite;
 };
 
 // One of several copies within the device that are made together.

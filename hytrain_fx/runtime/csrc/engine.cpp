@@ -2,6 +2,7 @@
 //   engine_nodes.cpp    what the nodes of the graphs and eager reads call
 //   engine_commit.cpp   what step() calls
 //   engine_threads.cpp  lander, workers, reloader
+//   engine_stream.cpp   streamer
 #include "engine.h"
 
 #include <algorithm>
@@ -12,9 +13,11 @@ Engine::Engine(const EngineOptions& options)
     : options_(options),
       device_(options.device_ordinal < 0 ? make_cpu_device()
                                          : make_cuda_device(options.device_ordinal, options.adamw_functions, options.gather_function)),
+      worker_cores_(options.worker_cores, options.worker_cores ? options.worker_cores + options.workers : nullptr),
       ring_(options.ring, options.ring_bytes) {
   threads_.emplace_back([this] { guarded("copy to the host", &Engine::land); });
   threads_.emplace_back([this] { guarded("copy to the device", &Engine::reload); });
+  threads_.emplace_back([this] { guarded("streamed update", &Engine::stream); });
   for (int i = 0; i < options_.workers; ++i) {
     threads_.emplace_back([this, i] {
       try {
@@ -33,6 +36,7 @@ Engine::~Engine() {
     landed_cv_.notify_all();
     work_cv_.notify_all();
     reload_cv_.notify_all();
+    stream_cv_.notify_all();
     issued_cv_.notify_all();
   }
   for (std::thread& thread : threads_) thread.join();
@@ -100,6 +104,16 @@ void Engine::place_on_device(int row, const DeviceStates& states) {
   r.device = states;
 }
 
+void Engine::place_streamed(int row, const HostStates& states) {
+  finish_landing(row);
+  std::lock_guard<std::mutex> lock(mutex_);
+  Row& r = at(row);
+  if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
+  if (staging_.empty()) throw std::logic_error("row " + std::to_string(row) + " is to be streamed, but there is no staging memory");
+  r.place = Place::STREAMED;
+  r.host = states;
+}
+
 // ---- failure, measurement, tests ----
 
 void Engine::guarded(const char* who, void (Engine::*loop)()) {
@@ -117,6 +131,10 @@ void Engine::fail(const std::string& message) {
 }
 
 void Engine::throw_if_failed() {
+  if (failure_.empty()) {
+    const int32_t bad = *static_cast<volatile int32_t*>(options_.nonfinite);
+    if (bad) failure_ = nonfinite_message(bad - 1);
+  }
   if (!failure_.empty()) throw std::runtime_error("the engine has failed: " + failure_);
 }
 
@@ -124,11 +142,16 @@ void Engine::set_delay(int stage, double mean_us) {
   switch (stage) {
     case 0: device_->set_delay(Lane::D2H, mean_us); break;
     case 1: worker_delay_us_ = mean_us; break;
-    case 2: device_->set_delay(Lane::UPDATE, mean_us); break;
+    case 2:
+      device_->set_delay(Lane::UPDATE, mean_us);
+      device_->set_delay(Lane::STREAM_UPDATE, mean_us);
+      break;
     case 3: device_->set_delay(Lane::H2D, mean_us); break;
     case 4: lander_delay_us_ = mean_us; break;
     case 5: reload_delay_us_ = mean_us; break;
-    default: throw std::out_of_range("delay stage " + std::to_string(stage) + ": expected 0..5");
+    case 6: device_->set_delay(Lane::STREAM_IN, mean_us); break;
+    case 7: device_->set_delay(Lane::STREAM_OUT, mean_us); break;
+    default: throw std::out_of_range("delay stage " + std::to_string(stage) + ": expected 0..7");
   }
 }
 

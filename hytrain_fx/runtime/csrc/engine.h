@@ -7,6 +7,7 @@
 //   workers  landed, armed, factors known  -> updated     lowest unit first
 //   reloader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
 // A PENDING row placed on the device is one kernel on the update lane, behind its gradient and its last reader.
+// A PENDING row that is streamed goes, chunk by chunk, through the streamer's: states in, kernel as above, states out.
 #pragma once
 
 #include <array>
@@ -49,6 +50,14 @@ struct HostStates {  // where a row's states rest on the host
   void* slot;
 };
 
+// Device memory that streamed states pass through: slots of one chunk, `arrays` (3, or 4 with amsgrad) of `slot_params` floats each.
+struct StagingMemory {
+  float* base;
+  int64_t slot_params;
+  int32_t arrays;
+  int32_t slots;
+};
+
 struct DeviceStates {
   float* master;  // the weight itself for fp32 rows
   float* exp_avg;
@@ -66,7 +75,7 @@ struct CommitItem {
 };
 
 struct TaskRecord {
-  int32_t kind;  // 0 D2H, 1 CPU update, 2 device update, 3 H2D
+  int32_t kind;  // a stage: 0 D2H, 1 CPU update, 2 device update, 3 H2D, 6 states in, 7 states out
   int32_t row;
   int32_t chunk;
   int32_t worker;
@@ -84,6 +93,8 @@ struct EngineOptions {
   int32_t factor_capacity;
   void* adamw_functions[3];
   void* gather_function;
+  const int32_t* worker_cores;  // one a worker; null: not pinned
+  int32_t* nonfinite;           // pinned, zero: number + 1 of a row whose update on the device met a gradient that is not finite
 };
 
 class Engine {
@@ -96,6 +107,8 @@ class Engine {
   void set_weight(int row, void* weight);
   void place_on_host(int row, const HostStates& states);
   void place_on_device(int row, const DeviceStates& states);
+  void set_staging(const StagingMemory& memory);
+  void place_streamed(int row, const HostStates& states);  // no slot
 
   void grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream);
   void arm_cpu(const int32_t* rows, int n);
@@ -120,7 +133,7 @@ class Engine {
 
  private:
   enum class Phase { IDLE, GRAD, EXPECTED, PENDING };
-  enum class Place { NOWHERE, HOST, DEVICE };
+  enum class Place { NOWHERE, HOST, DEVICE, STREAMED };
   using Key = std::array<int, 3>;  // unit, row, chunk: the order in which work is due
 
   struct Chunk {
@@ -137,6 +150,9 @@ class Engine {
     uint64_t generation = 0;
     bool armed_cpu = false, armed_reload = false, factors_known = true;
     EventPtr landing, ready, released, weight;
+    EventPtr stored;               // streamed: the last copy of its states back to the host
+    const void* grad = nullptr;    // streamed: what the kernels read
+    int streamed = 0;              // streamed: chunks sent on their way
     int issued = 0;
     uint64_t issue = 0;  // number of the H2D copy behind `weight`: the lane is in order, so of several rows the latest will do
     AdamScalars scalars{};
@@ -162,37 +178,53 @@ class Engine {
     EventPtr begin, end;
   };
 
+  struct StagingSlot {
+    std::array<float*, 4> at{};
+    EventPtr stored;  // the slot is free after it
+  };
+
   static bool known_now(const CommitItem& item, const void* const* factors);
   static int64_t grad_bytes(const Row& row) { return row.spec.dtype == static_cast<int>(Dtype::kF32) ? 4 : 2; }
+  NonFinite nonfinite_of(int row) const { return {options_.nonfinite, row + 1}; }
   Row& at(int row);
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void finish_landing(int row);
-  void check_committable(int index);
+  void check_committable(const CommitItem& item);
   void begin_update(Row& row, const CommitItem& item);
   void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end);
+  void commit_streamed(const CommitItem& item, const EventPtr& end);
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
   void run_granule(Row& row, const Chunk& chunk, int granule, const AdamScalars& scalars);
   const Key* next_reload();
   void issue_reload(const Key& key, std::unique_lock<std::mutex>& lock);
+  int next_streamed();
+  StagingSlot* free_staging_slot();
+  void stream_chunk(int index, StagingSlot& slot, std::unique_lock<std::mutex>& lock);
   void land();
   void work(int index);
   void reload();
+  void stream();
   void guarded(const char* who, void (Engine::*loop)());
   void fail(const std::string& message);
   void throw_if_failed();
+  static std::string nonfinite_message(int row) {
+    return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
+  }
   void note(int kind, int row, int chunk, int worker, double begin_us, double end_us);
 
   EngineOptions options_;
   std::unique_ptr<Device> device_;
+  std::vector<int32_t> worker_cores_;  // empty: not pinned
   Ring ring_;
   std::mutex mutex_;  // guards everything below but the contents of slabs
-  std::condition_variable landed_cv_, work_cv_, reload_cv_, issued_cv_;
+  std::condition_variable landed_cv_, work_cv_, reload_cv_, stream_cv_, issued_cv_;
   std::vector<Row> rows_;
   std::deque<Landing> landings_;
-  std::set<Key> ready_, updated_;
+  std::set<Key> ready_, updated_, streaming_;  // streaming_: rows, chunk 0
+  std::vector<StagingSlot> staging_;
   uint64_t commits_ = 0, issues_ = 0;
   bool stop_ = false, recording_ = false;
   std::string failure_;

@@ -47,6 +47,12 @@ int hytrain_place_on_host(Engine* engine, int row, const hytrain_fx::HostStates*
 int hytrain_place_on_device(Engine* engine, int row, const hytrain_fx::DeviceStates* states) {
   return guarded([&] { engine->place_on_device(row, *states); });
 }
+int hytrain_set_staging(Engine* engine, const hytrain_fx::StagingMemory* memory) {
+  return guarded([&] { engine->set_staging(*memory); });
+}
+int hytrain_place_streamed(Engine* engine, int row, const hytrain_fx::HostStates* states) {
+  return guarded([&] { engine->place_streamed(row, *states); });
+}
 int hytrain_grad_offload(Engine* engine, const int32_t* rows, const void* const* grads, int n, void* stream) {
   return guarded([&] { engine->grad_offload(rows, grads, n, stream); });
 }

@@ -11,7 +11,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   EventPtr end = device_->record_compute(stream);
   std::unique_lock<std::mutex> lock(mutex_);
   throw_if_failed();
-  for (int i = 0; i < n; ++i) check_committable(items[i].row);  // all of them before anything is changed
+  for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
     if (!factors[i]) continue;
@@ -27,6 +27,10 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
       on_device[{-row.spec.unit, row.spec.dtype}].push_back(&items[i]);
       continue;
     }
+    if (row.place == Place::STREAMED) {
+      commit_streamed(items[i], end);
+      continue;
+    }
     begin_update(row, items[i]);
     row.factors_known = known_now(items[i], factors);
     queue_all_ready(row, items[i].row);
@@ -38,13 +42,15 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     landed_cv_.notify_one();
   }
   reload_cv_.notify_one();
+  stream_cv_.notify_one();
 }
 
-void Engine::check_committable(int index) {
-  const Row& row = at(index);
-  const std::string name = "row " + std::to_string(index);
-  if (row.place == Place::DEVICE) {
+void Engine::check_committable(const CommitItem& item) {
+  const Row& row = at(item.row);
+  const std::string name = "row " + std::to_string(item.row);
+  if (row.place != Place::HOST) {
     if (row.phase == Phase::PENDING) throw std::runtime_error(name + " is committed while its last update is in flight");
+    if (!item.grad) throw std::logic_error(name + " is updated on the device and is committed without its gradient");
     return;
   }
   if (row.phase != Phase::GRAD) throw std::runtime_error(name + " is committed without a gradient");
@@ -92,7 +98,7 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
     awaited.insert(item->at_end || !row.ready ? end : row.ready);
     awaited.insert(row.released);
     updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, row.device.exp_avg, row.device.exp_avg_sq,
-                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars});
+                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars, nonfinite_of(item->row)});
   }
   for (const EventPtr& event : awaited) device_->wait(Lane::UPDATE, event);
   EventPtr before = recording_ ? device_->record(Lane::UPDATE) : nullptr;
@@ -105,6 +111,15 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
     row.phase = Phase::PENDING;
     row.issued = static_cast<int>(row.chunks.size());
   }
+}
+
+void Engine::commit_streamed(const CommitItem& item, const EventPtr& end) {
+  Row& row = at(item.row);
+  begin_update(row, item);
+  row.grad = item.grad;
+  if (item.at_end || !row.ready) row.ready = end;
+  row.issued = row.streamed = 0;
+  streaming_.insert({row.spec.unit, item.row, 0});
 }
 
 float* Engine::factor_slots() { return options_.factor_slots + (commits_ % 2) * options_.factor_capacity; }

@@ -97,7 +97,7 @@ void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
-    if (row.place != Place::DEVICE) continue;
+    if (row.place == Place::HOST) continue;
     if (!event) event = device_->record_compute(stream);
     row.ready = event;
   }
@@ -129,7 +129,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
       Row& row = at(rows[i]);
       if (row.phase != Phase::PENDING) continue;
       finish_wait(row, rows[i], lock);
-      if (row.place == Place::DEVICE) {
+      if (row.place != Place::HOST) {
         updated.insert(row.weight);
       } else if (!reloaded || row.issue > issue) {
         reloaded = row.weight;
@@ -146,11 +146,15 @@ void Engine::drain(const int32_t* rows, int n) {
     std::unique_lock<std::mutex> lock(mutex_);
     throw_if_failed();
     Row& row = at(rows[i]);
-    if (row.phase != Phase::PENDING) continue;
-    finish_wait(row, rows[i], lock);
-    EventPtr weight = row.weight;
+    EventPtr weight;
+    if (row.phase == Phase::PENDING) {
+      finish_wait(row, rows[i], lock);
+      weight = row.weight;
+    }
+    EventPtr stored = row.stored;  // states may still be on their way home when the weight has been waited for
     lock.unlock();
-    recorded(weight, "drain").sync();
+    if (weight) weight->sync();
+    if (stored) stored->sync();
   }
 }
 
@@ -164,6 +168,7 @@ void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock
   throw_if_failed();
   row.phase = Phase::IDLE;
   row.released = row.ready = nullptr;
+  row.grad = nullptr;
 }
 
 void Engine::fetch(int row, void* dst, void* stream) {

@@ -1,8 +1,12 @@
 // The threads between a gradient and its new weight: lander, workers, reloader.
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 
 #include "engine.h"
+#include "finite.h"
 
 namespace hytrain_fx {
 namespace {
@@ -11,24 +15,15 @@ void sleep_us(double mean_us) {
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
 
+// Where the system refuses, the thread runs wherever it is put, as without pinning.
+void pin_thread(int core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
+
 float* offset_floats(float* base, int64_t n) { return base ? base + n : nullptr; }
-
-// Whether none of n values has all exponent bits set, as infinities and NaN have.
-template <class Bits>
-bool all_below(const void* values, int64_t n, Bits exponent) {
-  const Bits* bits = static_cast<const Bits*>(values);
-  Bits bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= static_cast<Bits>((bits[i] & exponent) == exponent);
-  return bad == 0;
-}
-
-bool all_finite(const void* values, Dtype dtype, int64_t n) {
-  switch (dtype) {
-    case Dtype::kF32: return all_below<uint32_t>(values, n, 0x7F800000u);
-    case Dtype::kBF16: return all_below<uint16_t>(values, n, 0x7F80u);
-    default: return all_below<uint16_t>(values, n, 0x7C00u);
-  }
-}
 
 // Bytes of new weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
 constexpr int64_t kReloadBytesInFlight = 24 << 20;
@@ -79,6 +74,7 @@ void Engine::land() {
 }
 
 void Engine::work(int index) {
+  if (!worker_cores_.empty()) pin_thread(worker_cores_[index]);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     work_cv_.wait(lock, [this] { return stop_ || (!ready_.empty() && failure_.empty()); });
@@ -114,7 +110,7 @@ void Engine::run_granule(Row& row, const Chunk& chunk, int granule, const AdamSc
   const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
   if (!all_finite(slot, dtype, n)) {
-    throw std::runtime_error("non-finite gradient: row " + std::to_string(&row - rows_.data()) + " has NaN or infinite values in its gradient");
+    throw std::runtime_error(nonfinite_message(static_cast<int>(&row - rows_.data())));
   }
   adamw_chunk(slot, dtype, row.host.master + begin, row.host.exp_avg + begin, row.host.exp_avg_sq + begin,
               offset_floats(row.host.max_exp_avg_sq, begin), grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);

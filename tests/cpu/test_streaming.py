@@ -1,0 +1,176 @@
+"""Streamed rows on the bare engine, on CPU lanes: states visit the device chunk by chunk and come home with the reference's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hytrain_fx.errors import EngineError, NonFiniteGradientError
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, Stage
+from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.torch_engine import TorchEngine
+
+from .engine_loop import GROUP, EngineLoop, device_states, host_states
+
+SIZES = (300_000, 17, 1_000_003, 4096)
+SCALARS = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+
+
+@contextmanager
+def running(workers: int = 2) -> Iterator[NativeEngine]:
+    engine = NativeEngine(torch.device("cpu"), workers, 40 << 20, 20.0)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.lists(st.integers(1, 600_000), min_size=1, max_size=6),
+    delays=st.dictionaries(st.sampled_from(list(Stage)), st.integers(0, 1500), max_size=3),
+    ahead=st.lists(st.booleans(), min_size=1, max_size=4),
+    places=st.lists(st.sampled_from("cgs"), min_size=6, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_any_mixture_of_placements_gives_the_same_bits(
+    sizes: list[int], delays: dict[Stage, int], ahead: list[bool], places: list[str], dtype: torch.dtype
+) -> None:
+    """Rows on the CPU, on the device and streamed, with any stage slow: weights are the reference's."""
+    rows = range(len(sizes))
+    on_device, streamed = (frozenset(r for r in rows if places[r] == letter) for letter in "gs")
+    with running() as engine:
+        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed)
+        for stage, mean_us in delays.items():
+            engine.set_delay(stage, mean_us)
+        for commit_first in ahead:
+            loop.step(ahead=commit_first, read_late=True)
+        loop.check()
+
+
+@pytest.mark.parametrize("stage", [Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT], ids=lambda s: s.name)
+def test_staging_slots_are_reused_only_when_their_states_are_home(stage: Stage) -> None:
+    """More chunks than slots, a slow lane: moments and masters on the host are the reference's after every step."""
+    with running() as engine:
+        loop = EngineLoop(engine, (9 * CHUNK_PARAMS // 2, 2 * CHUNK_PARAMS + 5, 3), torch.bfloat16, streamed=frozenset({0, 1, 2}))
+        engine.set_delay(stage, 3_000)
+        for _ in range(2):
+            loop.step()
+        loop.check()
+        for row, reference in enumerate(loop.reference):
+            states = engine._states[row]
+            assert torch.equal(states.master, reference.master)
+            assert torch.equal(states.exp_avg, reference.exp_avg)
+            assert torch.equal(states.exp_avg_sq, reference.exp_avg_sq)
+
+
+def test_drain_waits_for_the_states_of_a_row_whose_weight_was_waited_for() -> None:
+    """wait() needs the new weight only; the states are at rest after drain()."""
+    with running() as engine:
+        loop = EngineLoop(engine, (500_000,), torch.bfloat16, streamed=frozenset({0}))
+        engine.set_delay(Stage.STREAM_OUT, 50_000)
+        loop.step()
+        engine.wait([0])
+        engine.drain([0])
+        assert torch.equal(engine._states[0].exp_avg, loop.reference[0].exp_avg)
+
+
+def test_amsgrad_keeps_its_maximum() -> None:
+    """The fourth array travels too."""
+    with running() as engine:
+        weight = torch.randn(70_000)
+        states = replace(host_states(weight), slot=None, max_exp_avg_sq=torch.full((70_000,), 0.5))
+        engine.add_row(RowSpec(70_000, 0, weight))
+        engine.place_streamed(0, states)
+        scalars = AdamScalars.of({**GROUP, "amsgrad": True}, 1, decoupled=True, torch_cuda=False)
+        grad = torch.randn(70_000) * 10
+        engine.commit([CommitItem(0, scalars, grad=grad, at_end=True)])
+        engine.drain([0])
+        assert states.max_exp_avg_sq is not None
+        assert torch.equal(states.max_exp_avg_sq, states.exp_avg_sq.clamp(min=0.5))
+
+
+def test_the_lowest_unit_goes_first() -> None:
+    """Of rows whose gradients are there, units are streamed in forward order, whatever the order of their numbers in the table."""
+    with running() as engine:
+        loop = EngineLoop(engine, (CHUNK_PARAMS,) * 9, torch.bfloat16, streamed=frozenset(range(9)))
+        for row in range(9):
+            engine.set_unit(row, (row * 4 + 3) % 9)
+        engine.record(True)
+        loop.step()
+        loop.check()
+        order = [(row * 4 + 3) % 9 for row in (r.row for r in engine.take_records() if r.stage is Stage.STREAM_IN)]
+        assert order == sorted(order)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_that_is_not_finite_is_named_where_the_device_updates(streamed: bool, bad: float, dtype: torch.dtype) -> None:
+    """As for rows on the CPU: an error with the row, at the next gate after the update."""
+    with running() as engine:
+        rows = frozenset({0, 1})
+        none: frozenset[int] = frozenset()
+        loop = EngineLoop(engine, (300, 70_000), dtype, none if streamed else rows, rows if streamed else none)
+        grads = [torch.zeros(300, dtype=dtype), torch.full((70_000,), 60_000.0, dtype=dtype)]
+        loop.engine.commit([CommitItem(row, SCALARS, grad=grads[row], at_end=True) for row in rows])
+        loop.engine.drain([0, 1])
+        grads[1][69_999] = bad
+        loop.engine.commit([CommitItem(row, SCALARS, grad=grads[row], at_end=True) for row in rows])
+        with suppress(NonFiniteGradientError):
+            loop.engine.drain([0, 1])  # returns when the update has run; the next gate finds what it found
+        with pytest.raises(NonFiniteGradientError, match="row 1"):
+            loop.engine.drain([0, 1])
+
+
+def test_a_commit_without_a_gradient_is_refused_before_anything_changes() -> None:
+    """No update may read a gradient that is not there; the other rows of the commit stay as they were."""
+    with running() as engine:
+        loop = EngineLoop(engine, (300, 300), torch.float32, on_device=frozenset({0}), streamed=frozenset({1}))
+        before = [weight.clone() for weight in loop.weights]
+        with pytest.raises(EngineError, match=r"row 1 .*without its gradient"):
+            engine.commit([CommitItem(0, SCALARS, grad=torch.ones(300), at_end=True), CommitItem(1, SCALARS)])
+        engine.drain([0, 1])
+        assert all(torch.equal(a, b) for a, b in zip(before, loop.weights, strict=True))
+
+
+def test_rows_change_their_place_between_steps() -> None:
+    """Streamed, on the device, on the CPU, in turn, with the states copied: the bits do not notice."""
+    with running() as engine:
+        loop = EngineLoop(engine, SIZES, torch.bfloat16, streamed=frozenset(range(4)))
+        for place in ("device", "cpu", "streamed", "cpu"):
+            loop.step()
+            loop.check()
+            for row in range(4):
+                old = engine._states[row]
+                new = device_states(loop.weights[row]) if place == "device" else host_states(loop.weights[row])
+                for target, source in ((new.master, old.master), (new.exp_avg, old.exp_avg), (new.exp_avg_sq, old.exp_avg_sq)):
+                    target.copy_(source)
+                if place == "device":
+                    engine.place_on_device(row, new)
+                elif place == "cpu":
+                    engine.place_on_host(row, new)
+                else:
+                    engine.place_streamed(row, replace(new, slot=None))
+            rows = frozenset(range(4))
+            loop.on_device, loop.streamed = rows if place == "device" else frozenset(), rows if place == "streamed" else frozenset()
+
+
+def test_the_torch_engine_says_that_it_does_not_stream() -> None:
+    """Asked for all the same, it is an error that names the engine that does."""
+    engine = TorchEngine(torch.device("cpu"), 40 << 20, 20.0)
+    try:
+        assert not engine.can_stream
+        weight = torch.randn(10)
+        engine.add_row(RowSpec(10, 0, weight))
+        with pytest.raises(EngineError, match="native"):
+            engine.place_streamed(0, replace(host_states(weight), slot=None))
+    finally:
+        engine.close()
