@@ -1,21 +1,46 @@
-"""`python -m benchmarks steps ...`: one case, one JSON line."""
+"""`python -m benchmarks COMMAND ...`: see docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
 
-from benchmarks import steps
+from benchmarks import figures, largest, steps, sweep, table
+from benchmarks.case import PEER_MODES, CannotRun
+
+COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
+    ("steps", steps, "step time of one way of training, as one JSON line"),
+    ("table", table, "cases side by side, each row in a process of its own"),
+    ("sweep", sweep, "one model over more and more tokens, predicted beside measured"),
+    ("figures", figures, "throughput, largest model and GPU idle time, from results"),
+    ("largest", largest, "the largest model that trains, by trial"),
+)
 
 
-def main() -> None:
-    """Read the command line and run one case."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and run one command; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    steps.add_arguments(commands.add_parser("steps", help="step time of one way of training", description=steps.__doc__,
-                                            formatter_class=argparse.RawDescriptionHelpFormatter))
-    arguments = parser.parse_args()
-    steps.report(steps.run(arguments))
+    for name, module, text in COMMANDS:
+        command = commands.add_parser(name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    parsed = parser.parse_args(arguments)
+    try:
+        row = parsed.run(parsed)
+    except CannotRun as error:
+        print(f"cannot run: {error}", file=sys.stderr)
+        return 1
+    if parsed.command == "steps":
+        print(json.dumps(row), flush=True)
+        if parsed.mode in PEER_MODES:
+            os._exit(0)  # their threads and process groups may keep the process from ending
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,17 @@
-"""The models that are timed: Llama shapes from transformers, random weights, random tokens."""
+"""The models that are timed: Llama shapes from transformers, random weights made where they rest, random tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.case import CannotRun
+
+VOCABULARY = 32000
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 176, "num_attention_heads": 4, "vocab_size": 512},
     "125m": {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048, "num_attention_heads": 12},
@@ -17,29 +21,63 @@ SHAPES: dict[str, dict[str, int]] = {
     "10b": {"hidden_size": 4608, "num_hidden_layers": 38, "intermediate_size": 12288, "num_attention_heads": 36},
 }
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+INITIAL_STD = 0.02
+
+
+def family_shape(width: int) -> dict[str, int]:
+    """The family in which the largest model is looked for: `width` heads of 128 and as many layers; w32 is Llama 7B."""
+    hidden = 128 * width
+    return {"hidden_size": hidden, "num_hidden_layers": width, "intermediate_size": 256 * -(-8 * hidden // (3 * 256)),
+            "num_attention_heads": width}
+
+
+def shape_of(size: str) -> dict[str, int]:
+    """Keys of a LlamaConfig for a name of SHAPES or `wN`. Raises CannotRun for another name."""
+    if size in SHAPES:
+        return {"vocab_size": VOCABULARY, **SHAPES[size]}
+    if found := re.fullmatch(r"w([1-9]\d*)", size):
+        return {"vocab_size": VOCABULARY, **family_shape(int(found[1]))}
+    raise CannotRun(f"found size {size!r}, expected one of {', '.join(SHAPES)}, or wN for N heads of 128 and N layers")
 
 
 def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> nn.Module:
-    """A LlamaForCausalLM of a named shape, seed 0, in training mode."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A LlamaForCausalLM of a named shape, seed 0, in training mode.
 
-    shape = {"vocab_size": 32000, **SHAPES[size]}
-    config = LlamaConfig(**shape, max_position_embeddings=sequence, tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa")
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
+    It is made without memory and its weights are drawn on `device` in `dtype`: no other copy of them ever exists.
+    Raises CannotRun for an unknown size or where transformers is not installed.
+    """
     try:
-        with device:
-            model: nn.Module = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise CannotRun(f"the models come from transformers, which cannot be imported ({error}): pip install transformers") from error
+    config = LlamaConfig(**shape_of(size), max_position_embeddings=sequence, tie_word_embeddings=False, use_cache=False,
+                         attn_implementation="sdpa")
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+    model.to(dtype).to_empty(device=device)
+    _draw_weights(model)
+    # Its frequencies are buffers, kept in fp32 and computed when it is made.
+    rotary = model.model.rotary_emb  # type: ignore[union-attr]
+    model.model.rotary_emb = type(rotary)(config).to(device)  # type: ignore[union-attr]
     if checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model.train()
 
 
+@torch.no_grad()
+def _draw_weights(model: nn.Module) -> None:
+    """Matrices normal, norms one, as transformers does; with the seed of every mode."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, INITIAL_STD)
+        else:
+            parameter.fill_(1.0)
+
+
 def batches(size: str, batch: int, sequence: int, device: torch.device) -> Iterator[torch.Tensor]:
     """Random tokens [batch, sequence], the same ones for every mode."""
     generator = torch.Generator(device=device).manual_seed(1)
-    vocabulary = SHAPES[size].get("vocab_size", 32000)
+    vocabulary = shape_of(size)["vocab_size"]
     while True:
         yield torch.randint(0, vocabulary, (batch, sequence), device=device, generator=generator)

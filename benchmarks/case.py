@@ -1,0 +1,101 @@
+"""What one row of a result measures: a way of training, a model, a batch. The same value as command line, key and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+OWN_MODES = ("floor", "all_gpu", "reference", "ours")
+PEER_MODES = ("zero_offload", "torchao")
+MODES = OWN_MODES + PEER_MODES
+
+
+class CannotRun(Exception):
+    """A row that this machine, or what is installed on it, cannot measure; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    mode        one of MODES
+    size        a name of `llama.SHAPES`, or `wN` of the family in `llama.family_shape`
+    batch       sequences in one step
+    sequence    tokens in one sequence
+    clip        clip the global gradient norm to this, None = no clipping
+    autocast    fp32 parameters under bf16 autocast, not bf16 parameters with fp32 masters
+    options     `NAME=VALUE` options of `hytrain_fx.compile`
+    """
+
+    mode: str
+    size: str
+    batch: int = 4
+    sequence: int = 2048
+    clip: float | None = None
+    autocast: bool = False
+    checkpointing: bool = False
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise CannotRun(f"found mode {self.mode!r}, expected one of {', '.join(MODES)}")
+        if self.mode == "zero_offload" and self.autocast:
+            raise CannotRun("zero_offload trains bf16 parameters with fp32 masters; leave --autocast out")
+        if self.mode == "torchao" and not self.autocast:
+            object.__setattr__(self, "autocast", True)  # its optimizer keeps no masters beside 16-bit parameters
+        if self.mode == "torchao" and self.clip is not None:
+            raise CannotRun("torchao's CPUOffloadOptimizer updates before the norm of all gradients is known; leave --clip out")
+        if self.options and self.mode != "ours":
+            raise CannotRun(f"--option is for ours, mode {self.mode} has none; found {', '.join(self.options)}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one step."""
+        return self.batch * self.sequence
+
+    @property
+    def key(self) -> str:
+        """This case in one line; different cases have different keys."""
+        return " ".join([self.mode, self.workload, *self.options])
+
+    @property
+    def label(self) -> str:
+        """Mode, clipping, precision and options: what distinguishes the rows of one model and batch."""
+        words = [self.mode, *([f"clip={self.clip:g}"] if self.clip is not None else []), *(["autocast"] if self.autocast else [])]
+        return " ".join([*words, *self.options])
+
+    @property
+    def workload(self) -> str:
+        """Model, batch, precision and clipping: rows that agree in it did the same training."""
+        words = [self.size, f"{self.batch}x{self.sequence}"]
+        words += [f"clip={self.clip:g}"] if self.clip is not None else []
+        words += ["autocast"] if self.autocast else []
+        return " ".join(words + (["checkpointing"] if self.checkpointing else []))
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of `python -m benchmarks steps` that run it."""
+        words = [self.mode, self.size, "--batch", str(self.batch), "--sequence", str(self.sequence)]
+        words += ["--clip", str(self.clip)] if self.clip is not None else []
+        words += ["--autocast"] if self.autocast else []
+        words += ["--checkpointing"] if self.checkpointing else []
+        return words + [word for option in self.options for word in ("--option", option)]
+
+    def values(self) -> dict[str, Any]:
+        """The fields, and the tokens of a step, as JSON has them."""
+        return {**asdict(self), "options": list(self.options), "tokens": self.tokens}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Case:
+        """The case that a row of a result file tells of. Raises CannotRun where it is no such row."""
+        try:
+            values = {field.name: row[field.name] for field in fields(cls)}
+        except KeyError as error:
+            raise CannotRun(f"found a row without {error}; this is not a result file of this version") from error
+        return cls(**{**values, "options": tuple(values["options"])})
+
+
+def unique(cases: Sequence[Case]) -> list[Case]:
+    """The cases in their order, each once."""
+    return list(dict.fromkeys(cases))

@@ -1,0 +1,93 @@
+"""Three figures from results.json: throughput by model and batch, largest model by batch, share of GPU idle time in a step.
+
+    python -m benchmarks figures --out DIR                                   draw what is in results.json and trials.json
+    python -m benchmarks figures --out DIR --run --sizes 1b,3b --batches 1,4 measure what is missing first
+
+The largest models are estimated from bytes by tier; `python -m benchmarks largest` puts trials beside the estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.case import PEER_MODES, Case
+from benchmarks.largest import estimates_and_trials, largest_table, spec_of
+from benchmarks.markdown import failures, machines, table
+from benchmarks.plots import draw_bars, draw_lines
+from benchmarks.results import Results, Row
+from benchmarks.runner import measure
+from benchmarks.table import add_run_arguments, launch_of
+
+NAMES = {"all_gpu": "PyTorch, all on the GPU", "zero_offload": "DeepSpeed ZeRO-Offload", "torchao": "torchao CPU offload",
+         "ours": "hytrain_fx", "floor": "forward and backward alone", "reference": "PyTorch, foreach"}
+MODES = ("all_gpu", "zero_offload", "torchao", "ours")
+Groups = dict[str, dict[str, float]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `python -m benchmarks figures`."""
+    parser.add_argument("--run", action="store_true", help="measure the rows of --sizes and --batches that are missing")
+    parser.add_argument("--sizes", type=_words, default=["1b", "3b", "7b"])
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence")
+    parser.add_argument("--modes", type=_words, default=list(MODES))
+    parser.add_argument("--device", default=None, help="whose memory the largest models are estimated for (default: this machine)")
+    add_run_arguments(parser)
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write throughput.png, largest.png, idle.png and figures.md."""
+    results, trials = Results(arguments.out / "results.json"), Results(arguments.out / "trials.json")
+    if arguments.run:
+        cases = [Case(mode, size, batch, arguments.sequence)
+                 for size in arguments.sizes for batch in arguments.batches for mode in arguments.modes]
+        measure(cases, results, launch_of(arguments), again=arguments.again, retry=arguments.retry)
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    speed = groups(results, lambda case, row: case.tokens / row["step_s"])
+    idle = groups(results, lambda case, row: 100 * row["idle_share"] if "idle_share" in row else None)
+    largest = estimates_and_trials(spec_of(arguments.device), arguments.batches, arguments.sequence, trials)
+    draw_bars(out / "throughput.png", "Throughput by model and batch", "tokens/s", speed)
+    draw_bars(out / "idle.png", "GPU idle time in a step (no kernel runs)", "% of the step", idle)
+    draw_lines(out / "largest.png", "Largest model by batch: dashed = estimated, dots = ran", f"sequences of {arguments.sequence}",
+               "G parameters", largest)
+    text = "\n\n".join(part for part in (
+        f"# Figures\n\n{machines(results)}",
+        f"## Throughput, tokens/s\n\n{groups_table(speed, '{:.0f}')}",
+        f"## Largest model, G parameters\n\n{largest_table(largest)}",
+        f"## GPU idle time, % of a step\n\n{groups_table(idle, '{:.1f}')}",
+        failures(results)) if part) + "\n"
+    (out / "figures.md").write_text(text)
+    print(text)
+
+
+def groups(results: Results, figure_of: Callable[[Case, Row], float | None]) -> Groups:
+    """Model and batch -> way of training -> figure. Plain training only: no clipping, bf16 (torchao: autocast), the floor left out."""
+    found: Groups = {}
+    for case, row in results.all_measured():
+        plain = replace(case, clip=None, autocast=case.mode == "torchao", checkpointing=False)
+        value = figure_of(case, row)
+        if case == plain and case.mode != "floor" and value is not None:
+            found.setdefault(f"{case.size}\n{case.batch} x {case.sequence}", {})[series_name(case)] = value
+    return found
+
+
+def series_name(case: Case) -> str:
+    """What a legend calls it."""
+    options = f" ({', '.join(case.options)})" if case.options else ""
+    return NAMES.get(case.mode, case.mode) + options + (", fp32 parameters" if case.autocast and case.mode in PEER_MODES else "")
+
+
+def groups_table(found: Groups, form: str) -> str:
+    """The same as Markdown: a row for each model and batch."""
+    names = list(dict.fromkeys(name for bars in found.values() for name in bars))
+    lines = [[group.replace("\n", ", "), *(form.format(bars[name]) if name in bars else "-" for name in names)]
+             for group, bars in found.items()]
+    return table(["model, batch", *names], lines) if lines else "Nothing measured."

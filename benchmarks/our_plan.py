@@ -1,0 +1,49 @@
+"""What hytrain_fx tells of the steps it ran: the plan in force, what was predicted, what it holds, how it started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from torch import nn
+
+from hytrain_fx import explain
+from hytrain_fx.api import session_of
+from hytrain_fx.ir.plan import Placement
+
+
+def about(model: nn.Module) -> dict[str, Any]:
+    """Plan, prediction, memory in use, engine and start-up of a compiled model, as JSON."""
+    session, explanation = session_of(model), explain(model)
+    plan = explanation.plan
+    params = sum(plan.numel(placement) for placement in Placement)
+    told = {
+        "plan": {
+            "k": plan.k,
+            "units": len(session.units),
+            "source": plan.source,
+            "share": {str(placement): round(plan.numel(placement) / params, 4) for placement in Placement},
+            "predicted": dict(plan.predicted),
+            "plans_made": len(explanation.history),
+            "binds": explanation.binds,
+            "solve_s": round(session.planning.solve_us / 1e6, 3),
+        },
+        "predicted_step_s": round(plan.predicted["step_us"] / 1e6, 4) if "step_us" in plan.predicted else None,
+        "engine": {"name": explanation.engine, "workers": explanation.workers},
+        "memory_in_use": asdict(explanation.memory),
+        "not_offloaded": len(explanation.not_offloaded),
+    }
+    startup = _plain(getattr(session, "startup", None))
+    return told | ({"startup": startup} if startup is not None else {})
+
+
+def _plain(value: object) -> object:
+    """A value that JSON can have: data classes as objects, what it does not know as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(item) for name, item in asdict(value).items()}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,72 @@
+"""The tools that a user would otherwise take, each set up as its own documentation says; imported only when asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.case import CannotRun, Case
+from benchmarks.llama import ADAMW
+from benchmarks.trainer import Trainer, precision, require, synchronize
+
+ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer:
+    """DeepSpeed ZeRO-2 with the optimizer on the CPU, bf16 parameters, compiled."""
+    for name, value in ONE_PROCESS.items():
+        os.environ.setdefault(name, value)
+    deepspeed = require("deepspeed", "deepspeed", case.mode)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=zero_offload_config(case))
+    engine.compile()
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return Trainer(step, synchronize, lambda: {"package": f"deepspeed {deepspeed.__version__}"})
+
+
+def zero_offload_config(case: Case) -> dict[str, Any]:
+    """DeepSpeed's configuration for one GPU."""
+    adamw = {name: list(value) if isinstance(value, tuple) else value for name, value in ADAMW.items()}
+    return {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": case.clip or 0.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+        },
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+
+
+def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer:
+    """torchao's CPUOffloadOptimizer, gradients offloaded too, each block compiled: its fastest form on the measured H200."""
+    optim = require("torchao", "torchao.optim", case.mode)
+    if device.type != "cuda":
+        raise CannotRun("mode torchao needs a CUDA device: its optimizer copies on CUDA streams")
+    for block in model.model.layers:  # type: ignore[union-attr]
+        block.compile()
+    optimizer = optim.CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAMW)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        with precision(case, device):
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Trainer(step, synchronize, lambda: {"package": f"torchao {require('torchao', 'torchao', case.mode).__version__}"})

@@ -1,0 +1,108 @@
+"""Each row in a process of its own, one after the other: a row that fails or takes too long is noted, and the next one runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.case import Case
+from benchmarks.machine import machine
+from benchmarks.results import Results, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = (sys.executable, "-m", "benchmarks", "steps")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How rows are run.
+
+    logs      folder that receives what each row prints
+    limit_s   seconds after which a row is ended
+    extra     further arguments of `steps`
+    cache     Inductor's cache, shared by all rows; None = torch's own place, which is shared too
+    command   what is run, before the case's arguments
+    """
+
+    logs: Path
+    limit_s: float = 900.0
+    extra: tuple[str, ...] = ()
+    cache: Path | None = None
+    command: tuple[str, ...] = STEPS
+
+
+def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: bool = False, retry: bool = False,
+            tell: Callable[[str], None] = print) -> None:
+    """Run the cases that have no row yet; with `retry` also those that failed, with `again` all. Every row is written when it is there."""
+    for number, case in enumerate(cases, 1):
+        known = results.get(case)
+        if known is not None and not again and not (retry and "error" in known):
+            tell(f"{number}/{len(cases)} {case.key}: there already")
+            continue
+        row = run_case(case, launch)
+        results.put(case, row)
+        tell(f"{number}/{len(cases)} {case.key}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
+
+
+def run_case(case: Case, launch: Launch) -> Row:
+    """The row of a case, or its fields with `error`: why there is none."""
+    launch.logs.mkdir(parents=True, exist_ok=True)
+    log = launch.logs / (re.sub(r"[^\w.=-]+", "_", case.key) + ".log")
+    began = time.perf_counter()
+    with log.open("w") as file:
+        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch)
+    printed = log.read_text(errors="replace")
+    wall_s = round(time.perf_counter() - began, 1)
+    row = _row_in(printed) if status in (0, None) else None  # a row that was printed counts, even if its process did not end
+    if row is not None:
+        return row | {"wall_s": wall_s}
+    why = f"took longer than {launch.limit_s:g} s" if status is None else _why(status, printed)
+    return {**case.values(), "machine": machine(), "error": why, "wall_s": wall_s}
+
+
+def _run(command: Sequence[str], output: int, launch: Launch) -> int | None:
+    """The exit status; None where the time was up. The processes it started end with it."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if launch.cache is not None:
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        return process.wait(timeout=launch.limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and all it started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _row_in(printed: str) -> Row | None:
+    """The last line that is a row; packages print more before and after it."""
+    for line in reversed(printed.splitlines()):
+        if line.startswith("{"):
+            try:
+                found: Row = json.loads(line)
+            except ValueError:
+                continue
+            if "step_s" in found:
+                return found
+    return None
+
+
+def _why(status: int, printed: str) -> str:
+    """The error's own line."""
+    if status == -signal.SIGKILL:
+        return "killed (by the system: it does so when host memory is used up)"
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("cannot run: ") or re.match(r"[\w.]*(Error|Exception|CannotRun)\b", line)]
+    last = (told or lines or ["nothing was printed"])[-1]
+    return last.removeprefix("cannot run: ")[:400] if status > 0 else f"ended by signal {-status}: {last[:400]}"

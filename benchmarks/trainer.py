@@ -1,0 +1,62 @@
+"""One way of training, ready to step; what every mode has in common."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.case import CannotRun, Case
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """
+    step     one training step on tokens [batch, sequence]; returns the loss, and does not wait for the device
+    finish   returns when everything of the steps so far is done, on every device
+    about    what the mode has to tell about itself once its steps are timed, as JSON
+    """
+
+    step: Step
+    finish: Callable[[], None]
+    about: Callable[[], Mapping[str, Any]] = dict
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def precision(case: Case, device: torch.device) -> AbstractContextManager[object]:
+    """The context of the forward: autocast where the parameters are fp32."""
+    return torch.autocast(device.type, torch.bfloat16) if case.autocast else nullcontext()
+
+
+def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
+    """Forward, backward and clipping, as a plain loop has them; gradients are left in `.grad`."""
+
+    def backward(tokens: torch.Tensor) -> torch.Tensor:
+        with precision(case, device):
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if case.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        return loss.detach()
+
+    return backward
+
+
+def require(package: str, module: str, mode: str) -> Any:
+    """A module of a package that only one mode needs. Raises CannotRun where it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CannotRun(f"mode {mode} needs {package}, which cannot be imported here ({error}): pip install {package}") from error
