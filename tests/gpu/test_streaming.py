@@ -1,0 +1,109 @@
+"""Streamed rows on a GPU: real copies both ways, gradients that come late, and the plain loop's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.errors import NonFiniteGradientError
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.engine import Stage
+
+from ..cpu.test_placements import plan_of
+from .test_training import ADAMW, STEPS, Net, batches, build, deterministic, loss_of, plain
+
+__all__ = ["deterministic"]  # the fixture, for this file too
+
+MIXTURES = {
+    "all streamed": [Placement.STREAM],
+    "beside the CPU": [Placement.STREAM, Placement.CPU],
+    "all three": [Placement.GPU, Placement.STREAM, Placement.CPU, Placement.STREAM],
+}
+
+
+def trained(dtype: torch.dtype, clip: float | None, places: list[Placement], delay: Stage | None, sleep: bool) -> Any:
+    """The plain loop under a plan of that mixture from the second step on; with `sleep` the GPU is far behind the host."""
+    net = build(dtype)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
+    session = session_of(model)
+    losses, data = [], batches()
+    for step in range(STEPS):
+        if step == 1:
+            session.place(plan_of(session, places))
+            if delay is not None:
+                session.engine.set_delay(delay, 2_000)
+        if sleep:
+            torch.cuda._sleep(100_000_000)
+        loss = loss_of(model, next(data))
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    weights = [p.detach().clone() for p in model.parameters()]
+    hytrain_fx.close(model)
+    return [loss.item() for loss in losses], weights
+
+
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_streaming_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | None) -> None:
+    """Every mixture of places, with the GPU behind the host (states are there before gradients) and with slow CPU stages."""
+    losses, weights = plain(dtype, clip)
+    cases: list[tuple[str, Stage | None, bool]] = [(name, None, sleep) for name in MIXTURES for sleep in (False, True)]
+    cases += [("all three", stage, False) for stage in (Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE)]
+    for mixture, delay, sleep in cases:
+        found_losses, found = trained(dtype, clip, MIXTURES[mixture], delay, sleep)
+        assert found_losses == losses, (mixture, delay, sleep)
+        assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True)), (mixture, delay, sleep)
+
+
+def test_step_returns_while_the_backward_still_runs() -> None:
+    """Streaming does not hold the launching thread: step() has returned before the backward's last kernel has run."""
+    torch.manual_seed(0)
+    net = Net(width=1536, blocks=8).to(torch.bfloat16).cuda()
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
+    session, data = session_of(model), batches()
+    for step in range(5):
+        if step == 1:
+            session.place(plan_of(session, MIXTURES["beside the CPU"]))
+        loss_of(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.drain()
+    tokens = next(data)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # about two seconds
+    loss_of(model, tokens).backward()
+    end = torch.cuda.Event()
+    end.record()
+    optimizer.step()
+    assert not end.query()
+    optimizer.zero_grad()
+    hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("place", [Placement.GPU, Placement.STREAM], ids=str)
+def test_a_gradient_that_is_not_finite_is_an_error_where_the_gpu_updates(place: Placement) -> None:
+    """The kernel reports it without a wait; the next gate after it raises, with the parameter's name."""
+    net = build(torch.bfloat16)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
+    session, data = session_of(model), batches()
+    for step in range(2):
+        if step == 1:
+            session.place(plan_of(session, [place]))
+        loss_of(model, next(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (loss_of(model, next(data)) * float("inf")).backward()
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+        for _ in range(2):
+            session.drain()
+    hytrain_fx.close(model)
