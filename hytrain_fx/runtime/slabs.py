@@ -1,30 +1,65 @@
-"""Host memory in blocks of the exact size, pinned once and in parallel.
+"""Host memory in blocks of the exact size, faulted in by all cores, then pinned.
 
 torch's pinned allocator rounds up to a power of two, up to twice what is asked for; an anonymous mapping that is registered
 with the driver does not. Fresh mappings read as zero, which is what Adam's moments start from.
+
+Registering faults in what is not there yet, one page after the other: about 1 GB/s a thread. So the pages are made first, in parallel and
+2 MiB at a time where the kernel has them to give, and registering only walks over them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
 
 import psutil
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
+from hytrain_fx.runtime.topology import cores_of_rank, read_topology
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector register
-_PIN_THREADS = 8
+_REGISTER_THREADS = 8
+_PIECE_BYTES = 64 << 20  # what one thread faults in at a time
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+
+_log = logging.getLogger("hytrain_fx")
+
+
+@dataclass(frozen=True, slots=True)
+class Pinning:
+    """What pinning some slabs together took."""
+
+    nbytes: int
+    populate_us: float  # making the pages
+    register_us: float  # registering them with the driver
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes pinned in a second, both parts together; 0 for nothing."""
+        spent_us = self.populate_us + self.register_us
+        return self.nbytes / spent_us / 1e3 if spent_us else 0.0
 
 
 class HostSlab:
-    """One block of host memory, handed out front to back, pinned when the device is a GPU."""
+    """One block of host memory, handed out front to back, pinned when the device is a GPU.
+
+    pinning    what pinning took of it and those pinned with it; None while it is not pinned by `pin_slabs`
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        self.pinning: Pinning | None = None
+        # Private: shared memory gets huge pages only where an administrator has said so.
+        self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -38,8 +73,25 @@ class HostSlab:
         self._used += slab_bytes(numel, dtype)
         return part
 
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The block cut into byte ranges that different threads may fault in: no two share a huge page."""
+        begin, total, base = 0, self._bytes.numel(), self._bytes.data_ptr()
+        while begin < total:
+            end = min(total, (base + begin + _PIECE_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - base)
+            yield begin, end
+            begin = end
+
+    def populate(self, begin: int, end: int) -> None:
+        """Make the pages of these bytes, which nothing has been written to. Releases the GIL."""
+        if not _populate(self._bytes.data_ptr() + begin, end - begin):
+            self._bytes[begin : end : mmap.PAGESIZE].fill_(0)
+
     def pin(self, device: torch.device) -> None:
-        """Register the block with the GPU's driver, so that copies are asynchronous. Raises EngineError."""
+        """Register the block with the GPU's driver, so that copies are asynchronous. Raises EngineError.
+
+        Forked children do not have the block: the kernel would copy all of it for each of them, as the driver holds its pages.
+        """
+        self._map.madvise(mmap.MADV_DONTFORK)
         with torch.cuda.device(device):
             result = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         if result != 0:
@@ -47,7 +99,7 @@ class HostSlab:
                 f"pinning {self.nbytes / 2**30:.2f} GiB of host memory failed (CUDA error {result}); "
                 "raise the limit on locked memory (ulimit -l) or keep more states on the device (gpu_states=...)"
             )
-        self._pinned_on = device
+        self._pinned_on, self._pinned_by = device, os.getpid()
 
     def unpin(self) -> None:
         """Take the registration back; nothing may be copying from or to the block."""
@@ -55,10 +107,11 @@ class HostSlab:
             with torch.cuda.device(self._pinned_on):
                 torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._pinned_on = None
+            self._map.madvise(mmap.MADV_DOFORK)
 
     def __del__(self) -> None:
-        # A slab that is dropped while registered would leave the driver a stale mapping.
-        if getattr(self, "_pinned_on", None) is not None:
+        # A slab that is dropped while registered would leave the driver a stale mapping. In a forked child it is not ours.
+        if getattr(self, "_pinned_on", None) is not None and self._pinned_by == os.getpid():
             self.unpin()
 
 
@@ -67,12 +120,46 @@ def slab_bytes(numel: int, dtype: torch.dtype) -> int:
     return -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def pin_slabs(slabs: Sequence[HostSlab], device: torch.device) -> None:
-    """Pin slabs side by side: one thread pins about 1 GiB a second, the pages being faulted in as it goes."""
+def pin_slabs(slabs: Sequence[HostSlab], device: torch.device) -> Pinning | None:
+    """Pin fresh slabs for a GPU and note on each what it took; None, with nothing done, for a model on the CPU. Raises EngineError."""
     if device.type == "cpu" or not slabs:
-        return
-    with ThreadPoolExecutor(_PIN_THREADS) as pool:
+        return None
+    begin_s = time.perf_counter()
+    _populate_all(slabs, device)
+    populated_s = time.perf_counter()
+    with ThreadPoolExecutor(_REGISTER_THREADS) as pool:
         list(pool.map(lambda slab: slab.pin(device), slabs))
+    done_s = time.perf_counter()
+    pinning = Pinning(sum(slab.nbytes for slab in slabs), (populated_s - begin_s) * 1e6, (done_s - populated_s) * 1e6)
+    for slab in slabs:
+        slab.pinning = pinning
+    _log.info("pinned %.2f GB of host memory at %.1f GB/s: %.2f s making pages, %.2f s registering them",
+              pinning.nbytes / 1e9, pinning.gb_per_s, pinning.populate_us / 1e6, pinning.register_us / 1e6)
+    return pinning
+
+
+def _populate_all(slabs: Sequence[HostSlab], device: torch.device) -> None:
+    """A page comes from the NUMA node of the core that makes it: each thread keeps to one of the cores that the workers will run on."""
+    topology = read_topology(device)
+    cpus: SimpleQueue[int | None] = SimpleQueue()
+    numbers = [None] * len(os.sched_getaffinity(0)) if topology is None else [cpu.number for cpu in cores_of_rank(topology)]
+    for number in numbers or [None]:
+        cpus.put(number)
+
+    def keep_to_one() -> None:
+        number = cpus.get()
+        if number is not None:
+            os.sched_setaffinity(0, {number})  # of this thread alone
+
+    pieces = [(slab, begin, end) for slab in slabs for begin, end in slab.pieces()]
+    with ThreadPoolExecutor(max(1, len(numbers)), initializer=keep_to_one) as pool:
+        list(pool.map(lambda piece: piece[0].populate(piece[1], piece[2]), pieces))
+
+
+def _populate(address: int, nbytes: int) -> bool:
+    """Whether the kernel made the pages in one call. ctypes releases the GIL meanwhile, mmap.madvise would not."""
+    madvise = ctypes.CDLL(None).madvise
+    return int(madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)) == 0
 
 
 def require_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
