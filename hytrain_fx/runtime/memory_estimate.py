@@ -1,0 +1,114 @@
+"""Bytes by tier for one placement of the states, known before anything is allocated.
+
+    placed on   device                                          host (pinned for a GPU)
+    GPU         weight, gradient until its update, states       -
+    CPU         weight (its gradient passes through the ring)   states, slot
+    STREAM      weight, gradient until its update               states (they pass through the staging area)
+
+Activations are not part of it: what the compiled graphs keep for the backward is known when a step has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.engine import CHUNK_PARAMS
+from hytrain_fx.runtime.slabs import ALIGN_BYTES
+
+FP32_BYTES = 4
+STAGING_SLOTS = 6  # chunks of streamed states on the device at once
+_STAGING_ALIGN_PARAMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowSize:
+    """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it."""
+
+    numel: int
+    itemsize: int
+    amsgrad: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weight, and of its gradient."""
+        return self.numel * self.itemsize
+
+    @property
+    def fp32_tensors(self) -> int:
+        """Tensors that make up its states: master, two moments, with amsgrad three."""
+        return 4 if self.amsgrad else 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by tier; every weight and gradient counts that is in the optimizer.
+
+    device_gradients_bytes    gradients that stay on the device until their update: all of them at once, which is the most
+    host_states_bytes         fp32 states of rows updated by the CPU
+    host_slots_bytes          their slots: gradient in, 16-bit weight out
+    host_streamed_bytes       fp32 states of streamed rows
+    pinned_bytes              how much of the host's bytes is pinned
+    """
+
+    weights_bytes: int
+    device_states_bytes: int
+    device_gradients_bytes: int
+    ring_bytes: int
+    staging_bytes: int
+    host_states_bytes: int
+    host_slots_bytes: int
+    host_streamed_bytes: int
+    pinned_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All on the device but activations."""
+        return self.weights_bytes + self.device_states_bytes + self.device_gradients_bytes + self.ring_bytes + self.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All on the host."""
+        return self.host_states_bytes + self.host_slots_bytes + self.host_streamed_bytes
+
+
+def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:
+    """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
+    of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}
+    host_states, streamed = _host_bytes(of[Placement.CPU]), _host_bytes(of[Placement.STREAM])
+    slots = sum(padded_bytes(row.weight_bytes) for row in of[Placement.CPU])
+    return MemoryEstimate(
+        weights_bytes=sum(row.weight_bytes for row in rows),
+        device_states_bytes=sum(_device_bytes(row) for row in of[Placement.GPU]),
+        device_gradients_bytes=sum(row.weight_bytes for row in (*of[Placement.GPU], *of[Placement.STREAM])),
+        ring_bytes=ring_bytes,
+        staging_bytes=staging_bytes(of[Placement.STREAM]),
+        host_states_bytes=host_states,
+        host_slots_bytes=slots,
+        host_streamed_bytes=streamed,
+        pinned_bytes=host_states + slots + streamed if pinned else 0,
+    )
+
+
+def staging_bytes(streamed: Sequence[RowSize]) -> int:
+    """Device memory that the states of these rows pass through: slots for one chunk of the largest, 0 without any."""
+    if not streamed:
+        return 0
+    chunk = min(max(row.numel for row in streamed), CHUNK_PARAMS)
+    params = -(-chunk // _STAGING_ALIGN_PARAMS) * _STAGING_ALIGN_PARAMS
+    return STAGING_SLOTS * max(row.fp32_tensors for row in streamed) * params * FP32_BYTES
+
+
+def padded_bytes(nbytes: int) -> int:
+    """Bytes that a part of a slab uses up."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _host_bytes(rows: Iterable[RowSize]) -> int:
+    return sum(row.fp32_tensors * padded_bytes(row.numel * FP32_BYTES) for row in rows)
+
+
+def _device_bytes(row: RowSize) -> int:
+    """An fp32 weight is its own master."""
+    return (row.fp32_tensors - (row.itemsize == FP32_BYTES)) * row.numel * FP32_BYTES

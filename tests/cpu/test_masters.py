@@ -1,0 +1,19 @@
+"""Masters are the weights, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hytrain_fx.runtime.engine import CHUNK_PARAMS
+from hytrain_fx.runtime.masters import load_masters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 1000, CHUNK_PARAMS + 3])
+def test_each_element_is_its_weight_s(dtype: torch.dtype, numel: int) -> None:
+    """Also where a tensor is cut into chunks, the last one short."""
+    weight = torch.randn(numel).to(dtype)
+    master = torch.full((numel,), torch.nan)
+    load_masters([(master, weight), (weight, weight)])
+    assert torch.equal(master, weight.float())

@@ -1,0 +1,105 @@
+"""What is estimated before anything is allocated is what is allocated."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
+from hytrain_fx.runtime.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
+from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.states import StateStore
+
+DTYPES = {4: torch.float32, 2: torch.bfloat16}
+Rows = list[tuple[RowSize, Placement]]
+
+rows_strategy = st.lists(
+    st.tuples(st.builds(RowSize, st.integers(1, 4000), st.sampled_from(sorted(DTYPES)), st.booleans()), st.sampled_from(Placement)),
+    min_size=1,
+    max_size=8,
+)
+
+
+class NoEngine:
+    """Takes states and does nothing with them."""
+
+    def place_on_host(self, row: int, states: RowStates) -> None: ...
+    def place_on_device(self, row: int, states: RowStates) -> None: ...
+    def place_streamed(self, row: int, states: RowStates) -> None: ...
+
+
+def store_of(rows: Rows) -> StateStore:
+    weights = [torch.ones(row.numel, dtype=DTYPES[row.itemsize]) for row, _ in rows]
+    units = [number // 3 for number in range(len(rows))]
+    return StateStore(weights, units, [row.amsgrad for row, _ in rows], cast(Engine, NoEngine()))
+
+
+def estimate_of(rows: Rows, **options: Any) -> MemoryEstimate:
+    return estimate_memory([row for row, _ in rows], [place for _, place in rows], **({"ring_bytes": 0, "pinned": True} | options))
+
+
+@given(rows=rows_strategy)
+def test_it_is_what_the_store_of_states_counts(rows: Rows) -> None:
+    """Host bytes of rows on the CPU and of streamed ones, device bytes of the others, to the byte."""
+    store, estimate = store_of(rows), estimate_of(rows)
+    of = {place: [row for row, (_, at) in enumerate(rows) if at is place] for place in Placement}
+    assert estimate.host_states_bytes + estimate.host_slots_bytes == store.host_bytes(of[Placement.CPU])
+    assert estimate.host_streamed_bytes == store.host_bytes(of[Placement.STREAM], Placement.STREAM)
+    assert estimate.device_states_bytes == store.device_bytes(of[Placement.GPU])
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=rows_strategy)
+def test_it_is_what_is_allocated(rows: Rows) -> None:
+    """The tensors of every row, padded as slabs pad them, add up to it; a state that is the weight itself counts once."""
+    store, estimate = store_of(rows), estimate_of(rows)
+    store.allocate([place for _, place in rows], None)
+    host = device = 0
+    for row, (size, place) in enumerate(rows):
+        states = store[row]
+        tensors = [states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot]
+        found = [tensor for tensor in tensors if tensor is not None]
+        if place is Placement.GPU:
+            device += sum(tensor.nbytes for tensor in found[size.itemsize == 4 :])
+        else:
+            host += sum(-(-tensor.nbytes // 64) * 64 for tensor in found)
+    assert (host, device) == (estimate.host_bytes, estimate.device_states_bytes)
+
+
+def test_a_parameter_takes_14_bytes_on_the_host_and_12_streamed() -> None:
+    """16-bit parameters: states and slot, or states alone."""
+    size = RowSize(1 << 20, 2)
+    assert estimate_of([(size, Placement.CPU)]).host_bytes == 14 << 20
+    assert estimate_of([(size, Placement.STREAM)]).host_bytes == 12 << 20
+    assert estimate_of([(size, Placement.GPU)]).device_bytes == (2 + 2 + 12) << 20
+
+
+def test_tiers_add_up() -> None:
+    """All of the device, all of the host; pinned is all of the host for a GPU and nothing for the CPU."""
+    rows: Rows = [(RowSize(640, 2), place) for place in Placement]
+    estimate = estimate_of(rows, ring_bytes=1000)
+    staging = 6 * 3 * 640 * 4
+    assert estimate.device_bytes == 3 * 1280 + 3 * 640 * 4 + 2 * 1280 + 1000 + staging
+    assert estimate.pinned_bytes == estimate.host_bytes == 2 * 3 * 640 * 4 + 1280
+    assert estimate_of(rows, pinned=False).pinned_bytes == 0
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("numel", [100, 5000])
+def test_staging_is_what_the_engine_takes(numel: int, amsgrad: bool) -> None:
+    """The native engine's own area for a streamed row, to the byte; none without one."""
+    assert staging_bytes([]) == 0
+    engine = NativeEngine(torch.device("cpu"), 1, 1 << 20, 20.0)
+    try:
+        engine.add_row(RowSpec(numel, 0, torch.ones(numel)))
+        states = [torch.zeros(numel) for _ in range(4)]
+        engine.place_streamed(0, RowStates(states[0], states[1], states[2], states[3] if amsgrad else None, None))
+        assert engine._staging is not None
+        assert engine._staging.nbytes == staging_bytes([RowSize(numel, 4, amsgrad)])
+    finally:
+        engine.close()
