@@ -18,6 +18,7 @@ from pathlib import Path
 from hytrain_fx.cost_model.shapes import ModelShape, UnitShape
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM
 
 GIB = 1 << 30
 GRAD_BYTES_PER_PARAM = 2  # 16-bit training copies: their gradients and their new weights cross the link in 16 bit
@@ -139,7 +140,9 @@ def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: i
         cpu_update_us=1e6 * u.params / device.cpu_update_params_per_s,
         gpu_update_us=1e6 * u.params / device.gpu_update_params_per_s,
         d2h_us=1e6 * grad_bytes / device.d2h_bytes_per_s,
-        h2d_us=1e6 * grad_bytes / device.h2d_bytes_per_s)
+        h2d_us=1e6 * grad_bytes / device.h2d_bytes_per_s,
+        stream_in_us=1e6 * STATE_BYTES_PER_PARAM * u.params / device.h2d_bytes_per_s,
+        stream_out_us=1e6 * STATE_BYTES_PER_PARAM * u.params / device.d2h_bytes_per_s)
 
 
 def _from_data_sheet(

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -129,13 +129,3 @@ class Balance:
 def better_neighbour(crossing: int, cost_us: Callable[[int], float]) -> int:
     """The cheaper of `crossing - 1` and `crossing`, the former on a tie: it needs less device memory."""
     return min(range(max(crossing - 1, 0), crossing + 1), key=cost_us)
-
-
-def units_that_fit(params: Sequence[int], budget_bytes: int | None, state_bytes_per_param: float) -> int:
-    """k_mem: how many leading units rest on the device with states of `state_bytes_per_param` in `budget_bytes` (None = no limit)."""
-    if budget_bytes is None:
-        return len(params)
-    if budget_bytes < 0 or state_bytes_per_param < 0:
-        raise PlanError(f"found a budget of {budget_bytes} bytes and {state_bytes_per_param} bytes of states per parameter, "
-                        "expected both >= 0")
-    return bisect_right([p * state_bytes_per_param for p in accumulate(params)], budget_bytes)

@@ -3,6 +3,7 @@
     per parameter, 16-bit training      device                                   host
     updated on the device               2 weight + 2 gradient + 12 states         -
     updated by the CPU                  2 weight (gradients pass through a ring)  12 states + 2 slot
+    streamed                            2 weight + 2 gradient (+ staging slots)   12 states
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hytrain_fx.cost_model.device import DeviceSpec
+from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
 from hytrain_fx.cost_model.shapes import ModelShape
 
 WEIGHT_BYTES = 2
@@ -63,13 +65,17 @@ def ring_bytes(shape: ModelShape) -> int:
     return min(RING_UNITS * max(u.params for u in shape.units), shape.params) * GRAD_BYTES
 
 
-def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False) -> Footprint:
-    """Bytes when the first `k` units are updated on the device and the others by the CPU."""
+def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:
+    """Bytes when the first `k` units are updated on the device and of the others `streamed_params` are streamed, the rest is updated by
+    the CPU. Staging slots count as states on the device.
+    """
     on_device = sum(u.params for u in shape.units[:k])
     on_host = shape.params - on_device
-    gradients = GRAD_BYTES * on_device + (ring_bytes(shape) if on_host else 0)
-    return Footprint(WEIGHT_BYTES * shape.params, gradients, STATE_BYTES * on_device, activation_bytes(shape, tokens, recompute),
-                     STATE_BYTES * on_host, SLOT_BYTES * on_host)
+    by_cpu = on_host - streamed_params
+    gradients = GRAD_BYTES * (on_device + streamed_params) + (ring_bytes(shape) if by_cpu else 0)
+    staging = STAGING_SLOTS * STAGING_PARAMS if streamed_params else 0
+    return Footprint(WEIGHT_BYTES * shape.params, gradients, STATE_BYTES * (on_device + staging),
+                     activation_bytes(shape, tokens, recompute), STATE_BYTES * on_host, SLOT_BYTES * by_cpu)
 
 
 def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:

@@ -1,43 +1,59 @@
-"""From a profile to a plan: how many leading units are updated on the device, within its memory, and why.
+"""From a profile to a plan: how many leading units are updated on the device, what of the rest is streamed, and why.
 
     seed      HyTrainDNN's balance of both sides (equation.py)
     cotrain   the same with alpha = 1
-    windowed  each layer's own window, from its gradient to its next use (windows.py)
+    windowed  each layer's own window, from its gradient to its next use (windows.py), with or without streaming (streaming.py)
 
 Too small a k costs 1/alpha (15 to 80) times as much as one that is too large by the same amount, so CPU times are
-multiplied by a guard before solving. What is predicted is simulated with the times as they are.
+multiplied by a guard before solving. What is predicted is simulated with the times as they are. A plan that streams is made
+only where the simulator, too, finds it faster.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal, get_args
 
-from hytrain_fx.cost_model.equation import Balance, units_that_fit
-from hytrain_fx.cost_model.reasons import balance_reason, capped_reason, fixed_reason, host_full_reason, windows_reason
-from hytrain_fx.cost_model.simulate import Discipline, simulate
-from hytrain_fx.cost_model.windows import windows_of
+from hytrain_fx.cost_model.budget import Budget
+from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.equation import Balance
+from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.cost_model.reasons import (
+    balance_reason,
+    capped_reason,
+    fixed_reason,
+    given_share_reason,
+    host_full_reason,
+    streamed_reason,
+    windows_reason,
+)
+from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.cost_model.streaming import LEAST_GAIN, best_mix, ranges_of
+from hytrain_fx.cost_model.windows import Windows, windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
-from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import Resource
+from hytrain_fx.ir.profile import STREAM_TIMES, Profile, UnitProfile
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, Resource, Unit
 
 Rule = Literal["seed", "cotrain", "windowed"]
-STATE_BYTES_PER_PARAM = 12  # fp32 master weight and two fp32 moments
+Stream = float | Literal["auto"]
 GUARD = 1.05
+# Of the share that is best by capacities alone: a little less often ends earlier, as copies of states yield to gradients and weights.
+_SHARES_TRIED = (1.0, 0.93)
+STREAMED = "windowed, streamed"  # the name of that plan in `compare`
 
 
 @dataclass(frozen=True)
 class _Solution:
-    """The k a rule wants, the reason it gives for a unit once k is settled, and what it notes besides."""
+    """The k a rule wants and the share y beside it, the reasons it gives once both are settled, and what it notes besides."""
 
     k: int
     reason: Callable[[int, int], str]
     notes: tuple[str, ...] = ()
+    share: float = 0.0
+    why_streamed: Callable[[int, int], str] = given_share_reason
 
 
 def plan(
@@ -47,7 +63,9 @@ def plan(
     budget_bytes: int | None = None,
     host_budget_bytes: int | None = None,
     state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
+    host_state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     k: int | None = None,
+    stream: Stream = 0.0,
     guard: float = GUARD,
     alpha: float | None = None,
     discipline: Discipline | None = None,
@@ -57,36 +75,22 @@ def plan(
     budget_bytes           device memory for optimizer states, None = no limit
     host_budget_bytes      host memory for states and slots, None = no limit
     state_bytes_per_param  what rests on the device for each parameter updated there
+    host_state_bytes_per_param    the states of a parameter on the host, without its slot
+    stream                 share 0..1 of the parameters not on the device that is streamed; "auto" solves it together with k
+                           (rule "windowed", no k given, a profile with times for streaming; else nothing is streamed)
     alpha                  device over CPU update time, instead of the measured one of each unit
     discipline             how the runtime orders and gates updates; the default is this library's
 
-    Raises PlanError for an unknown rule, a k outside 0..n, a guard < 1 or an alpha that is not positive,
-    and when the two memories together do not hold the states.
+    Raises PlanError for an unknown rule, a k outside 0..n, a share outside 0..1 or without times for streaming, a guard < 1 or an
+    alpha that is not positive, and when the two memories together do not hold the states.
     """
-    _check(profile, rule, k, guard, alpha)
+    _check(profile, rule, k, stream, guard, alpha)
     profile = profile if alpha is None else _with_alpha(profile, alpha)
-    discipline = discipline or Discipline()
-    solution = _solve(profile, rule, guard, discipline) if k is None else _Solution(k, fixed_reason)
-    fit = units_that_fit([u.params for u in profile.units], budget_bytes, state_bytes_per_param)
-    least = _least_k(profile, host_budget_bytes, state_bytes_per_param)
-    if least > fit:
-        raise PlanError(f"no plan fits the memory: the host's {host_budget_bytes} bytes need the states of {least} of {len(profile.units)} "
-                        f"units on the device, its {budget_bytes} bytes hold {fit}; allow more memory or train a smaller model")
-    settled = max(min(solution.k, fit), least)
-    notes = (*_memory_notes(solution.k, fit, least, len(profile.units), "was given" if k is not None else "would be best"), *solution.notes)
-
-    def reason(unit: int) -> str:
-        if settled <= unit < solution.k and budget_bytes is not None:
-            return capped_reason(state_bytes_per_param * profile.units[unit].params, budget_bytes, fit, solution.k)
-        if solution.k <= unit < settled and host_budget_bytes is not None:
-            return host_full_reason(host_budget_bytes, least, solution.k)
-        return solution.reason(unit, settled)
-
-    if k is None and guard > 1:
-        notes = (*notes, f"solved with CPU update times {guard:.3g} times as long as measured")
-    inputs = _inputs(profile, guard, state_bytes_per_param, budget_bytes)
-    draft = prefix_plan(profile.units, settled, source=rule if k is None else "fixed k", reason=reason)
-    return replace(draft, inputs=inputs, notes=notes, predicted=predict(profile, draft, state_bytes_per_param, discipline))
+    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param)
+    maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
+    if stream == "auto":
+        return maker.best()
+    return maker.settle(maker.solution(float(stream)))
 
 
 def compare(
@@ -98,61 +102,178 @@ def compare(
     alpha: float | None = None,
     discipline: Discipline | None = None,
 ) -> dict[str, Plan]:
-    """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget ("k=n" is capped by it too)."""
+    """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget ("k=n" is capped by it too).
 
-    def solved(rule: Rule, k: int | None = None) -> Plan:
-        return plan(profile, rule=rule, k=k, budget_bytes=budget_bytes, state_bytes_per_param=state_bytes_per_param,
+    The rules stream nothing; where the profile has times for streaming, "windowed, streamed" is the plan with k and share solved.
+    """
+
+    def solved(rule: Rule, k: int | None = None, stream: Stream = 0.0) -> Plan:
+        return plan(profile, rule=rule, k=k, stream=stream, budget_bytes=budget_bytes, state_bytes_per_param=state_bytes_per_param,
                     guard=guard, alpha=alpha, discipline=discipline)
 
     plans = {rule: solved(rule) for rule in get_args(Rule)}
-    return {**plans, "k=0": solved("windowed", 0), "k=n": solved("windowed", len(profile.units))}
+    streamed = {STREAMED: solved("windowed", stream="auto")} if profile.can_stream else {}
+    return {**plans, **streamed, "k=0": solved("windowed", 0), "k=n": solved("windowed", len(profile.units))}
 
 
-def prefix_plan(units: Sequence[PlannedUnit], k: int, *, source: str, reason: Callable[[int], str]) -> Plan:
+@dataclass(frozen=True)
+class _Maker:
+    """Makes plans for one profile under one budget and discipline."""
+
+    profile: Profile
+    rule: Rule
+    k: int | None
+    guard: float
+    discipline: Discipline
+    budget: Budget
+
+    def solution(self, share: float) -> _Solution:
+        """What the rule wants beside a share y that is given."""
+        if self.k is not None:
+            return _Solution(self.k, fixed_reason, share=share)
+        if self.rule == "windowed":
+            windows = self._windows(self.guard).streaming(share)
+            return _Solution(windows.solve(), lambda unit, k: windows_reason(windows, unit, k), share=share)
+        cpu = tuple(self.guard * u.cpu_update_us for u in self.profile.units)
+        gpu = cpu if self.rule == "cotrain" else tuple(u.gpu_update_us for u in self.profile.units)
+        balance = Balance(self.profile.backward_us, cpu, gpu)
+        notes = _balance_notes(balance, self.profile)
+        return _Solution(balance.solve(), lambda unit, k: balance_reason(balance, unit, k), notes, share)
+
+    def best(self) -> Plan:
+        """The plan without streaming or, where that shortens the predicted step by 1%, the one with."""
+        without = self.settle(self.solution(0.0))
+        if self.k is not None or self.rule != "windowed" or not self.profile.can_stream:
+            return without
+        k, share = self._mix(without.k)
+        if share == 0.0:
+            return without
+        tried = [self.settle(self._mixed(k, share * part)) for part in _SHARES_TRIED]
+        streamed = min(tried, key=lambda made: made.predicted["step_us"])
+        step_us, streamed_us = without.predicted["step_us"], streamed.predicted["step_us"]
+        if streamed_us <= (1 - LEAST_GAIN) * step_us:
+            note = f"without streaming the step would take {time_text(step_us)}, with {time_text(streamed_us)}"
+            return replace(streamed, notes=(*streamed.notes, note))
+        tried_share = streamed.inputs["stream_share"]
+        note = f"streaming {tried_share:.0%} of the parameters was tried: {time_text(streamed_us)} instead of {time_text(step_us)}"
+        return replace(without, notes=(*without.notes, note))
+
+    def _mix(self, k: int) -> tuple[int, float]:
+        """k and y by the windows. The k that fits shrinks with y, so y is solved again beside it; y = 0 where nothing is gained."""
+        # Streaming too much costs as much as streaming too little, so the share is solved with CPU times as they are.
+        compute_us, windows = self.profile.forward_us + self.profile.backward_us, self._windows(guard=1.0)
+        least = self.budget.least_units(self.profile, 0.0)
+        while True:
+            k, share = best_mix(windows, k, min(least, k), compute_us)
+            fit = self.budget.most_units(self.profile, share, self.discipline)
+            if share == 0.0 or k <= fit:
+                return k, share
+            if fit < least:
+                return k, 0.0
+            k = fit
+
+    def _mixed(self, k: int, share: float) -> _Solution:
+        windows = self._windows(guard=1.0)
+        mix = windows.streaming(share)
+        return _Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
+
+    def settle(self, solution: _Solution) -> Plan:
+        """The solution within both memories, as a plan with its reasons and what is predicted for it."""
+        wanted, units = solution.k, len(self.profile.units)
+        fit = self.budget.most_units(self.profile, solution.share, self.discipline)
+        least = self.budget.least_units(self.profile, solution.share)
+        if fit < 0:
+            raise PlanError(f"the device's {self.budget.device_bytes} bytes do not hold the gradients and the staging slots of a streamed "
+                            f"share of {solution.share:.3g}; stream less or allow more memory")
+        if least > fit:
+            raise PlanError(f"no plan fits the memory: the host's {self.budget.host_bytes} bytes need the states of {least} of {units} "
+                            f"units on the device, its {self.budget.device_bytes} bytes hold {fit}; allow more memory or train a smaller "
+                            "model")
+        k = max(min(wanted, fit), least)
+        verdict = "was given" if self.k is not None else "would be best"
+        notes = (*_memory_notes(wanted, fit, least, units, verdict), *solution.notes)
+        if self.k is None and self.guard > 1:
+            notes = (*notes, f"solved with CPU update times {self.guard:.3g} times as long as measured")
+
+        def reason(unit: int) -> str:
+            if k <= unit < wanted and self.budget.device_bytes is not None:
+                nbytes = self.budget.device_state_bytes * self.profile.units[unit].params
+                return capped_reason(nbytes, self.budget.device_bytes, fit, wanted)
+            if wanted <= unit < k and self.budget.host_bytes is not None:
+                return host_full_reason(self.budget.host_bytes, least, wanted)
+            return solution.reason(unit, k)
+
+        source = self.rule if self.k is None else "fixed k"
+        draft = prefix_plan(self.profile.units, k, source=source, reason=reason, share=solution.share,
+                            streamed_reason=lambda unit: solution.why_streamed(unit, k))
+        inputs = _inputs(self.profile, self.guard, solution.share, self.budget)
+        predicted = predict(self.profile, draft, self.budget.device_state_bytes, self.discipline, self.budget.host_state_bytes)
+        return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
+
+    def _windows(self, guard: float) -> Windows:
+        return windows_of(self.profile, guard=guard, chunk_params=self.discipline.chunk_params,
+                          updates_in_backward=self.discipline.commit_at == "backward_start")
+
+
+def prefix_plan(
+    units: Sequence[PlannedUnit],
+    k: int,
+    *,
+    source: str,
+    reason: Callable[[int], str],
+    share: float = 0.0,
+    streamed_reason: Callable[[int], str] | None = None,
+) -> Plan:
     """A plan with the first `k` units wholly on the device and the others on the CPU, nothing predicted.
 
-    It needs no profile, so it also serves the first steps, before anything is measured.
+    With a `share` whole parameters of the others are streamed, about that much of every leading part of them; the units must be
+    `Unit` or `UnitProfile`. It needs no profile, so it also serves the first steps, before anything is measured.
     """
     if not 0 <= k <= len(units):
         raise PlanError(f"found k={k}, expected 0..{len(units)}: the model has {len(units)} units")
-    rows = tuple(PlanRow(u.index, u.name, 0, u.params, Placement.GPU if u.index < k else Placement.CPU, reason(u.index)) for u in units)
-    return Plan(rows, k, source)
+    rows = [PlanRow(u.index, u.name, 0, u.params, Placement.GPU, reason(u.index)) for u in units[:k]]
+    sized = [u for u in units[k:] if isinstance(u, (Unit, UnitProfile))] if share else []
+    if share and len(sized) != len(units) - k:
+        raise PlanError("found units without the sizes of their parameters, expected Unit or UnitProfile where a share is streamed")
+    whole = [[(0, u.params, Placement.CPU)] for u in units[k:]]
+    for unit, ranges in zip(units[k:], ranges_of(sized, share) if share else whole, strict=True):
+        for begin, end, place in ranges:
+            why = streamed_reason if place is Placement.STREAM and streamed_reason else reason
+            rows.append(PlanRow(unit.index, unit.name, begin, end, place, why(unit.index)))
+    return Plan(tuple(rows), k, source)
 
 
 def predict(
-    profile: Profile, plan: Plan, state_bytes_per_param: float = STATE_BYTES_PER_PARAM, discipline: Discipline | None = None
+    profile: Profile,
+    plan: Plan,
+    state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
+    discipline: Discipline | None = None,
+    host_state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
 ) -> dict[str, float]:
     """What `plan` is expected to cost on `profile`: simulated times, and bytes by tier.
 
-    `host_bytes` counts the states of shares not on the device and a slot for their gradients (in) and new weights (out).
+    `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a slot for their gradients (in) and
+    new weights (out). `stream_bytes` cross the link in each direction in a step.
     """
     schedule = simulate(profile, plan, discipline)
-    on_host = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].grad_bytes
-                  for row in plan.rows if row.placement != Placement.GPU)
-    gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
-                        for row in plan.rows if row.placement == Placement.GPU)
+
+    def of(name: str, *places: Placement) -> float:
+        return sum(row.numel / profile.units[row.unit].params * float(getattr(profile.units[row.unit], name))
+                   for row in plan.rows if row.placement in places)
+
+    stream_bytes = host_state_bytes_per_param * plan.numel(Placement.STREAM)
     return {
         "step_us": schedule.makespan_us,
         "compute_us": profile.forward_us + profile.backward_us,
         "stall_us": schedule.stall_us,
-        "gpu_update_us": gpu_update_us,
+        "gpu_update_us": of("gpu_update_us", Placement.GPU, Placement.STREAM),
         "cpu_update_us": schedule.busy_us(Resource.CPU),
         "gpu_idle_share": schedule.idle_share(Resource.GPU),
         "cpu_idle_share": schedule.idle_share(Resource.CPU),
         "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
-        "host_bytes": state_bytes_per_param * (profile.params - plan.numel(Placement.GPU)) + on_host,
+        "host_bytes": host_state_bytes_per_param * plan.numel(Placement.CPU) + of("grad_bytes", Placement.CPU) + stream_bytes,
+        "stream_bytes": stream_bytes,
     }
-
-
-def _solve(profile: Profile, rule: Rule, guard: float, discipline: Discipline) -> _Solution:
-    if rule == "windowed":
-        windows = windows_of(profile, guard=guard, chunk_params=discipline.chunk_params,
-                             updates_in_backward=discipline.commit_at == "backward_start")
-        return _Solution(windows.solve(), lambda unit, k: windows_reason(windows, unit, k))
-    cpu = tuple(guard * u.cpu_update_us for u in profile.units)
-    gpu = cpu if rule == "cotrain" else tuple(u.gpu_update_us for u in profile.units)
-    balance = Balance(profile.backward_us, cpu, gpu)
-    return _Solution(balance.solve(), lambda unit, k: balance_reason(balance, unit, k), _balance_notes(balance, profile))
 
 
 def _balance_notes(balance: Balance, profile: Profile) -> tuple[str, ...]:
@@ -163,14 +284,6 @@ def _balance_notes(balance: Balance, profile: Profile) -> tuple[str, ...]:
     if profile.alpha >= 1:
         notes.append(f"alpha is {profile.alpha:.3g}: the device updates no faster than the CPU")
     return tuple(notes)
-
-
-def _least_k(profile: Profile, host_budget_bytes: int | None, state_bytes_per_param: float) -> int:
-    """The smallest k whose remaining units fit the host: a suffix of the units fits iff it is at most the longest that does."""
-    if host_budget_bytes is None:
-        return 0
-    on_host = list(accumulate(state_bytes_per_param * u.params + u.grad_bytes for u in reversed(profile.units)))
-    return len(on_host) - bisect_right(on_host, host_budget_bytes)
 
 
 def _memory_notes(wanted: int, fit: int, least: int, units: int, verdict: str) -> tuple[str, ...]:
@@ -185,7 +298,7 @@ def _with_alpha(profile: Profile, alpha: float) -> Profile:
     return replace(profile, units=tuple(replace(u, gpu_update_us=alpha * u.cpu_update_us) for u in profile.units))
 
 
-def _inputs(profile: Profile, guard: float, state_bytes_per_param: float, budget_bytes: int | None) -> dict[str, float]:
+def _inputs(profile: Profile, guard: float, share: float, budget: Budget) -> dict[str, float]:
     inputs = {
         "units": float(len(profile.units)),
         "params": float(profile.params),
@@ -196,18 +309,26 @@ def _inputs(profile: Profile, guard: float, state_bytes_per_param: float, budget
         "t_d2h_us": profile.d2h_us,
         "t_h2d_us": profile.h2d_us,
         "guard": guard,
-        "state_bytes_per_param": float(state_bytes_per_param),
+        "stream_share": share,
+        "state_bytes_per_param": float(budget.device_state_bytes),
         "steps_measured": float(profile.steps),
     }
-    known = {"alpha": profile.alpha if math.isfinite(profile.alpha) else None, "budget_bytes": budget_bytes, "tokens": profile.tokens}
+    alpha = profile.alpha if math.isfinite(profile.alpha) else None
+    known = {"alpha": alpha, "budget_bytes": budget.device_bytes, "tokens": profile.tokens}
+    if profile.can_stream:
+        inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
     return {**inputs, **{name: float(value) for name, value in known.items() if value is not None}}
 
 
-def _check(profile: Profile, rule: str, k: int | None, guard: float, alpha: float | None) -> None:
+def _check(profile: Profile, rule: str, k: int | None, stream: Stream, guard: float, alpha: float | None) -> None:
     if rule not in get_args(Rule):
         raise PlanError(f"found rule={rule!r}, expected one of {get_args(Rule)}")
     if k is not None and not 0 <= k <= len(profile.units):
         raise PlanError(f"found k={k}, expected 0..{len(profile.units)}: the model has {len(profile.units)} units")
+    if stream != "auto" and not 0 <= stream <= 1:
+        raise PlanError(f"found stream={stream}, expected \"auto\" or a share 0..1 of the parameters not on the device")
+    if stream not in ("auto", 0) and not profile.can_stream:
+        raise PlanError(f"found stream={stream}, but the profile has no times for streaming (stream_in_us, stream_out_us); measure them")
     if not (math.isfinite(guard) and guard >= 1):
         raise PlanError(f"found guard={guard}, expected a factor >= 1 on CPU times")
     if alpha is not None and not (math.isfinite(alpha) and alpha > 0):

@@ -7,6 +7,7 @@ from hytrain_fx.cost_model.figures import bytes_text, time_text
 from hytrain_fx.cost_model.windows import Windows
 
 RESOURCE_WORDS = {"cpu": "CPU updates", "d2h": "gradient copies to the host", "h2d": "weight copies to the device"}
+STREAMED_WORDS = {**RESOURCE_WORDS, "d2h": "copies to the host", "h2d": "copies to the device"}  # states cross the link too
 
 
 def balance_reason(balance: Balance, unit: int, k: int) -> str:
@@ -25,7 +26,8 @@ def windows_reason(windows: Windows, unit: int, k: int) -> str:
     first = min(unit, k)
     row = windows.tightest(first) if unit < k else windows.row("cpu", k, unit)
     assert row is not None  # only k = n has no row, and unit < n
-    what, span = RESOURCE_WORDS[row.resource], f"units {first}..{row.last}" if row.last > first else f"unit {first}"
+    words = STREAMED_WORDS if windows.share else RESOURCE_WORDS
+    what, span = words[row.resource], f"units {first}..{row.last}" if row.last > first else f"unit {first}"
     room_us = max(row.window_us + windows.device_us(first), 0.0)
     figures = f"{what} of {span} take {time_text(row.demand_us)}, between gradient and next use there are {time_text(room_us)}"
     if unit < k:
@@ -50,3 +52,20 @@ def host_full_reason(host_budget_bytes: int, least: int, wanted: int) -> str:
 def fixed_reason(unit: int, k: int) -> str:
     """The reason for a unit when k was given, not solved."""
     return f"on the {'device' if unit < k else 'CPU'}: k={k} was given"
+
+
+def streamed_reason(without: Windows, mix: Windows, unit: int, k: int) -> str:
+    """The reason for the streamed part of `unit`: what binds without streaming, and with this share of it."""
+    row = without.tightest(k)
+    assert row is not None  # a unit from k on is streamed, so k < n
+    span = f"units {k}..{row.last}" if row.last > k else f"unit {k}"
+    now = max((mix.row(resource, k, row.last) for resource in mix.costs_us), key=lambda found: found.demand_us)
+    room_us = max(row.window_us + without.device_us(k), 0.0)
+    return (f"streamed: {RESOURCE_WORDS[row.resource]} of {span} alone would take {time_text(row.demand_us)}, between gradient and next "
+            f"use there are {time_text(room_us)}; with {mix.share:.0%} streamed {STREAMED_WORDS[now.resource]} take "
+            f"{time_text(now.demand_us)}")
+
+
+def given_share_reason(unit: int, k: int) -> str:
+    """The reason for the streamed part of a unit when the share was given, not solved."""
+    return "streamed: the share of streamed parameters was given"

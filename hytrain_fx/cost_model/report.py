@@ -6,31 +6,32 @@ It needs neither the model's weights nor the machine. Figures are predictions fr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hytrain_fx.cost_model.device import DeviceSpec, analytic_profile, find_device
+from hytrain_fx.cost_model.discipline import Barrier, Discipline
 from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
 from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
 from hytrain_fx.cost_model.memory import Footprint, activation_bytes, footprint, largest_params, states_budget_bytes
-from hytrain_fx.cost_model.planner import GUARD, Rule, plan
+from hytrain_fx.cost_model.planner import GUARD, Rule, Stream, plan
 from hytrain_fx.cost_model.shapes import ModelShape, read_shape
-from hytrain_fx.cost_model.simulate import Barrier, Discipline
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.plan import Plan
+from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to run: which rule or fixed share of units decides k, and where the forward waits."""
+    """One way to run: which rule or fixed share of units decides k, where the forward waits, and whether states may be streamed."""
 
     name: str
     rule: Rule | None
     share: float
     barrier: Barrier
+    stream: Stream = 0.0
 
 
 SYSTEMS = (
@@ -39,16 +40,18 @@ SYSTEMS = (
     System("HyTrainDNN k, one barrier", "seed", 0.0, "before_forward"),
     System("HyTrainDNN k, waits per layer", "seed", 0.0, "none"),
     System("windows, waits per layer", "windowed", 0.0, "none"),
+    System("windows, states streamed too", "windowed", 0.0, "none", "auto"),
     System("all on the device", None, 1.0, "none"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one system is predicted to take. `fits` tells whether both tiers hold `memory`."""
+    """What one system is predicted to take. `fits` tells whether both tiers hold `memory`; `stream_share` is of what is not resident."""
 
     system: str
     k: int
+    stream_share: float
     step_us: float
     stall_us: float
     gpu_update_us: float
@@ -98,20 +101,22 @@ class Report:
                 f"Forward and backward alone take {time_text(self.compute_us)}.\n\nRates: {self.source}.")
 
     def _steps_table(self) -> str:
-        lines = ["| system | k | step | of compute | waits | device updates | device idle | fits |", "|---|---|---|---|---|---|---|---|"]
-        lines += [f"| {r.system} | {r.k} | {time_text(r.step_us)} | {r.step_us / self.compute_us:.2f} | {time_text(r.stall_us)} | "
-                  f"{time_text(r.gpu_update_us)} | {r.gpu_idle_share:.0%} | {'yes' if r.fits else 'no'} |" for r in self.rows]
+        heads = ("system", "k", "streamed", "step", "of compute", "waits", "device updates", "device idle", "fits")
+        lines = [_line(heads), "|---" * len(heads) + "|"]
+        lines += [_line((r.system, str(r.k), f"{r.stream_share:.0%}", time_text(r.step_us), f"{r.step_us / self.compute_us:.2f}",
+                         time_text(r.stall_us), time_text(r.gpu_update_us), f"{r.gpu_idle_share:.0%}", "yes" if r.fits else "no"))
+                  for r in self.rows]
         notes = dict.fromkeys(f"- {row.system}: {note}" for row in self.rows for note in row.notes)
         return "\n".join(lines) + ("\n\n" + "\n".join(notes) if notes else "")
 
     def _memory_table(self) -> str:
-        lines = ["| system | weights | gradients | states | activations | device | host states | host slots | host |",
-                 "|---|---|---|---|---|---|---|---|---|"]
+        heads = ("system", "weights", "gradients", "states", "activations", "device", "host states", "host slots", "host")
+        lines = [_line(heads), "|---" * len(heads) + "|"]
         for row in self.rows:
             m = row.memory
             figures = (m.weights_bytes, m.gradients_bytes, m.gpu_states_bytes, m.activations_bytes, m.device_bytes,
                        m.host_states_bytes, m.host_slots_bytes, m.host_bytes)
-            lines.append(f"| {row.system} | " + " | ".join(bytes_text(f) for f in figures) + " |")
+            lines.append(_line((row.system, *map(bytes_text, figures))))
         return "\n".join(lines)
 
     def _limits(self) -> str:
@@ -156,24 +161,30 @@ def report(
         raise PlanError(f"found a budget of {budget} bytes for states on the device, expected >= 0")
     plans = {system.name: _plan_of(system, profile, budget, guard) for system in SYSTEMS}
     rows = tuple(_row(system, plans[system.name], shape, spec, tokens, recompute) for system in SYSTEMS)
-    chosen = next(plans[system.name] for system in SYSTEMS if system.rule == "windowed")
+    chosen = next(plans[system.name] for system in SYSTEMS if system.stream == "auto")
     return Report(
         shape.name, shape.params, spec.name, spec.source, tokens, sequence, recompute, budget,
         profile.forward_us + profile.backward_us, rows, _hidden_from_tokens(spec, recompute),
         largest_params(spec, activation_bytes(shape, tokens, recompute)), _equal_layers(profile), chosen)
 
 
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _plan_of(system: System, profile: Profile, budget_bytes: int, guard: float) -> Plan:
     discipline = Discipline(barrier=system.barrier)
     if system.rule is None:  # a system without a choice: it is shown even where it does not fit
         return plan(profile, k=round(system.share * len(profile.units)), discipline=discipline)
-    return plan(profile, rule=system.rule, budget_bytes=budget_bytes, guard=guard, discipline=discipline)
+    return plan(profile, rule=system.rule, stream=system.stream, budget_bytes=budget_bytes, guard=guard, discipline=discipline)
 
 
 def _row(system: System, plan: Plan, shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool) -> Row:
-    memory = footprint(shape, tokens, plan.k, recompute)
+    streamed = plan.numel(Placement.STREAM)
+    memory = footprint(shape, tokens, plan.k, recompute, streamed)
+    share = streamed / max(plan.numel(Placement.CPU) + streamed, 1)
     p = plan.predicted
-    return Row(system.name, plan.k, p["step_us"], p["stall_us"], p["gpu_update_us"], p["gpu_idle_share"], memory,
+    return Row(system.name, plan.k, share, p["step_us"], p["stall_us"], p["gpu_update_us"], p["gpu_idle_share"], memory,
                memory.fits(device), tuple(note for note in plan.notes if note.startswith("capped")))
 
 

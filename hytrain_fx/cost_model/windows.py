@@ -11,6 +11,12 @@ W_q is W less the time one chunk spends in the other two stages (copy out, updat
 
 The first term grows with k, the second falls: the better neighbour of their crossing is the optimum over prefixes,
 and a prefix is the best set of its size.
+
+With a share y of every other unit streamed, states crossing the link and the update running on the device, the same rows hold with
+
+    A = A_k + y (A_n - A_k)      cpu (1-y)      d2h (1-y) gradients + y states out      h2d (1-y) weights + y states in
+
+All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a given k.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hytrain_fx.cost_model.equation import better_neighbour
@@ -45,20 +51,30 @@ class Windows:
     """Nested windows of the units, per resource q that a unit updated by the CPU uses.
 
     `costs_us[q][l]` is what unit l takes of q, `windows_us[q][l]` the window W_q(l), `gpu_us[l]` its update time on the device.
+    `streamed_us[q][l]` is what unit l takes of q when it is streamed, `share` the share y that is; `costs_us` are those of this mix.
     """
 
     windows_us: dict[str, tuple[float, ...]]
     costs_us: dict[str, tuple[float, ...]]
     gpu_us: tuple[float, ...]
+    streamed_us: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    share: float = 0.0
 
     @property
     def n(self) -> int:
         """Number of units."""
         return len(self.gpu_us)
 
+    def streaming(self, share: float) -> Windows:
+        """These windows with the share y of every unit that is not on the device streamed instead of updated by the CPU."""
+        mixed = {q: tuple((1 - share) * cost + share * streamed for cost, streamed in zip(costs, self.streamed_us[q], strict=True))
+                 for q, costs in self.costs_us.items()} if share else self.costs_us
+        return Windows(self.windows_us, mixed, self.gpu_us, self.streamed_us, share)
+
     def device_us(self, k: int) -> float:
-        """A_k: update time of the first k units on the device."""
-        return self._gpu_prefix[k]
+        """A: update time on the device with the first k units there, and of the streamed share of the others."""
+        resident_us, all_us = self._gpu_prefix[k], self._gpu_prefix[self.n]
+        return resident_us + self.share * (all_us - resident_us)
 
     def row(self, resource: str, k: int, last: int) -> Excess:
         """The row of units k..`last` on one resource."""
@@ -66,7 +82,12 @@ class Windows:
 
     def tightest(self, k: int) -> Excess | None:
         """The tightest prefix row with the first k units on the device; None for k = n."""
-        return self._tightest[k]
+        if k == self.n:
+            return None
+        rows = (Excess(m, resource, demand, self.windows_us[resource][m])
+                for resource, cost in self.costs_us.items()
+                for m, demand in enumerate(accumulate(cost[k:]), start=k))
+        return max(rows, key=lambda row: row.overrun_us)
 
     def exposed_us(self, k: int) -> float:
         """What the updates add to forward and backward: max(A_k, the worst overrun)."""
@@ -78,22 +99,13 @@ class Windows:
         return better_neighbour(min(crossing, self.n), self.exposed_us)
 
     def _overrun_us(self, k: int) -> float:
-        tightest = self.tightest(k)
-        return max(tightest.overrun_us, 0.0) if tightest else 0.0
+        rows = (demand - window for resource, cost in self.costs_us.items()
+                for demand, window in zip(accumulate(cost[k:]), self.windows_us[resource][k:], strict=True))
+        return max(0.0, max(rows, default=0.0))
 
     @functools.cached_property
     def _gpu_prefix(self) -> list[float]:
         return list(accumulate(self.gpu_us, initial=0.0))
-
-    @functools.cached_property
-    def _tightest(self) -> list[Excess | None]:
-        return [self._find_tightest(k) for k in range(self.n)] + [None]
-
-    def _find_tightest(self, k: int) -> Excess:
-        rows = (Excess(m, resource, demand, self.windows_us[resource][m])
-                for resource, cost in self.costs_us.items()
-                for m, demand in enumerate(accumulate(cost[k:]), start=k))
-        return max(rows, key=lambda row: row.overrun_us)
 
 
 def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], *, updates_in_backward: bool) -> tuple[float, ...]:
@@ -116,4 +128,5 @@ def windows_of(profile: Profile, *, guard: float, chunk_params: int | None, upda
     pipeline = [sum(cost[u.index] for cost in costs.values()) for u in units]
     windows = {q: tuple(w - share * (whole - own) for w, share, whole, own in zip(lengths[q], chunk, pipeline, costs[q], strict=True))
                for q in costs}
-    return Windows(windows, costs, tuple(u.gpu_update_us for u in units))
+    streamed = {"d2h": tuple(u.stream_out_us for u in units), "cpu": (0.0,) * len(units), "h2d": tuple(u.stream_in_us for u in units)}
+    return Windows(windows, costs, tuple(u.gpu_update_us for u in units), streamed)

@@ -35,7 +35,10 @@ def plan_text(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """k, the number of units, and who decided."""
     units = len({row.unit for row in plan.rows})
-    return f"plan: k = {plan.k} of {units} units (the first k are updated on the device); {SOURCE_WORDS.get(plan.source, plan.source)}"
+    streamed, on_host = plan.numel(Placement.STREAM), plan.numel(Placement.CPU) + plan.numel(Placement.STREAM)
+    share = f", {streamed / on_host:.0%} of the rest is streamed" if streamed else ""
+    who = SOURCE_WORDS.get(plan.source, plan.source)
+    return f"plan: k = {plan.k} of {units} units (the first k are updated on the device){share}; {who}"
 
 
 def place_of(plan: Plan, unit: int) -> str:
@@ -44,7 +47,9 @@ def place_of(plan: Plan, unit: int) -> str:
     numel = sum(share.numel for share in shares)
     if len({share.placement for share in shares}) == 1:
         return PLACE_WORDS[shares[0].placement]
-    return " + ".join(f"{share.numel / numel:.0%} {PLACE_WORDS[share.placement]}" for share in shares)
+    places = dict.fromkeys(share.placement for share in shares)
+    sizes = {place: sum(share.numel for share in shares if share.placement == place) for place in places}
+    return " + ".join(f"{size / numel:.0%} {PLACE_WORDS[place]}" for place, size in sizes.items())
 
 
 def reason_of(plan: Plan, unit: int) -> str:

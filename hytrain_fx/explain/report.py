@@ -13,11 +13,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.cost_model.figures import time_text
-from hytrain_fx.cost_model.planner import STATE_BYTES_PER_PARAM, compare
-from hytrain_fx.cost_model.reasons import RESOURCE_WORDS
+from hytrain_fx.cost_model.planner import compare
+from hytrain_fx.cost_model.reasons import RESOURCE_WORDS, STREAMED_WORDS
 from hytrain_fx.cost_model.simulate import CHUNK_PARAMS, Discipline, simulate
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
@@ -26,6 +26,11 @@ from hytrain_fx.explain.report_text import explanation_text
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import TIMES, Profile
 from hytrain_fx.ir.schedule import Schedule
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM
+
+if TYPE_CHECKING:
+    from hytrain_fx.runtime.memory_estimate import MemoryEstimate
+    from hytrain_fx.runtime.startup import Startup
 
 # Waits and device updates below this share of the step are not worth a word.
 _NOTHING = 0.01
@@ -51,15 +56,21 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInUse:
-    """Bytes in use: states resting on the device, states and slots on the host, the device ring for gradients on their way to the host.
+    """Bytes in use: weights, states resting on the device, states and slots on the host and how much of them is pinned, and
+    what the engine has on the device: the ring for gradients on their way to the host, the staging area of streamed states.
 
-    `device_peak_bytes` is the most that torch has allocated on a CUDA device, None on the CPU.
+    device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations included; None on the CPU
+    estimate             what was estimated for the present placement before it was allocated
     """
 
     device_states_bytes: int
     host_bytes: int
     ring_bytes: int
     device_peak_bytes: int | None = None
+    weights_bytes: int = 0
+    staging_bytes: int = 0
+    pinned_bytes: int = 0
+    estimate: MemoryEstimate | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class Explanation:
     node_runs        rows that each kind of inserted node was run for (`backward_end`: runs)
     not_offloaded    parameter name -> why its gradient does not go to the host inside a graph
     spent_us         what was done once: passes, solving
+    startup          time from compile() to the first full-speed step, by phase
     """
 
     plan: Plan
@@ -88,6 +100,7 @@ class Explanation:
     node_runs: Mapping[str, int] = field(default_factory=dict)
     not_offloaded: Mapping[str, str] = field(default_factory=dict)
     spent_us: Mapping[str, float] = field(default_factory=dict)
+    startup: Startup | None = None
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -143,11 +156,16 @@ class Explanation:
             "profiled": asdict(self.profile) | {"alpha": self.profile.alpha} if self.profile else None,
             "units": [self._unit_values(unit) for unit in sorted({row.unit for row in self.plan.rows})],
             "rules": {name: {"k": plan.k, "predicted": plan.predicted} for name, plan in self.rules.items()},
-            "memory": {"measured": asdict(self.memory)},
+            "memory": self._memory_values(),
+            "startup": {"measured": asdict(self.startup)} if self.startup else None,
             "node_runs": dict(self.node_runs),
             "not_offloaded": dict(self.not_offloaded),
             "spent": {"measured": dict(self.spent_us)},
         }
+
+    def _memory_values(self) -> dict[str, Any]:
+        measured = asdict(self.memory)
+        return {"estimated": measured.pop("estimate"), "measured": measured}
 
     def _unit_values(self, unit: int) -> dict[str, Any]:
         shares = self.plan.shares(unit)
@@ -172,12 +190,14 @@ class Explanation:
 def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
     """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
     gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
-                        for row in plan.rows if row.placement == Placement.GPU)
+                        for row in plan.rows if row.placement != Placement.CPU)
     compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
     exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
     if exposed_us <= _NOTHING * schedule.makespan_us:
         return f"{compute}: updates add {time_text(max(exposed_us, 0.0))} to a step"
+    streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
     windows = windows_of(profile, guard=1.0, chunk_params=CHUNK_PARAMS, updates_in_backward=True)
+    windows = windows.streaming(streamed / max(streamed + by_cpu, 1))
     tightest = windows.tightest(plan.k)
     if tightest is None or schedule.stall_us <= gpu_update_us:
         return f"updates on the device: they take {time_text(gpu_update_us)} of the step"
@@ -186,4 +206,5 @@ def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
     longest = max(demands_us, key=demands_us.__getitem__)  # all three stages share the window of the tightest units
     span = f"units {plan.k}..{tightest.last}" if len(units) > 1 else f"unit {plan.k}"
     waits = f"the forward waits {time_text(schedule.stall_us)}"
-    return f"{RESOURCE_WORDS[longest]} of {span}: they take {time_text(demands_us[longest])}, {waits}"
+    words = STREAMED_WORDS if streamed else RESOURCE_WORDS
+    return f"{words[longest]} of {span}: they take {time_text(demands_us[longest])}, {waits}"

@@ -1,4 +1,4 @@
-"""An `Explanation` as one page of plain text: head, step, rules, units, reasons, memory, nodes."""
+"""An `Explanation` as one page of plain text: head, step, rules, units, reasons, memory, start-up, nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
+from hytrain_fx.cost_model.planner import STREAMED
 from hytrain_fx.explain.plan_text import headline, place_of, reason_of
+from hytrain_fx.explain.startup_text import memory_text, startup_text
 from hytrain_fx.explain.tables import shortened, table
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import TIMES
@@ -20,6 +22,7 @@ _RULE_WORDS = {
     "seed": "HyTrainDNN's equation",
     "cotrain": "CoTrain's equation (alpha = 1)",
     "windowed": "windows of each layer",
+    STREAMED: "windows of each layer, states streamed too where that is faster",
     "k=0": "all on the CPU",
     "k=n": "all on the device, as far as it fits",
 }
@@ -29,7 +32,8 @@ _NONE = "-"
 
 def explanation_text(e: Explanation) -> str:
     """The page. Figures say whether they were profiled (before the plan was solved), predicted, measured (under it) or given."""
-    parts = (_head(e), _step(e), _rules(e), _units(e), _reasons(e.plan), _closing(e))
+    startup = startup_text(e.startup) if e.startup else ""
+    parts = (_head(e), _step(e), _rules(e), _units(e), _reasons(e.plan), memory_text(e.memory), startup, _closing(e))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -99,16 +103,7 @@ def _reasons(plan: Plan) -> str:
 
 
 def _closing(e: Explanation) -> str:
-    m = e.memory
-    tiers = (
-        ("states on the device", m.device_states_bytes),
-        ("gradient ring on the device", m.ring_bytes),
-        ("states and slots on the host", m.host_bytes),
-    )
-    lines = ["memory in use: " + ", ".join(f"{name} {bytes_text(nbytes)}" for name, nbytes in tiers)]
-    if m.device_peak_bytes is not None:
-        lines.append(f"device memory at its peak, measured: {bytes_text(m.device_peak_bytes)}")
-    lines.append("plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history))
+    lines = ["plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history)]
     if e.node_runs:
         lines.append("nodes run, in parameters: " + ", ".join(f"{name} {count}" for name, count in sorted(e.node_runs.items())))
     if e.spent_us:

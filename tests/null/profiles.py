@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.planner import prefix_plan
@@ -11,10 +14,10 @@ from hytrain_fx.ir.profile import Profile, UnitProfile
 
 def unit(
     index: int, *, params: int = 1000, forward: float = 10.0, backward: float = 20.0, cpu: float = 30.0, gpu: float = 1.0,
-    d2h: float = 1.0, h2d: float = 1.0,
+    d2h: float = 1.0, h2d: float = 1.0, stream: float = 0.0, numels: tuple[int, ...] = (),
 ) -> UnitProfile:
-    """One unit; times in microseconds."""
-    return UnitProfile(index, f"layer.{index}", params, 2 * params, forward, backward, cpu, gpu, d2h, h2d)
+    """One unit; times in microseconds, `stream` each way."""
+    return UnitProfile(index, f"layer.{index}", params, 2 * params, forward, backward, cpu, gpu, d2h, h2d, stream, stream, numels)
 
 
 def profile_of(units: list[UnitProfile]) -> Profile:
@@ -54,3 +57,15 @@ def profiles(draw: st.DrawFn, max_units: int = 8) -> Profile:
              d2h=draw(TIMES), h2d=draw(TIMES))
         for i in range(n)
     ])
+
+
+@st.composite
+def streaming_profiles(draw: st.DrawFn, max_units: int = 8) -> Profile:
+    """Any small profile with times for streaming and the sizes of each unit's parameters."""
+    plain = draw(profiles(max_units))
+    units = []
+    for u in plain.units:
+        cuts = sorted({0, u.params, *draw(st.lists(st.integers(0, u.params), max_size=5))})
+        numels = tuple(end - begin for begin, end in pairwise(cuts))
+        units.append(replace(u, stream_in_us=draw(WORK), stream_out_us=draw(WORK), param_numels=numels))
+    return profile_of(units)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx import errors
-from hytrain_fx.cost_model.equation import Balance, uniform_equation, uniform_k, uniform_sensitivities, units_that_fit
+from hytrain_fx.cost_model.equation import Balance, uniform_equation, uniform_k, uniform_sensitivities
 from hytrain_fx.errors import PlanError
 from tests.null.profiles import TIMES, WORK
 
@@ -102,24 +102,12 @@ def test_sensitivities_are_the_slopes(n: int, t_bwd: float, more: float, alpha: 
         assert slope == pytest.approx(difference / (2 * step), rel=1e-3)
 
 
-@given(params=st.lists(st.integers(1, 1000), min_size=1, max_size=10), budget=st.integers(0, 200_000))
-def test_units_that_fit_is_the_longest_prefix(params: list[int], budget: int) -> None:
-    """The units that fit are the longest prefix whose states are within the budget."""
-    k = units_that_fit(params, budget, 12)
-    assert 12 * sum(params[:k]) <= budget
-    assert k == len(params) or 12 * sum(params[: k + 1]) > budget
-    assert units_that_fit(params, None, 12) == len(params)
-    assert units_that_fit(params, 12 * sum(params), 12) == len(params)
-
-
 def test_bad_times_are_refused() -> None:
-    """Negative, infinite or missing times and a negative budget are errors that say what was found."""
+    """Negative, infinite or missing times are errors that say what was found."""
     with pytest.raises(PlanError, match="negative or not finite"):
         Balance(-1.0, (1.0,), (1.0,))
     with pytest.raises(PlanError, match="2 CPU and 1 device"):
         Balance(1.0, (1.0, 2.0), (1.0,))
-    with pytest.raises(PlanError, match="budget of -1"):
-        units_that_fit([1], -1, 12)
 
 
 def test_sympy_is_imported_only_when_the_equation_is_stated() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow, validate
 from hytrain_fx.ir.profile import Profile
-from tests.null.profiles import prefix, profiles, subset, uniform, unit
+from tests.null.profiles import prefix, profiles, streaming_profiles, subset, uniform, unit
 
 FIGURES = st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False, allow_infinity=False), max_size=3)
 ROWS = st.builds(PlanRow, unit=st.integers(0, 9), unit_name=st.text(max_size=8), begin=st.integers(0, 9), end=st.integers(0, 99),
@@ -27,10 +28,22 @@ def test_plan_round_trip(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@given(profile=profiles())
+@given(profile=st.one_of(profiles(), streaming_profiles()))
 def test_profile_round_trip(profile: Profile) -> None:
     """A profile read back from its text equals the profile."""
     assert Profile.from_json(profile.to_json()) == profile
+
+
+@given(profile=profiles())
+def test_a_profile_saved_before_streaming_still_loads(profile: Profile) -> None:
+    """Without streaming times and parameter sizes a unit cannot be streamed and is never split."""
+    raw = json.loads(profile.to_json())
+    for of_unit in raw["units"]:
+        for name in ("stream_in_us", "stream_out_us", "param_numels"):
+            del of_unit[name]
+    loaded = Profile.from_json(json.dumps(raw))
+    assert loaded == profile
+    assert not loaded.can_stream
 
 
 @pytest.mark.parametrize("text", ["", "3", "[]", "null", "{}", '{"rows": 1}', '{"rows": ["a"], "k": 0, "source": ""}',
@@ -53,6 +66,10 @@ def test_bad_figures_in_a_profile_are_refused() -> None:
     """A negative time, a unit without parameters and a gap in the numbering are errors that name the unit."""
     with pytest.raises(PlanError, match="forward_us=-1"):
         unit(0, forward=-1.0)
+    with pytest.raises(PlanError, match="stream_in_us=-1"):
+        unit(0, stream=-1.0)
+    with pytest.raises(PlanError, match="has 1000 parameters, those of its tensors sum to 900"):
+        unit(0, numels=(400, 500))
     with pytest.raises(PlanError, match="0 parameters"):
         unit(0, params=0)
     with pytest.raises(PlanError, match=r"found \[1\]"):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.device import find_device
+from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
 from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
 from hytrain_fx.cost_model.memory import activation_bytes, footprint, largest_params, states_budget_bytes
 from hytrain_fx.cost_model.report import SYSTEMS, report
@@ -22,9 +23,9 @@ H200 = find_device("h200")
 
 
 def test_systems_keep_their_order() -> None:
-    """For 7 G parameters in 8k tokens: no overlap is slowest, then CoTrain, HyTrainDNN and windows, each at least as fast."""
+    """For 7 G parameters in 8k tokens: no overlap is slowest, then CoTrain, HyTrainDNN, windows and streaming, each at least as fast."""
     r = report("llama-7b", "h200", 8192, sequence=2048)
-    steps = [row.step_us for row in r.rows[:5]]
+    steps = [row.step_us for row in r.rows[:6]]
     assert [row.system for row in r.rows] == [system.name for system in SYSTEMS]
     assert steps == sorted(steps, reverse=True)
     assert all(row.step_us >= r.compute_us for row in r.rows)
@@ -38,8 +39,8 @@ def test_markdown_and_json_carry_the_same_figures() -> None:
     assert all(f"| {system.name} |" in text for system in SYSTEMS)
     assert all(f"- {row.unit} {row.unit_name}: {row.reason}" in text for row in r.plan.rows)
     assert "capped by memory: " in text
-    assert raw["rows"][4]["step_us"] == r.rows[4].step_us
-    assert raw["plan"]["k"] == r.plan.k == r.rows[4].k
+    assert raw["rows"][5]["step_us"] == r.rows[5].step_us
+    assert raw["plan"]["k"] == r.plan.k == r.rows[5].k
     assert raw["params"] == r.params == read_shape("llama-10b").params
 
 
@@ -49,6 +50,7 @@ def test_what_does_not_fit_is_shown_as_such() -> None:
     assert not fits["all on the device"]
     assert not fits["ZeRO-Offload, no overlap"]
     assert fits["windows, waits per layer"]
+    assert fits["windows, states streamed too"]
 
 
 def test_tokens_that_hide_all_updates() -> None:
@@ -64,18 +66,27 @@ def test_tokens_that_hide_all_updates() -> None:
 def test_budget_is_obeyed() -> None:
     """With no device memory for states the solved systems keep k=0."""
     r = report(SHAPE, H200, 8192, budget_bytes=0)
-    assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, len(SHAPE.units)]
+    assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, 0, len(SHAPE.units)]
+    assert r.rows[5].stream_share == 0  # streamed gradients stay on the device, and there is no room for them
     with pytest.raises(PlanError, match="budget of -1"):
         report(SHAPE, H200, 8192, budget_bytes=-1)
     with pytest.raises(ConfigError, match="no-such-model"):
         report("no-such-model", H200, 8192)
 
 
-@given(k=st.integers(0, 34), tokens=st.integers(1, 1 << 15), recompute=st.booleans())
+@given(k=st.integers(0, 34), tokens=st.integers(1, 1 << 15), recompute=st.booleans(), share=st.floats(0, 1))
 @settings(deadline=None)
-def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool) -> None:
-    """12 bytes of states a parameter, on one side or the other; 2 bytes of weights on the device whatever k is."""
+def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool, share: float) -> None:
+    """12 bytes of states a parameter, on one side or the other; 2 bytes of weights on the device whatever k is.
+
+    A streamed parameter has no slot on the host and its gradient on the device; the staging slots come on top.
+    """
     m = footprint(SHAPE, tokens, k, recompute)
+    streamed = int(share * sum(u.params for u in SHAPE.units[k:]))
+    with_streams = footprint(SHAPE, tokens, k, recompute, streamed)
+    assert m.host_slots_bytes - with_streams.host_slots_bytes == 2 * streamed
+    assert with_streams.host_states_bytes == m.host_states_bytes
+    assert with_streams.gpu_states_bytes - m.gpu_states_bytes == (12 * STAGING_SLOTS * STAGING_PARAMS if streamed else 0)
     assert m.gpu_states_bytes + m.host_states_bytes == 12 * SHAPE.params
     assert m.weights_bytes == 2 * SHAPE.params
     assert m.device_bytes + m.host_bytes - m.activations_bytes >= 16 * SHAPE.params

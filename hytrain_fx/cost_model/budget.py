@@ -1,0 +1,63 @@
+"""What the two memories hold: the most leading units with their states on the device, the fewest that leave the rest to the host.
+
+    per parameter    device                                  host
+    resident         states                                  -
+    updated by CPU   - (gradients pass through a ring)       states + slot (gradient in, new weight out)
+    streamed         its gradient until it is updated        states
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes for optimizer states by tier, None = no limit, and what a parameter takes on each.
+
+    device_state_bytes    per resident parameter
+    host_state_bytes      per parameter updated by the CPU or streamed, slot not counted
+
+    Raises PlanError for negative figures.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    device_state_bytes: float = STATE_BYTES_PER_PARAM
+    host_state_bytes: float = STATE_BYTES_PER_PARAM
+
+    def __post_init__(self) -> None:
+        if min(self.device_bytes or 0, self.device_state_bytes, self.host_bytes or 0, self.host_state_bytes) < 0:
+            raise PlanError(f"found a budget of {self.device_bytes} bytes on the device at {self.device_state_bytes} a parameter and of "
+                            f"{self.host_bytes} bytes on the host at {self.host_state_bytes}, expected all >= 0")
+
+    def most_units(self, profile: Profile, share: float, discipline: Discipline) -> int:
+        """k_mem: how many leading units rest on the device beside the gradients and staging slots of a streamed share of the others.
+
+        -1 where even with no unit there those of the streamed share do not fit.
+        """
+        if self.device_bytes is None:
+            return len(profile.units)
+        staging = self.staging_bytes(profile, discipline) if share else 0.0
+        streamed = share * sum(u.grad_bytes for u in profile.units) + staging
+        used = accumulate((self.device_state_bytes * u.params - share * u.grad_bytes for u in profile.units), initial=streamed)
+        return max((k for k, nbytes in enumerate(used) if nbytes <= self.device_bytes), default=-1)
+
+    def least_units(self, profile: Profile, share: float) -> int:
+        """The smallest k whose remaining units fit the host."""
+        if self.host_bytes is None:
+            return 0
+        on_host = list(accumulate(self.host_state_bytes * u.params + (1 - share) * u.grad_bytes for u in reversed(profile.units)))
+        return len(on_host) - bisect_right(on_host, self.host_bytes)
+
+    def staging_bytes(self, profile: Profile, discipline: Discipline) -> float:
+        """Device memory that streamed states pass through."""
+        largest = max(max(u.param_numels or (u.params,)) for u in profile.units)
+        return discipline.staging_slots * min(discipline.staging_params, largest) * self.host_state_bytes

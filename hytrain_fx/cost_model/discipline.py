@@ -1,0 +1,34 @@
+"""How the runtime orders, gates and cuts the work: what a prediction must know of it besides the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Order = Literal["edf", "fifo"]
+Barrier = Literal["none", "before_forward", "zero_offload"]
+CommitAt = Literal["backward_start", "backward_end"]
+CHUNK_PARAMS = 8 << 20
+STAGING_PARAMS = 4 << 20
+STAGING_SLOTS = 6
+
+
+@dataclass(frozen=True)
+class Discipline:
+    """How the runtime orders and gates the work.
+
+    order           "edf": lowest unit first on every queue; "fifo": in order of readiness
+    barrier         "none": each layer's forward waits for its own update; "before_forward": the forward waits for all
+                    (HyTrainDNN, CoTrain); "zero_offload": backward, copies, updates and copies back one after the other
+    commit_at       when updates may begin: "backward_start" (as gradients arrive) or "backward_end"
+    chunk_params    parameters in one piece of work, None = whole shares (then nothing is preempted)
+    staging_params  parameters whose streamed states one slot on the device holds
+    staging_slots   slots; each is taken from the load of a chunk until its states are back on the host
+    """
+
+    order: Order = "edf"
+    barrier: Barrier = "none"
+    commit_at: CommitAt = "backward_start"
+    chunk_params: int | None = CHUNK_PARAMS
+    staging_params: int = STAGING_PARAMS
+    staging_slots: int = STAGING_SLOTS
