@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -28,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, module, text in COMMANDS:
         command = commands.add_parser(name, help=text, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(execute=module.run)
     parsed = parser.parse_args(arguments)
     try:
-        row = parsed.run(parsed)
+        row = parsed.execute(parsed)
     except CannotRun as error:
         print(f"cannot run: {error}", file=sys.stderr)
         return 1
@@ -43,4 +44,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception it passes the code that ends a running row
     sys.exit(main())

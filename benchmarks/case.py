@@ -9,6 +9,8 @@ from typing import Any
 OWN_MODES = ("floor", "all_gpu", "reference", "ours")
 PEER_MODES = ("zero_offload", "torchao")
 MODES = OWN_MODES + PEER_MODES
+TITLES = {"floor": "forward and backward alone", "all_gpu": "PyTorch, all on the GPU", "reference": "PyTorch, all on the GPU, foreach",
+          "ours": "hytrain_fx", "zero_offload": "DeepSpeed ZeRO-Offload", "torchao": "torchao CPU offload"}
 
 
 class CannotRun(Exception):

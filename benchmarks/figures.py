@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.case import PEER_MODES, Case
+from benchmarks.case import PEER_MODES, TITLES, Case
 from benchmarks.largest import estimates_and_trials, largest_table, spec_of
 from benchmarks.markdown import failures, machines, table
 from benchmarks.plots import draw_bars, draw_lines
@@ -21,8 +21,6 @@ from benchmarks.results import Results, Row
 from benchmarks.runner import measure
 from benchmarks.table import add_run_arguments, launch_of
 
-NAMES = {"all_gpu": "PyTorch, all on the GPU", "zero_offload": "DeepSpeed ZeRO-Offload", "torchao": "torchao CPU offload",
-         "ours": "hytrain_fx", "floor": "forward and backward alone", "reference": "PyTorch, foreach"}
 MODES = ("all_gpu", "zero_offload", "torchao", "ours")
 Groups = dict[str, dict[str, float]]
 
@@ -82,7 +80,7 @@ def groups(results: Results, figure_of: Callable[[Case, Row], float | None]) -> 
 def series_name(case: Case) -> str:
     """What a legend calls it."""
     options = f" ({', '.join(case.options)})" if case.options else ""
-    return NAMES.get(case.mode, case.mode) + options + (", fp32 parameters" if case.autocast and case.mode in PEER_MODES else "")
+    return TITLES[case.mode] + options + (", fp32 parameters" if case.autocast and case.mode in PEER_MODES else "")
 
 
 def groups_table(found: Groups, form: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from benchmarks.case import Case
+from benchmarks.case import TITLES, Case
 from benchmarks.llama import VOCABULARY, family_shape
 from benchmarks.markdown import table
 from benchmarks.plots import Series
@@ -117,9 +117,9 @@ def estimates_and_trials(spec: DeviceSpec, batches: Sequence[int], sequence: int
     for mode in ("all_gpu", "zero_offload", "ours"):
         widths = {batch: estimated_width(mode, spec, batch * sequence) for batch in batches}
         estimate = {float(batch): shape_of_width(width).params / 1e9 for batch, width in widths.items() if width}
-        found.append(Series(f"{mode}, estimated for {spec.name}", estimate, "--"))
+        found.append(Series(f"{TITLES[mode]}, estimated for {spec.name}", estimate, "--"))
         if tried := _largest_tried(mode, sequence, trials):
-            found.append(Series(f"{mode}, by trial", tried, "o"))
+            found.append(Series(f"{TITLES[mode]}, by trial", tried, "o"))
     return found
 
 

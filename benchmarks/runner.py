@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.case import Case
@@ -31,6 +32,7 @@ class Launch:
     extra     further arguments of `steps`
     cache     Inductor's cache, shared by all rows; None = torch's own place, which is shared too
     command   what is run, before the case's arguments
+    total_s   seconds after which no row goes on; what is missing then is run by the next call, None = no end
     """
 
     logs: Path
@@ -38,17 +40,23 @@ class Launch:
     extra: tuple[str, ...] = ()
     cache: Path | None = None
     command: tuple[str, ...] = STEPS
+    total_s: float | None = None
 
 
 def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: bool = False, retry: bool = False,
             tell: Callable[[str], None] = print) -> None:
     """Run the cases that have no row yet; with `retry` also those that failed, with `again` all. Every row is written when it is there."""
+    began_s = time.monotonic()
     for number, case in enumerate(cases, 1):
         known = results.get(case)
         if known is not None and not again and not (retry and "error" in known):
             tell(f"{number}/{len(cases)} {case.key}: there already")
             continue
-        row = run_case(case, launch)
+        left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
+        row = run_case(case, replace(launch, limit_s=min(launch.limit_s, left_s))) if left_s > 0 else None
+        if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
+            tell(f"{number}/{len(cases)} {case.key}: the {launch.total_s:g} s for all rows are over; call again for the rest")
+            return
         results.put(case, row)
         tell(f"{number}/{len(cases)} {case.key}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
 
@@ -76,6 +84,8 @@ def _run(command: Sequence[str], output: int, launch: Launch) -> int | None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
+        with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
         return process.wait(timeout=launch.limit_s)
     except subprocess.TimeoutExpired:
         return None

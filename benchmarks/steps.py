@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     warmup = WARMUP_STEPS.get(case.mode, OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
     row |= timed(trainer, tokens, warmup, arguments.window, device)
     about = dict(trainer.about())
-    pinned_bytes = about.get("memory_in_use", {}).get("host_bytes", 0)
-    row |= memory(device, pinned_bytes) | about
+    in_use = about.get("memory_in_use", {})
+    row |= memory(device, in_use.get("pinned_bytes", in_use.get("host_bytes", 0))) | about
     if arguments.idle:
         row |= kernel_time(lambda: trainer.step(next(tokens)), trainer.finish)
         row["idle_share"] = idle_share(row["kernel_busy_s"], row["step_s"])

@@ -31,6 +31,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that every command has that runs rows."""
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"), help="folder of results.json, tables and plots")
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds a row may take, compiling included")
+    parser.add_argument("--total-s", type=float, default=None, help="seconds for all rows; the next call runs what is missing then")
     parser.add_argument("--window", type=int, default=10, help="steps in one of the three windows; less than 10 is marked as short")
     parser.add_argument("--warmup", type=int, default=None, help="steps before the first window")
     parser.add_argument("--idle", action="store_true", help="also trace three steps of each row for the GPU's idle time")
@@ -44,7 +45,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     extra = ["--window", str(arguments.window)]
     extra += ["--warmup", str(arguments.warmup)] if arguments.warmup is not None else []
     extra += ["--idle"] if arguments.idle else []
-    return Launch(arguments.out / "logs", arguments.limit_s, tuple(extra), arguments.cache)
+    return Launch(arguments.out / "logs", arguments.limit_s, tuple(extra), arguments.cache, total_s=arguments.total_s)
 
 
 def run(arguments: argparse.Namespace) -> None:
