@@ -119,7 +119,7 @@ class Capture(Generic[R]):
     names, parameters    the managed parameters, row = position
     units                their grouping (`layers.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
-    around_backward      entered, with the graph's index, while a compiled backward graph runs
+    around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Capture(Generic[R]):
         parameters: Sequence[nn.Parameter],
         units: Sequence[Unit],
         rewrite: Callable[[CapturedGraph], R],
-        around_backward: Callable[[int], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+        around_backward: Callable[[int], AbstractContextManager[torch_private.Edit | None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")

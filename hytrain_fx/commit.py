@@ -2,8 +2,7 @@
 
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
-    a real tensor, updated on the device the update reads that tensor
-    a real tensor, row on the host       it is offloaded now
+    a real tensor                        the update on the device reads it; for a row on the host it is offloaded now
 """
 
 from __future__ import annotations
@@ -43,17 +42,26 @@ class CommitBuilder:
         UnsupportedError for a parameter that was added after `compile` and for a sparse gradient.
         """
         items: list[CommitItem] = []
+        row_of, placement, steps = self._table.row_of, self._states.placement, self.steps
         for group in groups:
             by_step: dict[int, AdamScalars] = {}  # rows of a group usually agree
             for parameter in group["params"]:
                 grad = parameter.grad
-                if grad is None or parameter.numel() == 0:
+                if grad is None:
                     continue
-                row = self._row(parameter)
-                step = self.steps[row] + 1
+                row = row_of.get(id(parameter))
+                if row is None:
+                    if parameter.numel() == 0:
+                        continue
+                    raise _unmanaged(parameter)
+                step = steps[row] + 1
                 if step not in by_step:
                     by_step[step] = self._scalars(group, step)
-                items.append(self._item(row, grad, by_step[step], row in touched))
+                if type(grad) is GradStandIn and placement[row] is Placement.CPU and grad.grad_state.is_at_source():
+                    items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
+                    self._nodes.standins.leave(row, grad)
+                else:
+                    items.append(self._item(row, grad, by_step[step], row in touched))
         for item in items:
             self.steps[item.row] += 1
             if item.grad is not None:
@@ -77,10 +85,7 @@ class CommitBuilder:
     def _row(self, parameter: torch.Tensor) -> int:
         row = self._table.row_of.get(id(parameter))
         if row is None:
-            raise UnsupportedError(
-                f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled "
-                "(it was frozen, or was added to the optimizer later); call hytrain_fx.compile again after such a change"
-            )
+            raise _unmanaged(parameter)
         return row
 
     def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
@@ -103,3 +108,10 @@ class CommitBuilder:
         # A gradient that only this library has written needs no more than its own event; any other edit goes by the present.
         edited = touched or not self._nodes.is_untouched(row, grad)
         return CommitItem(row, numbers, self._nodes.on_device(row, grad), edited)
+
+
+def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled "
+        "(it was frozen, or was added to the optimizer later); call hytrain_fx.compile again after such a change"
+    )

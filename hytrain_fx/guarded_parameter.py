@@ -25,7 +25,7 @@ A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import new_class
 from typing import Any, ClassVar, Final, cast
 
@@ -95,6 +95,22 @@ def unguard(parameter: Tensor) -> None:
     """Make a guarded or touched parameter plain without calling `on_touch`; does nothing to others."""
     if issubclass(type(parameter), CountedParameter):
         parameter.__class__ = nn.Parameter
+
+
+def guard_all(parameters: Iterable[Tensor], guarded: type[GuardedParameter]) -> None:
+    """`guard` for each, at 0.06 us; at every entry and exit of compiled code."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if kind is nn.Parameter or kind is CountedParameter:
+            parameter.__class__ = guarded
+
+
+def unguard_all(parameters: Iterable[Tensor]) -> None:
+    """`unguard` for each."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if kind is not nn.Parameter and issubclass(kind, CountedParameter):
+            parameter.__class__ = nn.Parameter
 
 
 def is_guarded(parameter: Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -18,9 +19,10 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.torch_private import without_torch_function
+from hytrain_fx.torch_private import property_reader, without_torch_function
 
-_dtype_of = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+_dtype_of: Final = property_reader("dtype")
+_version_of: Final = property_reader("_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class OutsideWrites:
         with without_torch_function():
             self._forms = [_Form.of(p) for p in table.parameters]
             self._memory = self._memory_now()
-            self._versions = [p._version for p in table.parameters]
+            self._versions = list(map(_version_of, table.parameters))
 
     def follow_memory(self) -> set[int]:
         """Use the memory that parameters have now, and what is in it; the rows whose memory is another one. About 0.2 us a parameter.
@@ -77,7 +79,7 @@ class OutsideWrites:
         """Take written weights for the masters; the rows that were, or may have been, written. Raises UnsupportedError."""
         with torch.no_grad(), without_torch_function():
             written = self.follow_memory()
-            now = [p._version for p in self._table.parameters]
+            now = list(map(_version_of, self._table.parameters))
             if now != self._versions:
                 written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
             if self._table.device.type == "cpu":
@@ -91,6 +93,9 @@ class OutsideWrites:
 
     def note(self, rows: Collection[int]) -> None:
         """The versions that these rows have now are ours."""
+        if len(rows) == len(self._versions):
+            self._versions = list(map(_version_of, self._table.parameters))
+            return
         for row in rows:
             self._versions[row] = self._table.parameters[row]._version
 

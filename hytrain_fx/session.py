@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ from hytrain_fx.commit import CommitBuilder
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.guarded_parameter import guard, guard_type, unguard
+from hytrain_fx.grad_destinations import GradDestinations
+from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
@@ -41,11 +42,12 @@ from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
+    Edit,
+    any_tensor_hooks,
     compiled_call,
     compiled_call_of,
     increment_versions,
     set_compiled_call,
-    tensor_hooks,
     without_torch_function,
 )
 
@@ -66,7 +68,8 @@ class Session:
         self._depth = 0
         self._last_step_s: float | None = None
         self._hooks: list[RemovableHandle] = []
-        self._offloading: set[int] = set()  # rows whose gradients the compiled graphs do not return
+        self._graph_grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
+        self._offloading: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the compiled graphs do not return
         self.closed = False
         self.engine: Engine = make_engine(config, self.table.parameters)
         try:
@@ -88,6 +91,8 @@ class Session:
         parts = (self.table.names, self.table.parameters, self.units)
         self.capture: Capture[PipelineRecord] = Capture(*parts, self._rewrite, self.around_backward)
         self._writes = OutsideWrites(self.table, self.engine, self.states)
+        self._destinations = GradDestinations(self.table.parameters)
+        self._all_rows = tuple(range(len(self.table)))
         self._install(model)
 
     def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
@@ -119,7 +124,8 @@ class Session:
         record = rewrite(graph, session=self.number, units=self.units, dump=self.config.dump)
         if graph.kind is GraphKind.BACKWARD:
             self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
-            self._offloading.update(graph.grads)
+            self._graph_grads[graph.index] = graph.grads
+            self._offloading.update((row, self.table.parameters[row]) for row in graph.grads)
         else:
             self._number_units()
         return record
@@ -138,14 +144,11 @@ class Session:
 
         Answers once: the graphs that are captured next return it.
         """
-        if not self._hooked_rows(self._offloading):
-            return False
+        with without_torch_function():
+            if not any_tensor_hooks(self._offloading.values()):
+                return False
         self._offloading.clear()
         return True
-
-    def _hooked_rows(self, rows: Iterable[int]) -> list[int]:
-        with without_torch_function():  # looking is no access to the values
-            return [row for row in rows if tensor_hooks(self.table.parameters[row])]
 
     def enter_forward(self) -> None:
         """Before the compiled call."""
@@ -156,8 +159,7 @@ class Session:
         self.planning.before_forward()
         if self.eager_rows:
             self.engine.drain(sorted(self.eager_rows))
-        for parameter in self.table.parameters:
-            unguard(parameter)
+        unguard_all(self.table.parameters)
         self.marks.mark(Mark.FORWARD_BEGIN)
 
     def leave_forward(self) -> None:
@@ -168,23 +170,35 @@ class Session:
             self._guard_all()
 
     @contextmanager
-    def around_backward(self, graph: int) -> Iterator[None]:
+    def around_backward(self, graph: int) -> Iterator[Edit | None]:
         """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
 
+        Gives what puts gradients among the results that autograd does not add to `.grad` but returns (torch.autograd.grad).
         Raises DroppedNodeError where a node of it did not run, UnsupportedError for a tensor hook that came behind the forward.
         """
-        if late := self._hooked_rows(self.nodes.graph_rows[graph]):
-            raise UnsupportedError(
-                f"a gradient hook was registered on {self.table.names[late[0]]!r} between the forward and its backward, whose compiled "
-                "graph does not return this gradient; register hooks before the forward"
-            )
-        for parameter in self.table.parameters:
-            unguard(parameter)
+        rows = self.nodes.graph_rows[graph]
+        with without_torch_function():
+            self._require_no_hooks(rows)
+            elsewhere = self._destinations.elsewhere(rows)
+        unguard_all(self.table.parameters)
         try:
             with self.nodes.all_run(graph):
-                yield
+                if not elsewhere:
+                    yield None
+                    return
+                with self.nodes.returning(elsewhere) as returned:
+                    yield partial(_with_gradients, self._graph_grads[graph], returned)
         finally:
             self._guard_all()
+
+    def _require_no_hooks(self, rows: Iterable[int]) -> None:
+        if not any_tensor_hooks([self.table.parameters[row] for row in rows]):
+            return
+        late = next(row for row in rows if any_tensor_hooks([self.table.parameters[row]]))
+        raise UnsupportedError(
+            f"a gradient hook was registered on {self.table.names[late]!r} between the forward and its backward, whose compiled "
+            "graph does not return this gradient; register hooks before the forward"
+        )
 
     def step(self) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now."""
@@ -192,11 +206,10 @@ class Session:
             self.follow_written_weights()
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             self.engine.commit(items)
-            on_host = {item.row for item in items if item.grad is None}
-            self.nodes.consumed.update(on_host)
-            parameters = [self.table.parameters[item.row] for item in items]
-            increment_versions(parameters)
-            self._writes.note([item.row for item in items])
+            rows = [item.row for item in items]
+            self.nodes.consumed.update([item.row for item in items if item.grad is None])
+            increment_versions([self.table.parameters[row] for row in rows])
+            self._writes.note(rows)
         self.touched.clear()
         self._guard_all()
         self._end_step()
@@ -216,8 +229,8 @@ class Session:
             for group in self.groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        self.engine.discard(range(len(self.table)))
-        self.nodes.consumed.update(range(len(self.table)))
+        self.engine.discard(self._all_rows)
+        self.nodes.consumed.update(self._all_rows)
 
     def drain(self) -> None:
         """Return when every committed weight is on the device and every state at rest."""
@@ -235,7 +248,7 @@ class Session:
         self.drain()
         self.follow_written_weights()  # or a master that moves to the device would be written over them
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
-        self.nodes.held.clear()
+        self.nodes.let_go_of_all()
         wanted = self.planning.placement_of(plan)
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
             self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
@@ -250,8 +263,7 @@ class Session:
             self.touched |= self._writes.follow(self.touched)
 
     def _guard_all(self) -> None:
-        for parameter in self.table.parameters:
-            guard(parameter, self._guarded)
+        guard_all(self.table.parameters, self._guarded)
 
     # ---- the end ----
 
@@ -263,8 +275,7 @@ class Session:
             self.closed = True
             for hook in self._hooks:
                 hook.remove()
-            for parameter in self.table.parameters:
-                unguard(parameter)
+            unguard_all(self.table.parameters)
 
 
 def _touch_of(session: weakref.ref[Session]) -> Any:
@@ -274,6 +285,14 @@ def _touch_of(session: weakref.ref[Session]) -> Any:
             found.touch(parameter)
 
     return on_touch
+
+
+def _with_gradients(positions: Mapping[int, int], returned: Mapping[int, torch.Tensor], results: Sequence[Any]) -> Sequence[Any]:
+    """The results of a compiled backward with these rows' gradients where it was made to return None."""
+    edited = list(results)
+    for row, gradient in returned.items():
+        edited[positions[row]] = gradient
+    return tuple(edited) if isinstance(results, tuple) else edited
 
 
 def _eager_gradient_of(session: weakref.ref[Session], row: int) -> Any:

@@ -2,7 +2,10 @@
 
     grad_offload   row on the host: gradient to the engine, `.grad` becomes a stand-in
                    row updated on the device, or `.grad` already a real tensor: gradient added to the real `.grad`
+                   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the graph to return
     all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
+
+This runs on the thread that launches the GPU's work, which must stay ahead of it: a unit's rows are handled at once where they are alike.
 """
 
 from __future__ import annotations
@@ -11,78 +14,57 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 import torch
+from torch import nn
 
 from hytrain_fx.cost_model.measure import Mark, StepMarks
-from hytrain_fx.errors import DroppedNodeError, GradientConsumedError, UnsupportedError
+from hytrain_fx.errors import DroppedNodeError, UnsupportedError
+from hytrain_fx.grad_destinations import NOWHERE_ELSE, Elsewhere
+from hytrain_fx.grad_sources import HeldGradient, Norm, RowGradient, StandIns
 from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.grad_state import GradState
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.torch_private import private_function, without_torch_function
+from hytrain_fx.torch_private import private_function, property_reader, without_torch_function
 
-# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits.
-Norm = tuple[float, bool]
-
-
-class RowGradient:
-    """Source of one stand-in: the gradient of `row` as its `generation`-th offload left it in the slot."""
-
-    __slots__ = ("_generation", "_nodes", "_norms", "_row")
-
-    def __init__(self, nodes: SessionNodes, row: int, norms: dict[Norm, torch.Tensor]) -> None:
-        self._nodes = nodes
-        self._row = row
-        self._generation = nodes.generation[row]
-        self._norms = norms
-
-    def is_live(self) -> bool:
-        """Whether the slot still holds this gradient."""
-        return self._nodes.generation[self._row] == self._generation and self._row not in self._nodes.consumed
-
-    def fetch(self) -> torch.Tensor:
-        """The gradient as a new tensor on the device. Raises GradientConsumedError."""
-        if not self.is_live():
-            raise GradientConsumedError(
-                f"the gradient of {self._nodes.table.names[self._row]} is gone: step() has used its host memory for the new weight, or a "
-                "later backward() has taken it; read .grad between backward() and step(), and call zero_grad() before the next backward()"
-            )
-        return self._nodes.fetch(self._row)
-
-    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
-        """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
-        return self._norms.pop((float(ord), foreach), None) if self.is_live() else None
-
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
-        """Take this norm of every gradient from the next backward on."""
-        self._nodes.norms_wanted.add((float(ord), foreach))
+_foreach_copy_: Final = private_function("_foreach_copy_")
+_foreach_norm: Final = private_function("_foreach_norm")
+_grad_of: Final = property_reader("grad")
+_dtype_of: Final = property_reader("dtype")
+_layout_of: Final = property_reader("layout")
+_stride_of: Final = torch.Tensor.stride
 
 
-class HeldGradient:
-    """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What is fixed of the rows that a node names."""
 
-    __slots__ = ("_engine", "_grad", "_row")
+    rows: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    layouts: list[torch.layout]
+    no_grads: list[None]
 
-    def __init__(self, engine: Engine, row: int, grad: torch.Tensor) -> None:
-        self._engine, self._row, self._grad = engine, row, grad
+    @classmethod
+    def of(cls, rows: tuple[int, ...], table: ParameterTable) -> _Group:
+        parameters = tuple(table.parameters[row] for row in rows)
+        with without_torch_function():
+            layouts = [torch.strided] * len(rows)
+            return cls(rows, parameters, [p.stride() for p in parameters], [p.dtype for p in parameters], layouts, [None] * len(rows))
 
-    def is_live(self) -> bool:
-        """Always: the update only reads it."""
-        return True
-
-    def fetch(self) -> torch.Tensor:
-        """A copy, made behind the update: what is written where the copy was may not overtake it."""
-        self._engine.wait([self._row])
-        return self._grad.clone(memory_format=torch.preserve_format)
-
-    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
-        """None: not taken."""
-        return None
-
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
-        """Norms of real gradients are taken when asked for."""
+    def fits(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients have the parameters' order of memory and dtype."""
+        return (
+            list(map(_layout_of, grads)) == self.layouts
+            and list(map(_stride_of, grads)) == self.strides
+            and list(map(_dtype_of, grads)) == self.dtypes
+        )
 
 
 class SessionNodes:
@@ -97,46 +79,35 @@ class SessionNodes:
         self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.unit_of: list[int] = [0] * len(table)
+        self.standins = StandIns()
         self._engine = engine
         self._states = states
         self._marks = marks
+        self._groups: dict[tuple[int, ...], _Group] = {}
         self._offloaded: set[int] = set()
         self._own: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # real gradients made here, with their version
+        self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward
+        self._elsewhere = NOWHERE_ELSE
+        self._returned: dict[int, torch.Tensor] = {}
+
+    # ---- the nodes ----
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Take the gradients of `rows`, in the parameters' shapes, from buffers that die after this call."""
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
-        with torch.no_grad(), without_torch_function():
-            norms = self._norms(grads)
-            fresh: list[tuple[int, torch.Tensor]] = []
-            taken = [self._take(row, grad, fresh) for row, grad in zip(rows, grads, strict=True)]
-            self._keep_on_device(fresh)
-            self._offload([row for row, grad in zip(rows, taken, strict=True) if grad is not None], [g for g in taken if g is not None])
-            for i, (row, grad) in enumerate(zip(rows, taken, strict=True)):
-                if grad is not None:
-                    own = {norm: values[i] for norm, values in norms.items()} if grad is grads[i] else self._norms_of(grad)
-                    parameter = self.table.parameters[row]
-                    parameter.grad = GradStandIn(parameter, RowGradient(self, row, own))
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
-
-    @contextmanager
-    def all_run(self, graph: int) -> Iterator[None]:
-        """Around one run of a compiled backward graph. Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
-
-        Releases are not counted: `step()` makes up for one that is lost.
-        """
-        before = self.runs.copy()
-        self._offloaded.clear()  # by a graph that ended in an error
-        yield
-        rows = len(self.graph_rows[graph])
-        for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "backward_end"):
-            ran, expected = self.runs[kind] - before[kind], min(rows, 1) if kind == "backward_end" else rows
-            if ran < expected:
-                raise DroppedNodeError(
-                    f"backward graph {graph} ran {kind} for {ran} rows, expected {expected}; an inserted node was dropped by the compiler: "
-                    "please report this with the torch version"
-                )
+        if self._elsewhere:
+            rows, grads = self._keep_returned(rows, grads)
+            if not rows:
+                return
+        group = self._group(rows)
+        with without_torch_function():
+            if group.fits(grads) and list(map(_grad_of, group.parameters)) == group.no_grads:
+                self._take_first(group, grads)
+            else:
+                with torch.no_grad():
+                    self._take_each(group, grads)
 
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
@@ -178,10 +149,47 @@ class SessionNodes:
         unit = self.unit_of[rows[0]]
         self._marks.mark(Mark.WAIT_BEGIN, unit)
         self._engine.wait(rows)
-        for row in rows:
-            self.held.pop(row, None)
+        if self.held:
+            self._let_go(rows)
         self._marks.mark(Mark.WAIT_END, unit)
         self.runs["wait"] += len(rows)
+
+    # ---- around one run of a backward graph ----
+
+    @contextmanager
+    def all_run(self, graph: int) -> Iterator[None]:
+        """Around one run of a compiled backward graph. Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
+
+        Releases are not counted: `step()` makes up for one that is lost.
+        """
+        before = self.runs.copy()
+        self._offloaded.clear()  # by a graph that ended in an error
+        self._fresh.clear()
+        yield
+        rows = len(self.graph_rows[graph])
+        for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "backward_end"):
+            ran, expected = self.runs[kind] - before[kind], min(rows, 1) if kind == "backward_end" else rows
+            if ran < expected:
+                raise DroppedNodeError(
+                    f"backward graph {graph} ran {kind} for {ran} rows, expected {expected}; an inserted node was dropped by the compiler: "
+                    "please report this with the torch version"
+                )
+
+    @contextmanager
+    def returning(self, elsewhere: Elsewhere) -> Iterator[dict[int, torch.Tensor]]:
+        """Meanwhile these gradients do not go to `.grad`; gives those that the graph shall return, as they come."""
+        self._elsewhere = elsewhere
+        try:
+            yield self._returned
+        finally:
+            self._elsewhere = NOWHERE_ELSE
+            self._returned = {}
+
+    # ---- gradients at hand ----
+
+    def name(self, row: int) -> str:
+        """The parameter's name."""
+        return self.table.names[row]
 
     def fetch(self, row: int) -> torch.Tensor:
         """The gradient in the slot of `row`, brought back to the device."""
@@ -191,12 +199,15 @@ class SessionNodes:
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
         """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
-        self._offload([row], [grad])
+        self._offload([row], [_like_parameter(grad, self.table.parameters[row], copy=False)])
         self._engine.arm_cpu([row])
         self._engine.arm_reload([row])
 
     def is_eager(self, row: int) -> bool:
-        """Whether the row's present `.grad` has a part that did not come from the graphs."""
+        """Whether the row's present `.grad` has a part that did not come from the graphs. Asked when autograd has added what it has."""
+        state = self._fresh.pop(row, None)
+        if state is not None:
+            return state.real is not None  # added to a stand-in, it brings the real gradient back
         with without_torch_function():
             grad = self.table.parameters[row].grad
         if grad is None:
@@ -222,63 +233,117 @@ class SessionNodes:
         self.held[row] = grad
         parameter = self.table.parameters[row]
         if parameter.grad is grad:
-            parameter.grad = GradStandIn(parameter, HeldGradient(self._engine, row, grad))
+            standin = self.standins.make(row, parameter, HeldGradient(self._engine, row, grad))
+            self.standins.lend(row, standin)
+            parameter.grad = standin
+
+    def let_go_of_all(self) -> None:
+        """No update is running: nothing reads the gradients that are held."""
+        self._let_go(list(self.held))
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
         made, version = self._own.get(row, (None, 0))
         return made is not None and made() is grad and version == grad._version
 
-    def _take(self, row: int, grad: torch.Tensor, fresh: list[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
-        """Add one gradient to what the row has. Returns what is to go to the host, None where `.grad` is, or will be, a real tensor.
+    # ---- taking gradients ----
 
-        The first gradient of a row on the device is put in `fresh`: copies of several tensors are one launch.
-        """
-        self.require_strided(row, grad)
+    def _group(self, rows: Sequence[int]) -> _Group:
+        key = tuple(rows)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group.of(key, self.table)
+        return group
+
+    def _keep_returned(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+        """Copies of gradients that the graph shall return; the rows and gradients that go to `.grad` all the same."""
+        of = self._elsewhere
+        for row, grad in zip(rows, grads, strict=True):
+            if row in of.returned:
+                self._returned[row] = self._returned[row] + grad if row in self._returned else grad.clone()
+        stay = [i for i, row in enumerate(rows) if row not in of.returned and row not in of.unwanted]
+        return [rows[i] for i in stay], [grads[i] for i in stay]
+
+    def _take_first(self, group: _Group, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form, of rows that have none."""
+        rows, placement = group.rows, self._states.placement
+        on_host = [i for i, row in enumerate(rows) if placement[row] is Placement.CPU]
+        if len(on_host) == len(rows):
+            self._send(rows, group.parameters, grads)
+            return
+        of_device = [i for i, row in enumerate(rows) if placement[row] is not Placement.CPU]
+        self._keep_on_device(*_picked(of_device, rows, group.parameters, grads))
+        if on_host:
+            self._send(*_picked(on_host, rows, group.parameters, grads))
+
+    def _take_each(self, group: _Group, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients of any form, added to what the rows have."""
+        new: list[int] = []
+        given = list(grads)
+        for i, row in enumerate(group.rows):
+            self.require_strided(row, given[i])
+            given[i], is_new = self._add(row, given[i])
+            if is_new:
+                new.append(i)
+        placement = self._states.placement
+        of_device = [i for i in new if placement[group.rows[i]] is not Placement.CPU]
+        if of_device:
+            self._keep_on_device(*_picked(of_device, group.rows, group.parameters, given))
+        to_host = [i for i in new if i not in of_device]
+        if to_host:
+            laid_out = [_like_parameter(g, p, copy=False) for g, p in zip(given, group.parameters, strict=True)]
+            self._send(*_picked(to_host, group.rows, group.parameters, laid_out))
+
+    def _add(self, row: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Add a gradient to a real `.grad`, or to the one in the slot; the sum, and whether it has yet to be put somewhere."""
         parameter = self.table.parameters[row]
         held = parameter.grad
         if isinstance(held, GradStandIn):
             if held.materialized is None and not held.grad_state.source.is_live():
-                return None  # step() has used it, so the sum cannot be known: `.grad` stays what says so to whoever asks
+                return grad, False  # step() has used it, so the sum cannot be known: `.grad` stays what says so to whoever asks
             if is_clean(held):
-                grad, held = held.grad_state.source.fetch().add_(grad), None
-            else:
-                held = held.grad_state.materialize()
-                parameter.grad = held
-        if held is not None:
-            ours = self.is_untouched(row, held)
-            held.add_(grad)
-            if ours:
-                self._own[row] = (weakref.ref(held), held._version)
-        elif self._states.placement[row] is not Placement.CPU:
-            fresh.append((row, grad))
-        else:
-            return grad
-        return None
+                return held.grad_state.source.fetch().add_(grad), True
+            held = held.grad_state.materialize()
+            parameter.grad = held
+        if held is None:
+            return grad, True
+        ours = self.is_untouched(row, held)
+        held.add_(grad)
+        if ours:
+            self._own[row] = (weakref.ref(held), held._version)
+        return grad, False
 
-    def _keep_on_device(self, fresh: Sequence[tuple[int, torch.Tensor]]) -> None:
-        if not fresh:
-            return
-        kept = [torch.empty_like(self.table.parameters[row].detach()) for row, _ in fresh]
-        private_function("_foreach_copy_")(kept, [grad for _, grad in fresh])
-        for (row, _), grad in zip(fresh, kept, strict=True):
-            self.table.parameters[row].grad = grad
-            self._own[row] = (weakref.ref(grad), grad._version)
+    def _send(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form to their slots, stand-ins into `.grad`."""
+        norms = [(norm, _norm_of_each(grads, *norm)) for norm in self.norms_wanted]
+        self._offload(rows, grads)
+        make, fresh = self.standins.make, self._fresh
+        for i, (row, parameter) in enumerate(zip(rows, parameters, strict=True)):
+            own = {norm: values[i] for norm, values in norms} if norms else None
+            parameter.grad = standin = make(row, parameter, RowGradient(self, row, own))
+            fresh[row] = standin.grad_state
 
     def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        if not rows:
-            return
+        generation = self.generation
         for row in rows:
-            self.generation[row] += 1
-            self.consumed.discard(row)
-        parameters = [self.table.parameters[row] for row in rows]
-        self._engine.grad_offload(rows, [_like_parameter(g, p, copy=False) for g, p in zip(grads, parameters, strict=True)])
+            generation[row] += 1
+        if self.consumed:
+            self.consumed.difference_update(rows)
+        self._engine.grad_offload(rows, grads)
 
-    def _norms(self, grads: Sequence[torch.Tensor]) -> dict[Norm, Sequence[torch.Tensor]]:
-        return {(order, foreach): _norm_of_each(grads, order, foreach) for order, foreach in self.norms_wanted}
+    def _keep_on_device(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+        """Copies into `.grad`, in one launch."""
+        kept = list(map(torch.empty_like, parameters))
+        _foreach_copy_(kept, grads)
+        for row, parameter, grad in zip(rows, parameters, kept, strict=True):
+            parameter.grad = grad
+            self._own[row] = (weakref.ref(grad), grad._version)
 
-    def _norms_of(self, grad: torch.Tensor) -> dict[Norm, torch.Tensor]:
-        return {norm: values[0] for norm, values in self._norms([grad]).items()}
+    def _let_go(self, rows: Sequence[int]) -> None:
+        with without_torch_function():
+            for row in rows:
+                if self.held.pop(row, None) is not None:
+                    self.standins.end_loan(row)
 
 
 def is_clean(standin: GradStandIn) -> bool:
@@ -286,11 +351,19 @@ def is_clean(standin: GradStandIn) -> bool:
     return standin.materialized is None and not standin.factors and not standin.zeroed
 
 
+def _picked(
+    which: Sequence[int], rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]
+) -> tuple[list[int], list[nn.Parameter], list[torch.Tensor]]:
+    return [rows[i] for i in which], [parameters[i] for i in which], [grads[i] for i in which]
+
+
 def _norm_of_each(grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
-    if foreach:
-        norms: Sequence[torch.Tensor] = private_function("_foreach_norm")(list(grads), order)
+    if not foreach:
+        return [torch.linalg.vector_norm(grad, order) for grad in grads]
+    if len(set(map(_dtype_of, grads))) == 1:
+        norms: Sequence[torch.Tensor] = _foreach_norm(list(grads), order)
         return norms
-    return [torch.linalg.vector_norm(grad, order) for grad in grads]
+    return [_foreach_norm([grad], order)[0] for grad in grads]  # a list of several dtypes would go to another kernel
 
 
 def _like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -> torch.Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hytrain_fx.errors import UnsupportedError
 
@@ -62,6 +64,10 @@ def wrapper_tensor(cls: type[Tensor], size: torch.Size, strides: Sequence[int], 
     return tensor
 
 
+use_count: Final[Callable[[Tensor], int]] = Tensor._use_count  # type: ignore[attr-defined]
+"""How many references C++ counts to a tensor; the Python object is one. Call it `without_torch_function`."""
+
+
 def allow_in_foreach(cls: type[Tensor]) -> None:
     """Let `clip_grad_norm_(foreach=None)` take its foreach form for `cls` too, as DTensor does: the forms differ in bits on CUDA."""
     from torch.utils import _foreach_utils
@@ -92,12 +98,69 @@ def tensor_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-def boxed_within(around: Callable[[], AbstractContextManager[None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled` run inside `around()`, with the calling convention of Inductor's output: one list of arguments, emptied by the callee."""
+def property_reader(name: str) -> Callable[[Tensor], Any]:
+    """What reads a property of a tensor in C, for `map` over many tensors. Raises UnsupportedError."""
+    found = getattr(Tensor, name, None)
+    if found is None:
+        raise UnsupportedError(f"torch {torch.__version__} has no Tensor.{name}; hytrain_fx needs it and was run on torch 2.11 and 2.13")
+    return cast(Callable[[Tensor], Any], found.__get__)
+
+
+_hooks_of: Final = property_reader("_backward_hooks")
+
+
+def any_tensor_hooks(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a tensor hook is on any of them, at 0.05 us each. Call it `without_torch_function`: looking is no access to the values."""
+    return any(map(_hooks_of, parameters))
+
+
+class LeafGradient(Enum):
+    """What the running backward does with the gradient of a leaf."""
+
+    ACCUMULATED = "added to .grad"
+    RETURNED = "handed to the caller of torch.autograd.grad"
+    UNWANTED = "not among the inputs that were asked for"
+
+
+def accumulator(leaf: Tensor) -> Node:
+    """The AccumulateGrad node of a leaf: one and the same for as long as somebody holds it."""
+    with without_torch_function():
+        return get_gradient_edge(leaf).node
+
+
+def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
+    """Whether the backward that runs on this thread runs all of these; True outside of a backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return True
+    try:
+        return all(map(_private("torch._C", "_will_engine_execute_node"), accumulators))
+    except RuntimeError:  # of torch.autograd.grad
+        return False
+
+
+def leaf_gradient(accumulator: Node) -> LeafGradient:
+    """What the backward that runs on this thread does with this leaf's gradient."""
+    try:
+        runs = _private("torch._C", "_will_engine_execute_node")(accumulator)
+    except RuntimeError:  # its way to say that a leaf's gradient is captured
+        return LeafGradient.RETURNED
+    return LeafGradient.ACCUMULATED if runs else LeafGradient.UNWANTED
+
+
+Edit = Callable[[Sequence[Any]], Sequence[Any]]
+"""Makes other results of a compiled graph's."""
+
+
+def boxed_within(around: Callable[[], AbstractContextManager[Edit | None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` run inside `around()`, with the calling convention of Inductor's output: one list of arguments, emptied by the callee.
+
+    What `around()` gives edits the results, if it gives anything.
+    """
 
     def run(args: list[Any]) -> Any:
-        with around():
-            return compiled(args)
+        with around() as edit:
+            results = compiled(args)
+            return results if edit is None else edit(results)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -1,0 +1,57 @@
+"""Where autograd takes the gradients of the backward that runs: to `.grad`, to the caller of torch.autograd.grad, or nowhere.
+
+    loss.backward()                         every leaf's AccumulateGrad runs
+    loss.backward(inputs=[a, b])            that of a and b alone: others get no gradient
+    torch.autograd.grad(loss, [a, b])       none runs: the gradients of a and b are handed to the caller
+
+A compiled backward makes all its gradients whoever asked; autograd drops what nobody wants. What goes around autograd must ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.autograd.graph import Node
+
+from hytrain_fx.torch_private import LeafGradient, accumulator, leaf_gradient, will_all_accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Rows whose gradients the running backward does not add to `.grad`."""
+
+    returned: frozenset[int] = frozenset()
+    unwanted: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.returned or self.unwanted)
+
+
+NOWHERE_ELSE = Elsewhere()
+
+
+class GradDestinations:
+    """Asks the running backward about the parameters of one session; 0.1 us a row where all is as in `loss.backward()`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._accumulators: dict[frozenset[int], list[Node]] = {}
+
+    def elsewhere(self, rows: frozenset[int]) -> Elsewhere:
+        """Which of `rows` get no `.grad` from the backward that runs on this thread; none of them outside of one."""
+        if rows not in self._accumulators:
+            self._accumulators[rows] = self._nodes_of(rows)
+        if will_all_accumulate(self._accumulators[rows]):
+            return NOWHERE_ELSE
+        self._accumulators[rows] = nodes = self._nodes_of(rows)  # one that torch has replaced is in no graph
+        found = dict(zip(rows, map(leaf_gradient, nodes), strict=True))
+        return Elsewhere(_having(found.items(), LeafGradient.RETURNED), _having(found.items(), LeafGradient.UNWANTED))
+
+    def _nodes_of(self, rows: frozenset[int]) -> list[Node]:
+        return [accumulator(self._parameters[row]) for row in rows]
+
+
+def _having(found: Iterable[tuple[int, LeafGradient]], kind: LeafGradient) -> frozenset[int]:
+    return frozenset(row for row, of_row in found if of_row is kind)

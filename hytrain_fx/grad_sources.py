@@ -1,0 +1,142 @@
+"""Where stand-in gradients have their values: the slot of a row on the host, or the tensor that an update on the device reads.
+
+Stand-ins themselves are used again: making a tensor takes 1.6 us, giving one that nobody else holds another state a third of that.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Final, Protocol
+
+import torch
+
+from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.grad_state import GradSource, GradState
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.torch_private import use_count
+
+# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits.
+Norm = tuple[float, bool]
+
+
+class Slots(Protocol):
+    """What a gradient in a slot needs to know of its session."""
+
+    generation: list[int]
+    consumed: set[int]
+    norms_wanted: set[Norm]
+
+    def name(self, row: int) -> str: ...
+    def fetch(self, row: int) -> torch.Tensor: ...
+
+
+class RowGradient:
+    """Source of one stand-in: the gradient of `row` as its `generation`-th offload left it in the slot."""
+
+    __slots__ = ("_generation", "_norms", "_row", "_slots")
+
+    def __init__(self, slots: Slots, row: int, norms: dict[Norm, torch.Tensor] | None) -> None:
+        self._slots = slots
+        self._row = row
+        self._generation = slots.generation[row]
+        self._norms = norms
+
+    def is_live(self) -> bool:
+        """Whether the slot still holds this gradient."""
+        return self._slots.generation[self._row] == self._generation and self._row not in self._slots.consumed
+
+    def fetch(self) -> torch.Tensor:
+        """The gradient as a new tensor on the device. Raises GradientConsumedError."""
+        if not self.is_live():
+            raise GradientConsumedError(
+                f"the gradient of {self._slots.name(self._row)} is gone: step() has used its host memory for the new weight, or a "
+                "later backward() has taken it; read .grad between backward() and step(), and call zero_grad() before the next backward()"
+            )
+        return self._slots.fetch(self._row)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
+        return self._norms.pop((float(ord), foreach), None) if self._norms and self.is_live() else None
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Take this norm of every gradient from the next backward on."""
+        self._slots.norms_wanted.add((float(ord), foreach))
+
+
+class HeldGradient:
+    """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
+
+    __slots__ = ("_engine", "_grad", "_row")
+
+    def __init__(self, engine: Engine, row: int, grad: torch.Tensor) -> None:
+        self._engine, self._row, self._grad = engine, row, grad
+
+    def is_live(self) -> bool:
+        """Always: the update only reads it."""
+        return True
+
+    def fetch(self) -> torch.Tensor:
+        """A copy, made behind the update: what is written where the copy was may not overtake it."""
+        self._engine.wait([self._row])
+        return self._grad.clone(memory_format=torch.preserve_format)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """None: not taken."""
+        return None
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Norms of real gradients are taken when asked for."""
+
+
+class StandIns:
+    """Makes stand-ins by row, out of those that were left with it and that nobody else holds by now."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, GradStandIn] = {}
+        self._lent: dict[int, GradStandIn] = {}
+
+    def make(self, row: int, parameter: torch.Tensor, source: GradSource) -> GradStandIn:
+        """A stand-in of `source` as `parameter.grad`."""
+        left = self._left
+        if row in left:
+            free = _is_free(left, row)
+            standin = left.pop(row)
+            if free:
+                standin.grad_state = GradState(parameter, source, None)
+                return standin
+        return GradStandIn(parameter, source)
+
+    def leave(self, row: int, standin: GradStandIn) -> None:
+        """`step()` has used its gradient: once the user lets go of it, it may be another's."""
+        self._left[row] = standin
+
+    def lend(self, row: int, standin: GradStandIn) -> None:
+        """Its source holds a gradient on the device, until `end_loan`."""
+        self._lent[row] = standin
+
+    def end_loan(self, row: int) -> None:
+        """Nothing here may hold that gradient from now on; a stand-in that somebody has is theirs."""
+        lent = self._lent
+        if row in lent:
+            free = _is_free(lent, row)
+            standin = lent.pop(row)
+            if free:
+                del standin.grad_state
+                self._left[row] = standin
+
+
+def _references(held: dict[int, GradStandIn], row: int) -> int:
+    return sys.getrefcount(held[row])
+
+
+def _is_free(held: dict[int, GradStandIn], row: int) -> bool:
+    """Whether `held` alone refers to it, in Python and in C++, and nobody has put a mark of their own on it."""
+    if _references(held, row) != _HELD_ONCE:
+        return False
+    standin = held[row]
+    return use_count(standin) == 1 and len(standin.__dict__) <= 1 and not weakref.getweakrefcount(standin)
+
+
+_HELD_ONCE: Final = _references({0: object()}, 0)  # type: ignore[dict-item]
