@@ -15,13 +15,12 @@ from hytrain_fx.capture import GraphKind
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graph_text import InspectedGraph, InspectedRow, Inspection
-from hytrain_fx.explain.report import Explanation, Measured, MemoryInUse
+from hytrain_fx.explain.report import Explanation, Measured
 from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.layers import unit_of_rows
 from hytrain_fx.optimizer import OffloadedOptimizer
 from hytrain_fx.runtime.engine import TaskRecord
-from hytrain_fx.runtime.launch import ring_bytes_for
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
 from hytrain_fx.torch_private import compiled_call, set_compiled_call
@@ -73,7 +72,8 @@ def explain(model: nn.Module) -> Explanation:
         profile=planning.profile,
         discipline=planning.discipline,
         measured=_measured(session),
-        memory=_memory_in_use(session),
+        memory=session.resources.in_use(session.states.placement, [session.states[row] for row in range(len(session.table))]),
+        startup=session.startup,
         engine=session.engine.name,
         workers=session.engine.workers,
         steps_done=session.steps_done,
@@ -187,17 +187,6 @@ def _cpu_update_us(session: Session, unit: int) -> float | None:
     placement = session.states.placement
     rows = [row for row, of in enumerate(session.nodes.unit_of) if of == unit and placement[row] is Placement.CPU]
     return sum(session.engine.cpu_update_us(row) for row in rows) if rows else None
-
-
-def _memory_in_use(session: Session) -> MemoryInUse:
-    states, device = session.states, session.table.device
-    rows = {place: [row for row, found in enumerate(states.placement) if found is place] for place in Placement}
-    return MemoryInUse(
-        device_states_bytes=states.device_bytes(rows[Placement.GPU]),
-        host_bytes=states.host_bytes(rows[Placement.CPU]),
-        ring_bytes=ring_bytes_for(session.table.parameters, session.config.ring_bytes),
-        device_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-    )
 
 
 def _not_offloaded(session: Session) -> dict[int, str]:

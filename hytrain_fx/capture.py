@@ -31,6 +31,7 @@ from hytrain_fx import dataflow, torch_private
 from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.flops import node_flops
 from hytrain_fx.layers import Unit, unit_of_rows
+from hytrain_fx.runtime.startup import Phase
 
 R = TypeVar("R")
 
@@ -120,6 +121,7 @@ class Capture(Generic[R]):
     units                their grouping (`layers.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
     around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
+    timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Capture(Generic[R]):
         units: Sequence[Unit],
         rewrite: Callable[[CapturedGraph], R],
         around_backward: Callable[[int], AbstractContextManager[torch_private.Edit | None]] = lambda _: contextlib.nullcontext(),
+        timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
@@ -136,6 +139,7 @@ class Capture(Generic[R]):
         self.graphs: list[CompiledGraph[R]] = []
         self._rewrite = rewrite
         self._around_backward = around_backward
+        self._timed = timed
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
         self._unit_of = unit_of_rows(units)
         self._used: dict[int, None] = {}
@@ -172,7 +176,8 @@ class Capture(Generic[R]):
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
-            captured = self._on_graph(graph, pair, _kind(kwargs))
+            with self._timed(Phase.PASSES):
+                captured = self._on_graph(graph, pair, _kind(kwargs))
             with torch_private.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
                 compiled = torch_private.compile_fx_inner(graph, inputs, **kwargs)
             if captured.kind is not GraphKind.BACKWARD:
@@ -180,8 +185,13 @@ class Capture(Generic[R]):
             # The compiled backward reads weights too, which is no touch by the user; and its nodes are counted.
             return torch_private.boxed_within(lambda: self._around_backward(captured.index), compiled)
 
-        with torch_private.autograd_cache_off():
-            return torch_private.compile_fx(gm, example_inputs, inner_compile, patches)
+        def timed_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            backward = _kind(kwargs) is GraphKind.BACKWARD
+            with self._timed(Phase.COMPILE_BACKWARD if backward else Phase.COMPILE_FORWARD):
+                return inner_compile(graph, inputs, **kwargs)
+
+        with self._timed(Phase.COMPILE_FORWARD), torch_private.autograd_cache_off():
+            return torch_private.compile_fx(gm, example_inputs, timed_compile, patches)
 
     def _rows_of_inputs(self, example_inputs: Sequence[Any]) -> dict[int, int]:
         return {i: self._row_of[id(e)] for i, e in enumerate(example_inputs) if id(e) in self._row_of}

@@ -27,6 +27,7 @@ from hytrain_fx.commit import CommitBuilder
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.explain.resources import Resources, pinning_of
 from hytrain_fx.grad_destinations import GradDestinations
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
 from hytrain_fx.ir.plan import Placement, Plan
@@ -37,8 +38,9 @@ from hytrain_fx.parameters import ParameterTable, build_table
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.planning import Planning
 from hytrain_fx.runtime.engine import Engine, RowSpec
-from hytrain_fx.runtime.launch import make_engine
+from hytrain_fx.runtime.launch import make_engine, ring_bytes_for
 from hytrain_fx.runtime.probe import UpdateProbe
+from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
@@ -56,6 +58,7 @@ class Session:
     """Controls one compiled model. Made by `api.compile`; found again through the model's `CallGate`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
+        self._clock = StartupClock()
         self.config = config
         self.table: ParameterTable = build_table(model, optimizer)
         self.groups: list[dict[str, Any]] = optimizer.param_groups
@@ -71,25 +74,26 @@ class Session:
         self._graph_grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
         self._offloading: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the compiled graphs do not return
         self.closed = False
-        self.engine: Engine = make_engine(config, self.table.parameters)
+        with self._clock.phase(Phase.ENGINE):
+            self.engine: Engine = make_engine(config, self.table.parameters)
         try:
             self._build(model, optimizer)
         except BaseException:
             self.engine.close()  # a refused model keeps no threads
             raise
+        self._clock.built()
 
     # ---- construction ----
 
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        config = self.config
         self.states = self._make_states(optimizer)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
         self.builder = CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
         self.planning = Planning(self)
-        self.states.allocate(self.planning.first_placement(), config.host_memory)
+        self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters)
         parts = (self.table.names, self.table.parameters, self.units)
-        self.capture: Capture[PipelineRecord] = Capture(*parts, self._rewrite, self.around_backward)
+        self.capture: Capture[PipelineRecord] = Capture(*parts, self._rewrite, self.around_backward, self._clock.phase)
         self._writes = OutsideWrites(self.table, self.engine, self.states)
         self._destinations = GradDestinations(self.table.parameters)
         self._all_rows = tuple(range(len(self.table)))
@@ -105,7 +109,16 @@ class Session:
         for row, parameter in enumerate(self.table.parameters):
             self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), self.table.names[row]))
         self._probe = UpdateProbe(self.engine, self.table.parameters)
+        ring_bytes = ring_bytes_for(self.table.parameters, self.config.ring_bytes)
+        self.resources = Resources(self.table.parameters, amsgrad, ring_bytes, self._clock)
         return StateStore(self.table.parameters, [unit_of[row] for row in range(len(self.table))], amsgrad, self.engine)
+
+    def _allocate(self, placement: Sequence[Placement]) -> None:
+        self.resources.announce(placement)
+        with self._clock.phase(Phase.MASTERS):
+            self.states.allocate(placement, self.config.host_memory)
+        self._clock.pinned_bytes, pinning_us = pinning_of([*self.states._slabs.values(), *self.states._slot_slabs.values()])
+        self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
 
     def _install(self, model: nn.Module) -> None:
         for number, rows in ((unit.number, unit.rows) for unit in self.units):
@@ -156,16 +169,22 @@ class Session:
         if self._depth > 1:
             return
         self.touched |= self._writes.follow_memory()
-        self.planning.before_forward()
+        with self._clock.phase(Phase.PLAN):
+            self.planning.before_forward()
+        if self._clock.running:
+            self._clock.forward_begins(self._at_full_speed)
         if self.eager_rows:
             self.engine.drain(sorted(self.eager_rows))
         unguard_all(self.table.parameters)
         self.marks.mark(Mark.FORWARD_BEGIN)
+        if not self.capture.graphs:
+            self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
 
     def leave_forward(self) -> None:
         """After the compiled call."""
         self._depth -= 1
         if self._depth == 0:
+            self._clock.close(Phase.COMPILE_FORWARD)
             self.marks.mark(Mark.FORWARD_END)
             self._guard_all()
 
@@ -222,6 +241,19 @@ class Session:
         self.marks.end_step()
         self.steps_done += 1
         self.planning.after_step()
+        if self._clock.step_ends():
+            self.resources.full_speed(self.states.placement, [self.states[row] for row in range(len(self.table))])
+
+    @property
+    def _at_full_speed(self) -> bool:
+        """Whether the plan in force is one to stay with, and the cold steps are behind."""
+        cold_steps = self.planning.steps_to_measure - self.config.warmup_steps
+        return self.steps_done >= cold_steps and self.planning.plan.source != "first steps"
+
+    @property
+    def startup(self) -> Startup:
+        """Time from `compile()` to the first full-speed step, by phase, so far."""
+        return self._clock.report()
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those that are in their slots."""
@@ -250,8 +282,11 @@ class Session:
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
         self.nodes.let_go_of_all()
         wanted = self.planning.placement_of(plan)
+        if wanted != self.states.placement:
+            self.resources.announce(wanted)
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
-            self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
+            with self._clock.phase(Phase.MOVE):
+                self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
 
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""

@@ -1,0 +1,81 @@
+"""What a session takes: time until full speed, memory by tier. Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
+
+    before states are allocated or moved    the estimate
+    after the first full-speed step         the estimate beside what is in use, and the start-up by phase
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hytrain_fx.explain.report import MemoryInUse
+from hytrain_fx.explain.startup_text import estimate_text, memory_text, startup_text
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.runtime.memory_estimate import MemoryEstimate, RowSize, estimate_memory
+from hytrain_fx.runtime.slabs import HostSlab
+from hytrain_fx.runtime.startup import StartupClock
+
+_log = logging.getLogger("hytrain_fx")
+
+
+class Resources:
+    """Time and memory of one session.
+
+    parameters    the managed parameters by row
+    amsgrad       by row
+    ring_bytes    what the engine's ring takes
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], amsgrad: Sequence[bool], ring_bytes: int, clock: StartupClock) -> None:
+        self.clock = clock
+        self._rows = [RowSize(p.numel(), p.element_size(), third) for p, third in zip(parameters, amsgrad, strict=True)]
+        self._device = parameters[0].device
+        self._ring_bytes = ring_bytes
+
+    def estimate(self, placement: Sequence[Placement]) -> MemoryEstimate:
+        """Bytes by tier under this placement."""
+        return estimate_memory(self._rows, placement, ring_bytes=self._ring_bytes, pinned=self._device.type == "cuda")
+
+    def announce(self, placement: Sequence[Placement]) -> None:
+        """Say what states will take, before they are allocated or moved."""
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("%s", estimate_text(self.estimate(placement)))
+
+    def in_use(self, placement: Sequence[Placement], states: Sequence[RowStates]) -> MemoryInUse:
+        """What the tensors of these states take now, by row, beside the estimate for their placement."""
+        estimate = self.estimate(placement)
+        on_device = [of for of, place in zip(states, placement, strict=True) if place is Placement.GPU]
+        on_host = [of for of, place in zip(states, placement, strict=True) if place is not Placement.GPU]
+        host_bytes = sum(-(-tensor.nbytes // 64) * 64 for of in on_host for tensor in _tensors(of))
+        fp32_weights = sum(row.weight_bytes for row, place in zip(self._rows, placement, strict=True)
+                           if place is Placement.GPU and row.itemsize == 4)
+        return MemoryInUse(
+            device_states_bytes=sum(tensor.nbytes for of in on_device for tensor in _tensors(of)) - fp32_weights,
+            host_bytes=host_bytes,
+            ring_bytes=self._ring_bytes,
+            device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
+            weights_bytes=sum(row.weight_bytes for row in self._rows),
+            staging_bytes=estimate.staging_bytes,
+            pinned_bytes=host_bytes if self._device.type == "cuda" else 0,
+            estimate=estimate,
+        )
+
+    def full_speed(self, placement: Sequence[Placement], states: Sequence[RowStates]) -> None:
+        """Say what start-up took and what is in use now."""
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("%s\n\n%s", startup_text(self.clock.report()), memory_text(self.in_use(placement, states)))
+
+
+def pinning_of(slabs: Iterable[HostSlab]) -> tuple[int, float]:
+    """Bytes pinned and microseconds it took, over all batches that these slabs were pinned in."""
+    batches = {id(slab.pinning): slab.pinning for slab in slabs if slab.pinning is not None}.values()
+    return sum(batch.nbytes for batch in batches), sum(batch.populate_us + batch.register_us for batch in batches)
+
+
+def _tensors(states: RowStates) -> list[torch.Tensor]:
+    found = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+    return [tensor for tensor in found if tensor is not None]
