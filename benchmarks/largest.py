@@ -92,14 +92,19 @@ def estimated_width(mode: str, spec: DeviceSpec, tokens: int) -> int:
 
 
 def fits(mode: str, spec: DeviceSpec, shape: ModelShape, tokens: int) -> bool:
-    """Whether a model is estimated to train: all states on the device, all on the host, or any split of whole layers."""
+    """Whether a model is estimated to train: all states on the device, all on the host, or any split of whole layers.
+
+    Where states are split, those on the host are all updated by the CPU, or all streamed.
+    """
     units = len(shape.units)
     if mode == "all_gpu":
         return footprint(shape, tokens, units).fits(spec)
     if mode == "zero_offload":
         on_host = ZERO_OFFLOAD_HOST_BYTES * shape.params <= HOST_SHARE * spec.host_memory_bytes
         return on_host and replace(footprint(shape, tokens, 0), host_states_bytes=0, host_slots_bytes=0).fits(spec)
-    return any(footprint(shape, tokens, k).fits(spec) for k in range(units + 1))
+    by_cpu = any(footprint(shape, tokens, k).fits(spec) for k in range(units + 1))
+    return by_cpu or any(footprint(shape, tokens, k, streamed_params=sum(unit.params for unit in shape.units[k:])).fits(spec)
+                         for k in range(units))
 
 
 def spec_of(name: str | None) -> DeviceSpec:

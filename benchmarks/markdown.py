@@ -12,7 +12,7 @@ from benchmarks.machine import machine_text
 from benchmarks.results import Results, Row, all_gpu_of, floor_of, is_short, peer_of
 
 COLUMNS = ("run", "mode", "s a step", "spread", "of floor", "of all-GPU", "x ZeRO-Offload", "x torchao", "predicted", "k",
-           "device / CPU / streamed", "GPU GB", "reserved GB", "host GB", "pinned GB")
+           "device / CPU / streamed", "GPU idle", "GPU GB", "reserved GB", "host GB", "pinned GB")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -46,6 +46,15 @@ def claims_table(results: Results, case_sets: Iterable[CaseSet]) -> str:
     return f"## Claims\n\n{table(('case', 'step', 'found', 'must', 'aim'), lines)}" if lines else ""
 
 
+def startup_table(results: Results) -> str:
+    """Seconds from compile() to the end of the first full-speed step, by phase. Empty where no row tells of it."""
+    found = [(case, row["startup"]) for case, row in results.all_measured() if "startup" in row]
+    phases = list(dict.fromkeys(name for _, startup in found for name in startup if name.endswith("_us")))
+    lines = [[f"`{case.key}`", *(f"{startup[name] / 1e6:.2f}" if name in startup else "-" for name in phases)] for case, startup in found]
+    head = ("row", *(name.removesuffix("_us").replace("_", " ") for name in phases))
+    return f"## Start-up, seconds\n\n{table(head, lines)}" if found else ""
+
+
 def failures(results: Results) -> str:
     """The rows that failed and why. Empty without one."""
     lines = [f"- `{case.key}`: {row['error']}" for case in results.cases() if (row := results.get(case)) is not None and "error" in row]
@@ -68,6 +77,7 @@ def _line(results: Results, case: Case, row: Row) -> list[str]:
         "-" if not error else f"{row['predicted_step_s']:.4f} ({error:+.1%})",
         f"{plan['k']}/{plan['units']}" if plan else "-",
         " / ".join(f"{share[place]:.0%}" for place in ("gpu", "cpu", "stream")) if share else "-",
+        f"{row['idle_share']:.1%}" if "idle_share" in row else "-",
         *(_gb(row[name]) for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb", "host_rss_gb", "pinned_gb")),
     ]
 

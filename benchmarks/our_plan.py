@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -34,16 +33,7 @@ def about(model: nn.Module) -> dict[str, Any]:
         "memory_in_use": asdict(explanation.memory),
         "not_offloaded": len(explanation.not_offloaded),
     }
-    startup = _plain(getattr(session, "startup", None))
-    return told | ({"startup": startup} if startup is not None else {})
-
-
-def _plain(value: object) -> object:
-    """A value that JSON can have: data classes as objects, what it does not know as text."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in asdict(value).items()}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if explanation.startup is not None:
+        startup = explanation.startup
+        told["startup"] = {**asdict(startup), "own_us": startup.own_us, "total_us": startup.total_us}
+    return told

@@ -113,6 +113,6 @@ def _why(status: int, printed: str) -> str:
     if status == -signal.SIGKILL:
         return "killed (by the system: it does so when host memory is used up)"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("cannot run: ") or re.match(r"[\w.]*(Error|Exception|CannotRun)\b", line)]
+    told = [line for line in lines if line.startswith("cannot run: ") or re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)\b", line)]
     last = (told or lines or ["nothing was printed"])[-1]
     return last.removeprefix("cannot run: ")[:400] if status > 0 else f"ended by signal {-status}: {last[:400]}"

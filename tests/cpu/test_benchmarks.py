@@ -100,13 +100,16 @@ def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
     assert row["params"] == sum(p.numel() for p in llama.build("tiny", 16, torch.device("meta")).parameters())
     assert set(row_of(case, 1.0)) <= set(row)  # so that what other tests draw is what is measured
     assert row["engine"]["workers"] == 1
+    assert 0 < row["startup"]["own_us"] < row["startup"]["total_us"]
     text = table.markdown(results_of(tmp_path, [(case, row)]), [])
     assert case.label in text
     assert "too short" in text
+    assert f"| {row['startup']['total_us'] / 1e6:.2f} |" in text
 
 
-def test_rows_run_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_rows_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line runs a row that another process takes; a peer that cannot run here says what it needs."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is not what this shows
     results = Results(tmp_path / "results.json")
     floor, peer = TINY[0], Case("torchao", "tiny", 2, 32)
     launch = Launch(tmp_path / "logs", extra=("--window", "1", "--warmup", "0"))
