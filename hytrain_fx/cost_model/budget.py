@@ -24,6 +24,8 @@ class Budget:
 
     device_state_bytes    per resident parameter
     host_state_bytes      per parameter updated by the CPU or streamed, slot not counted
+    counts_streamed       whether gradients and staging slots of streamed parameters come out of `device_bytes` too: they do where that
+                          is what the device has free, not where it is a bound on resident states
 
     Raises PlanError for negative figures.
     """
@@ -32,6 +34,7 @@ class Budget:
     host_bytes: int | None = None
     device_state_bytes: float = STATE_BYTES_PER_PARAM
     host_state_bytes: float = STATE_BYTES_PER_PARAM
+    counts_streamed: bool = True
 
     def __post_init__(self) -> None:
         if min(self.device_bytes or 0, self.device_state_bytes, self.host_bytes or 0, self.host_state_bytes) < 0:
@@ -45,6 +48,7 @@ class Budget:
         """
         if self.device_bytes is None:
             return len(profile.units)
+        share = share if self.counts_streamed else 0.0
         staging = self.staging_bytes(profile, discipline) if share else 0.0
         streamed = share * sum(u.grad_bytes for u in profile.units) + staging
         used = accumulate((self.device_state_bytes * u.params - share * u.grad_bytes for u in profile.units), initial=streamed)

@@ -64,6 +64,7 @@ def plan(
     host_budget_bytes: int | None = None,
     state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     host_state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
+    budget_counts_streamed: bool = True,
     k: int | None = None,
     stream: Stream = 0.0,
     guard: float = GUARD,
@@ -76,6 +77,7 @@ def plan(
     host_budget_bytes      host memory for states and slots, None = no limit
     state_bytes_per_param  what rests on the device for each parameter updated there
     host_state_bytes_per_param    the states of a parameter on the host, without its slot
+    budget_counts_streamed    whether gradients and staging slots of streamed parameters come out of `budget_bytes` too
     stream                 share 0..1 of the parameters not on the device that is streamed; "auto" solves it together with k
                            (rule "windowed", no k given, a profile with times for streaming; else nothing is streamed)
     alpha                  device over CPU update time, instead of the measured one of each unit
@@ -86,7 +88,7 @@ def plan(
     """
     _check(profile, rule, k, stream, guard, alpha)
     profile = profile if alpha is None else _with_alpha(profile, alpha)
-    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param)
+    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
     if stream == "auto":
         return maker.best()
@@ -98,6 +100,7 @@ def compare(
     budget_bytes: int | None = None,
     *,
     state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
+    budget_counts_streamed: bool = True,
     guard: float = GUARD,
     alpha: float | None = None,
     discipline: Discipline | None = None,
@@ -109,7 +112,7 @@ def compare(
 
     def solved(rule: Rule, k: int | None = None, stream: Stream = 0.0) -> Plan:
         return plan(profile, rule=rule, k=k, stream=stream, budget_bytes=budget_bytes, state_bytes_per_param=state_bytes_per_param,
-                    guard=guard, alpha=alpha, discipline=discipline)
+                    budget_counts_streamed=budget_counts_streamed, guard=guard, alpha=alpha, discipline=discipline)
 
     plans = {rule: solved(rule) for rule in get_args(Rule)}
     streamed = {STREAMED: solved("windowed", stream="auto")} if profile.can_stream else {}
@@ -316,6 +319,7 @@ def _inputs(profile: Profile, guard: float, share: float, budget: Budget) -> dic
     alpha = profile.alpha if math.isfinite(profile.alpha) else None
     known = {"alpha": alpha, "budget_bytes": budget.device_bytes, "tokens": profile.tokens}
     if profile.can_stream:
+        inputs["budget_counts_streamed"] = float(budget.counts_streamed)
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
     return {**inputs, **{name: float(value) for name, value in known.items() if value is not None}}
 

@@ -148,7 +148,7 @@ def report(
 
     model         a shape, a registered name, or a config.json (path or content)
     device        a spec, a known name, or a JSON file
-    budget_bytes  device memory for optimizer states, None = what the device has left
+    budget_bytes  device memory for resident optimizer states, None = what the device has left, for streamed gradients too
 
     Raises ConfigError for an unknown model or device, PlanError for a negative budget.
     """
@@ -159,7 +159,7 @@ def report(
     budget = states_budget_bytes(shape, spec, tokens, recompute) if budget_bytes is None else budget_bytes
     if budget < 0:
         raise PlanError(f"found a budget of {budget} bytes for states on the device, expected >= 0")
-    plans = {system.name: _plan_of(system, profile, budget, guard) for system in SYSTEMS}
+    plans = {system.name: _plan_of(system, profile, budget, guard, budget_bytes is None) for system in SYSTEMS}
     rows = tuple(_row(system, plans[system.name], shape, spec, tokens, recompute) for system in SYSTEMS)
     chosen = next(plans[system.name] for system in SYSTEMS if system.stream == "auto")
     return Report(
@@ -172,11 +172,12 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _plan_of(system: System, profile: Profile, budget_bytes: int, guard: float) -> Plan:
+def _plan_of(system: System, profile: Profile, budget_bytes: int, guard: float, counts_streamed: bool) -> Plan:
     discipline = Discipline(barrier=system.barrier)
     if system.rule is None:  # a system without a choice: it is shown even where it does not fit
         return plan(profile, k=round(system.share * len(profile.units)), discipline=discipline)
-    return plan(profile, rule=system.rule, stream=system.stream, budget_bytes=budget_bytes, guard=guard, discipline=discipline)
+    return plan(profile, rule=system.rule, stream=system.stream, budget_bytes=budget_bytes, budget_counts_streamed=counts_streamed,
+                guard=guard, discipline=discipline)
 
 
 def _row(system: System, plan: Plan, shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool) -> Row:

@@ -109,7 +109,9 @@ class Explanation:
             return {}
         budget = self.plan.inputs.get("budget_bytes")
         per_param = self.plan.inputs.get("state_bytes_per_param", STATE_BYTES_PER_PARAM)
-        return compare(self.profile, None if budget is None else int(budget), state_bytes_per_param=per_param, discipline=self.discipline)
+        counts = bool(self.plan.inputs.get("budget_counts_streamed", True))
+        return compare(self.profile, None if budget is None else int(budget), state_bytes_per_param=per_param,
+                       budget_counts_streamed=counts, discipline=self.discipline)
 
     @cached_property
     def schedule(self) -> Schedule | None:

@@ -67,7 +67,7 @@ def test_budget_is_obeyed() -> None:
     """With no device memory for states the solved systems keep k=0."""
     r = report(SHAPE, H200, 8192, budget_bytes=0)
     assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, 0, len(SHAPE.units)]
-    assert r.rows[5].stream_share == 0  # streamed gradients stay on the device, and there is no room for them
+    assert r.rows[5].stream_share > 0.3  # the budget bounds resident states; streamed ones only pass through
     with pytest.raises(PlanError, match="budget of -1"):
         report(SHAPE, H200, 8192, budget_bytes=-1)
     with pytest.raises(ConfigError, match="no-such-model"):

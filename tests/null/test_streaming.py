@@ -195,13 +195,15 @@ def test_bytes_of_a_given_share(profile: Profile, share: float, k: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "without", "with_streams"), [(4096, 3.90, 2.44), (8192, 1.96, 1.24), (16384, 1.02, 1.02)])
 def test_the_measured_machine_gains_what_the_theory_says(tokens: int, without: float, with_streams: float) -> None:
-    """7 G parameters, a quarter of the states on an H200: steps over compute time as in the study of the LP, within 4%."""
+    """7 G parameters, a quarter of the states on an H200: steps over compute time as the study of the LP has them without streaming,
+    within 4%; with streaming at most those, as host DRAM, the study's narrowest resource there, is no resource here.
+    """
     shape = read_shape("llama-7b")
     profile = analytic_profile(shape, find_device("h200"), tokens)
     compute_us = profile.forward_us + profile.backward_us
-    plain, streamed = (plan(profile, budget_bytes=3 * shape.params, stream=s) for s in STREAMS)
+    plain, streamed = (plan(profile, budget_bytes=3 * shape.params, budget_counts_streamed=False, stream=s) for s in STREAMS)
     assert plain.predicted["step_us"] / compute_us == pytest.approx(without, rel=0.04)
-    assert streamed.predicted["step_us"] / compute_us == pytest.approx(with_streams, rel=0.04)
+    assert 0.9 * with_streams <= streamed.predicted["step_us"] / compute_us <= 1.02 * with_streams
     if tokens < 16384:
         reasons = Counter(row.reason.split(":")[0] for row in streamed.rows)
         assert set(reasons) == {"on the device", "on the CPU", "streamed"}

@@ -1,0 +1,96 @@
+"""When the times of a running program are looked at again, and whether states move: decisions from values alone.
+
+    every `every` steps    the last `window` steps before it are measured, then a plan is solved from their medians
+    at once                when steps have become longer or shorter than those the plan in force was judged by
+    half as long           after a move, to see what it brought
+
+A plan solved from the same numbers must be better by more than their noise, and repay the move, or plans flip back and forth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hytrain_fx.cost_model.estimate import NORMAL_MAD, guard_of, median_of_last, should_replan, standard_error
+from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.cost_model.planner import GUARD
+from hytrain_fx.errors import PlanError
+
+HORIZON_STEPS = 200  # within so many steps a move must have repaid itself
+LATEST = 3  # steps whose median is held against those before
+_DRIFT = 0.10  # of the step; less is left to the next regular look
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether to move to a new plan, and the figures that decided it, in microseconds; `gain_us` is per step."""
+
+    moves: bool
+    gain_us: float
+    noise_us: float
+    migration_us: float
+
+    def __str__(self) -> str:
+        gain = f"the new plan is predicted to gain {time_text(self.gain_us)} a step (noise {time_text(self.noise_us)})"
+        return f"{gain}, moving states takes {time_text(self.migration_us)}: {'moved' if self.moves else 'stayed'}"
+
+
+def judge(present_us: float, new_us: float, steps_us: Sequence[float], migration_us: float) -> Verdict:
+    """Whether to move from a plan of `present_us` a step to one of `new_us`, both predicted from one profile.
+
+    steps_us       measured lengths of the steps the profile was made from: their standard error is the noise
+    migration_us   how long moving the states takes, once
+
+    Raises PlanError for times below 0.
+    """
+    if min(present_us, new_us, migration_us, *steps_us, 0.0) < 0:
+        raise PlanError(f"found {present_us}, {new_us} and {migration_us} us and steps of {list(steps_us)} us, expected times >= 0")
+    noise_us = standard_error(steps_us, len(steps_us)) if steps_us else 0.0
+    moves = should_replan(present_us, new_us, migration_us, HORIZON_STEPS, noise_us)
+    return Verdict(moves, present_us - new_us, noise_us, migration_us)
+
+
+def planning_guard(cpu_steps_us: Sequence[float]) -> float:
+    """The factor on CPU update times to plan with: 1 + max(5%, 1.5 standard errors of the CPU time of each measured step)."""
+    return guard_of(cpu_steps_us, len(cpu_steps_us), least=GUARD - 1) if cpu_steps_us and median_of_last(cpu_steps_us) > 0 else GUARD
+
+
+def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
+    """Whether steps have changed: the median of the `LATEST` last is off that of the steps before by 10% and by three deviations.
+
+    A single odd step changes no median, and noisy steps must differ by more.
+    """
+    if not before_us or len(latest_us) < LATEST:
+        return False
+    middle = median_of_last(before_us, len(before_us))
+    deviation = NORMAL_MAD * median_of_last([abs(us - middle) for us in before_us], len(before_us))
+    return abs(median_of_last(latest_us, LATEST) - middle) > max(_DRIFT * middle, 3 * deviation)
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """At which step the next decision falls due. `every` = 0: only once; `window` steps are measured for it.
+
+    due          count of finished steps after which a plan is solved, None = never again
+    judged_us    lengths of the steps that the plan in force was last judged by; () while that is not known
+    """
+
+    every: int
+    window: int
+    due: int | None
+    judged_us: tuple[float, ...] = ()
+
+    def begins(self, done: int, latest_us: Sequence[float]) -> bool:
+        """Whether measuring begins after `done` finished steps, the last of which took `latest_us`."""
+        if self.due is None:
+            return False
+        return done >= self.due - self.window or (self.every > 0 and drifted(self.judged_us, latest_us[-LATEST:]))
+
+    def after(self, done: int, moved: bool, steps_us: Sequence[float]) -> Agenda:
+        """The agenda after a decision that was made from steps of these lengths."""
+        if not self.every:
+            return Agenda(self.every, self.window, None)
+        if moved:
+            return Agenda(self.every, self.window, done + max(self.every // 2, 1))
+        return Agenda(self.every, self.window, done + self.every, tuple(steps_us))
