@@ -27,13 +27,13 @@ MIXTURES = {
 
 
 def trained(dtype: torch.dtype, clip: float | None, places: list[Placement], delay: Stage | None, sleep: bool) -> Any:
-    """The plain loop under a plan of that mixture from the second step on; with `sleep` the GPU is far behind the host."""
+    """The plain loop under a plan of that mixture from the third step on; with `sleep` the GPU is far behind the host."""
     net = build(dtype)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     session = session_of(model)
     losses, data = [], batches()
     for step in range(STEPS):
-        if step == 1:
+        if step == 2:
             session.place(plan_of(session, places))
             if delay is not None:
                 session.engine.set_delay(delay, 2_000)
@@ -71,7 +71,7 @@ def test_step_returns_while_the_backward_still_runs() -> None:
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     session, data = session_of(model), batches()
     for step in range(5):
-        if step == 1:
+        if step == 2:
             session.place(plan_of(session, MIXTURES["beside the CPU"]))
         loss_of(model, next(data)).backward()
         optimizer.step()
@@ -95,8 +95,8 @@ def test_a_gradient_that_is_not_finite_is_an_error_where_the_gpu_updates(place: 
     net = build(torch.bfloat16)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     session, data = session_of(model), batches()
-    for step in range(2):
-        if step == 1:
+    for step in range(3):
+        if step == 2:
             session.place(plan_of(session, [place]))
         loss_of(model, next(data)).backward()
         optimizer.step()
