@@ -1,29 +1,33 @@
-"""When a plan is made and put in force: before the first step from what memory allows, after the warm-up from measured times."""
+"""When a plan is made and put in force: before the first step from what memory allows, after the warm-up from measured times, and anew
+where later measurements show that moving states pays (`cost_model/replan.py`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hytrain_fx.cost_model.planner import GUARD, Stream, predict, prefix_plan
 from hytrain_fx.cost_model.planner import plan as solve
-from hytrain_fx.cost_model.planner import predict, prefix_plan
+from hytrain_fx.cost_model.reasons import given_share_reason
+from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard
 from hytrain_fx.cost_model.simulate import Discipline
-from hytrain_fx.errors import PlanError
+from hytrain_fx.errors import PlanError, UnsupportedError
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph
-from hytrain_fx.profiling import build_profile
+from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
+from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
 if TYPE_CHECKING:
     from hytrain_fx.session import Session
 
-# A plan that is not at least this much faster is not worth moving states for.
-_MIN_GAIN = 0.01
 # The first step compiles, the second is still cold: neither is measured.
 _COLD_STEPS = 2
+_FIRST = "first steps"  # the source of the plan that is in force until times are measured
 
 
 class Planning:
@@ -33,10 +37,15 @@ class Planning:
         self._session = session
         self.profile: Profile | None = None
         self.history: list[Plan] = []
+        self.verdict: Verdict | None = None  # why states moved or stayed when the plan was last solved anew
         self.solve_us = 0.0
         self.recording = False  # inside hytrain_fx.record(): the engine's records are the user's, so no plan is made from them
-        self._due = self._renumbered = self._measuring = False
-        self._measured_steps = 0
+        config = session.config
+        self._agenda = Agenda(config.replan_every if self._solves else 0, config.warmup_steps, self.steps_to_measure)
+        self._ends_us: list[float] = []  # ends of the steps being measured, and of the one before; empty while none is
+        self._due = self._renumbered = False
+        self._guard = GUARD
+        self._move_us_per_byte: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -59,17 +68,28 @@ class Planning:
         return build_task_graph(self.units())
 
     def first_placement(self) -> list[Placement]:
-        """Where states rest until times are measured: as told, else on the host as far as it holds them."""
+        """Where states rest until times are measured: as told, else on the host as far as it holds them.
+
+        Raises UnsupportedError where states are to be streamed and the engine cannot.
+        """
         session, units = self._session, self.units()
         if session.config.plan is not None:
             plan = session.config.plan
         elif session.config.k != "auto":
-            k = min(session.config.k, len(units))
-            plan = prefix_plan(units, k, source="fixed k", reason=lambda unit: f"k={session.config.k} was given")
+            plan = self._fixed(units)
         else:
             plan = self._until_measured(units)
+        if plan.numel(Placement.STREAM) and not session.engine.can_stream:
+            asked = f"stream={session.config.stream!r}" if session.config.plan is None else "the given plan"
+            raise UnsupportedError(f"{asked} streams states, and the {session.engine.name} engine cannot; expected engine=\"native\", or "
+                                   "stream=0 and a plan without streamed shares")
         self.history.append(plan)
         return self.placement_of(plan)
+
+    def _fixed(self, units: Sequence[Unit]) -> Plan:
+        k = int(self._session.config.k)
+        return prefix_plan(units, min(k, len(units)), source="fixed k", reason=lambda unit: f"k={k} was given", share=self._given_share,
+                           streamed_reason=lambda unit: given_share_reason(unit, k))
 
     def _until_measured(self, units: Sequence[Unit]) -> Plan:
         session = self._session
@@ -80,10 +100,15 @@ class Planning:
             k += 1
         fits = f"the host's {limit / 2**30:.1f} GiB hold the states of the last {len(units) - k} units"
         why = "times are not measured yet" if k == 0 else fits
-        return prefix_plan(units, k, source="first steps", reason=lambda unit: why)
+        return prefix_plan(units, k, source=_FIRST, reason=lambda unit: why, share=self._given_share,
+                           streamed_reason=lambda unit: given_share_reason(unit, k))
+
+    @property
+    def _given_share(self) -> float:
+        return 0.0 if self._session.config.stream == "auto" else float(self._session.config.stream)
 
     def placement_of(self, plan: Plan) -> list[Placement]:
-        """Placement by row: of the share that holds the row's first element (states of one tensor are not split yet)."""
+        """Placement by row: of the share that holds the row's first element (shares of our own plans end between rows)."""
         session, units = self._session, self.units()
         validate(plan, units)
         placement = [Placement.CPU] * len(session.table)
@@ -96,22 +121,27 @@ class Planning:
 
     def after_step(self) -> None:
         """Decide whether the next forward begins with a new plan, and whether the step to come is measured for one."""
-        if self.recording:
-            return
-        session, done, first = self._session, self._session.steps_done, self.steps_to_measure
-        every = session.config.replan_every if self._solves else 0
-        self._measured_steps += self._measuring
-        self._due = done == first or (every > 0 and done > first and (done - first) % every == 0)
+        session, done = self._session, self._session.steps_done
         # The forward order is known now; a given k counts units in it, and it may differ from the order of registration.
         self._renumbered = done == 1 and session.config.plan is None and not self._solves
-        left = first - done if done < first else every - (done - first) % every if every else 0
-        measure = done >= _COLD_STEPS and 0 < left <= session.config.warmup_steps
-        if measure and not self._measuring:
-            session.engine.take_records()
-            session.marks.clear()
-            self._measured_steps = 0
-        self._measuring = measure
-        session.engine.record(measure)  # records cost memory: they are on only in steps that are read
+        if self.recording:  # what was measured before is lost, and measured again afterwards
+            self._ends_us.clear()
+            self._due = False
+            return
+        if self._ends_us:
+            self._ends_us.append(time.perf_counter() * 1e6)
+        elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, list(session.step_us)):
+            self._begin_measuring()
+        if len(self._ends_us) > session.config.warmup_steps and not self._due:
+            session.engine.record(False)  # records cost memory: they are on only in steps that are read
+            self._due = True
+
+    def _begin_measuring(self) -> None:
+        session = self._session
+        self._take_records()  # those of steps before
+        session.marks.clear()
+        session.engine.record(True)
+        self._ends_us = [time.perf_counter() * 1e6]
 
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
@@ -120,15 +150,56 @@ class Planning:
             return
         begin_s = time.perf_counter()
         if self._due:
-            session.drain()
-            self.profile = build_profile(session, self._measured_steps)
+            self._measure()
         new = self._next_plan()
-        self._due = self._renumbered = False
+        steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.solve_us = (time.perf_counter() - begin_s) * 1e6
         if new is not None:
-            session.place(new)
-            self.history.append(new)
-            session.marks.clear()
+            self._put_in_force(new)
+        if self._due:
+            self._agenda = self._agenda.after(session.steps_done, new is not None, steps_us)
+        self._due = self._renumbered = False
+
+    def _measure(self) -> None:
+        """The profile of the steps just measured; the device and the copies run on, except before the first plan."""
+        session = self._session
+        if self.profile is None:
+            session.drain()
+        parameters = session.table.parameters
+        measured = Measured(self.units(), session.marks, self._take_records(), tuple(self._ends_us), session.nodes.unit_of,
+                            [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device)
+        self._ends_us.clear()
+        self.profile = build_profile(measured, self, self.profile, streams=self._may_stream)
+        self._guard = planning_guard(cpu_steps_us(measured))
+
+    def _put_in_force(self, new: Plan) -> None:
+        session, before = self._session, list(self._session.states.placement)
+        begin_s = time.perf_counter()
+        session.place(new)
+        moved_us = (time.perf_counter() - begin_s) * 1e6
+        moved = self._moved_bytes(before, session.states.placement)
+        if moved:
+            self._move_us_per_byte = moved_us / moved
+        self.history.append(new)
+        session.marks.clear()
+
+    def _take_records(self) -> list[Any]:
+        """All records so far; the engine hands them out in batches."""
+        records: list[Any] = []
+        while batch := self._session.engine.take_records():
+            records += batch
+        return records
+
+    # ---- probes ----
+
+    def device_update_us_per_param(self) -> float:
+        """Microseconds per parameter of an update on the device, measured on a row made for it."""
+        return self._session.probe_device_update_us_per_param()
+
+    def stream_us_per_param(self) -> tuple[float, float]:
+        """Microseconds per parameter of copying its states to the device and back, both directions busy."""
+        to_device, to_host = full_duplex_us_per_byte(self._session.table.device)
+        return self._host_bytes_per_param() * to_device, self._host_bytes_per_param() * to_host
 
     @property
     def _solves(self) -> bool:
@@ -141,50 +212,100 @@ class Planning:
         on_gpu = self._session.table.device.type == "cuda"
         return Discipline(commit_at="backward_start" if on_gpu else "backward_end")
 
+    @property
+    def _may_stream(self) -> bool:
+        """Whether times for streaming are of use: on a CPU nothing is streamed that was not asked for."""
+        session = self._session
+        wanted = session.table.device.type == "cuda" if session.config.stream == "auto" else self._given_share > 0
+        given = session.config.plan is not None and session.config.plan.numel(Placement.STREAM) > 0
+        return session.engine.can_stream and (wanted or given)
+
     def _next_plan(self) -> Plan | None:
+        """The plan to put in force now, None where the present one stays."""
         config, units = self._session.config, self.units()
         if self._solves:
             assert self.profile is not None
             return self._solve(self.profile)
         if self.profile is None:
-            k = min(int(config.k), len(units))
-            return prefix_plan(units, k, source="fixed k", reason=lambda unit: f"k={config.k} was given")
-        per_param = self._device_bytes_per_param()
+            return self._fixed(units)
         if config.plan is not None:
-            return replace(self.plan, predicted=predict(self.profile, self.plan, per_param, self.discipline))
-        return solve(self.profile, k=min(int(config.k), len(units)), state_bytes_per_param=per_param, discipline=self.discipline)
+            return replace(self.plan, predicted=self._predict(self.profile, self.plan))
+        return solve(self.profile, k=min(int(config.k), len(units)), stream=self._given_share, **self._sizes(), discipline=self.discipline)
 
     def _solve(self, profile: Profile) -> Plan | None:
-        session = self._session
-        per_param = self._device_bytes_per_param()
-        budget = device_budget_bytes(session.config.gpu_states, session.table.device, profile.params * per_param, self._resident_bytes())
+        """A plan solved from the profile, if it is the first, or worth moving states for."""
+        session, config = self._session, self._session.config
+        all_states = profile.params * self._device_bytes_per_param()
+        budget = device_budget_bytes(config.gpu_states, session.table.device, all_states, self._resident_bytes())
+        stream: Stream = config.stream if config.stream == "auto" else self._given_share
         try:
             new = solve(
                 profile,
-                rule=session.config.planner,
+                rule=config.planner,
                 budget_bytes=int(budget),
-                host_budget_bytes=self._resident_host_bytes() + host_budget_bytes(session.config.host_memory),
-                state_bytes_per_param=per_param,
+                budget_counts_streamed=config.gpu_states == "auto",
+                host_budget_bytes=self._resident_host_bytes() + host_budget_bytes(config.host_memory),
+                stream=stream if self._may_stream else 0.0,
+                guard=self._guard,
                 discipline=self.discipline,
+                **self._sizes(),
             )
         except PlanError:
-            if self.plan.source == "first steps":
+            if self.plan.source == _FIRST:
                 raise
             return None  # the plan in force stays: memory has become too short to move to another
-        if self.plan.source == "first steps" or new.k == self.plan.k:
+        return new if self.plan.source == _FIRST else self._if_worth_it(profile, new)
+
+    def _if_worth_it(self, profile: Profile, new: Plan) -> Plan | None:
+        """The new plan, None where the one in force stays; what is predicted for that one is renewed."""
+        session = self._session
+        predicted = self._predict(profile, self.plan)
+        wanted = self.placement_of(new)
+        migration_us = self._moved_bytes(session.states.placement, wanted) * self._us_per_moved_byte(profile)
+        steps_us = list(session.step_us)[-session.config.warmup_steps :]
+        self.verdict = judge(predicted["step_us"], new.predicted["step_us"], steps_us, migration_us)
+        if self.verdict.moves and wanted != session.states.placement:
             return new
-        present = predict(profile, self.plan, per_param, self.discipline)["step_us"]
-        return new if new.predicted["step_us"] <= (1 - _MIN_GAIN) * present else None
+        share = {"stream_share": self.plan.inputs.get("stream_share", 0.0)}
+        self.history[-1] = replace(self.plan, predicted=predicted, inputs=new.inputs | share)
+        return None
+
+    def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:
+        return predict(profile, plan, self._device_bytes_per_param(), self.discipline, self._host_bytes_per_param())
+
+    def _sizes(self) -> dict[str, Any]:
+        return {"state_bytes_per_param": self._device_bytes_per_param(), "host_state_bytes_per_param": self._host_bytes_per_param()}
+
+    def _moved_bytes(self, before: Sequence[Placement], after: Sequence[Placement]) -> int:
+        """Bytes of states that change sides; between CPU and STREAM they stay where they are."""
+        rows = [row for row, (b, a) in enumerate(zip(before, after, strict=True)) if (b is Placement.GPU) != (a is Placement.GPU)]
+        return self._session.states.host_bytes(rows, Placement.STREAM)
+
+    def _us_per_moved_byte(self, profile: Profile) -> float:
+        """As the last move took, else as gradients travel."""
+        if self._move_us_per_byte is not None:
+            return self._move_us_per_byte
+        return (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)
 
     def _resident_bytes(self) -> int:
-        session = self._session
-        return session.states.device_bytes(row for row, place in enumerate(session.states.placement) if place is Placement.GPU)
+        """Device memory that states, and gradients that stay there until their update, take already."""
+        states, parameters = self._session.states, self._session.table.parameters
+        of = {place: [row for row, at in enumerate(states.placement) if at is place] for place in Placement}
+        kept = (parameters[row] for row in (*of[Placement.GPU], *of[Placement.STREAM]))
+        return states.device_bytes(of[Placement.GPU]) + sum(p.numel() * p.element_size() for p in kept)
 
     def _resident_host_bytes(self) -> int:
         session = self._session
         if session.config.host_memory is not None:
             return 0
-        return session.states.host_bytes(row for row, place in enumerate(session.states.placement) if place is Placement.CPU)
+        placement = session.states.placement
+        return sum(session.states.host_bytes([row for row, at in enumerate(placement) if at is place], place)
+                   for place in (Placement.CPU, Placement.STREAM))
+
+    def _host_bytes_per_param(self) -> float:
+        """States on the host without slots."""
+        session = self._session
+        return session.states.host_bytes(range(len(session.table)), Placement.STREAM) / sum(p.numel() for p in session.table.parameters)
 
     def _device_bytes_per_param(self) -> float:
         """States, and the gradient that stays on the device until its update has run."""
@@ -210,6 +331,7 @@ class Planning:
             name=unit.name or "(model)",
             params=sum(p.numel() for p in parameters),
             param_names=tuple(session.table.names[row] for row in unit.rows),
+            param_numels=tuple(p.numel() for p in parameters),
             grad_bytes=sum(p.numel() * p.element_size() for p in parameters),
             forward_flops=flops["forward"],
             backward_flops=flops["backward"],

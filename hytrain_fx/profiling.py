@@ -1,72 +1,170 @@
 """A profile of the running program: forward and backward from marks, updates and copies from the engine's records.
 
-Rows whose kind of update did not run in the measured steps (a row on the device has no CPU update) are given the rate of those that did;
-the device's rate is measured on a probe row of its own when no row rests there.
+Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its parameters only is given the time of
+all at the same rate. One that did not run it (a unit on the device has no CPU update) keeps its time of the profile before, times the
+change that the others show, else it gets their rate, else that of a probe.
 """
 
 from __future__ import annotations
 
 import platform
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import psutil
 import torch
 
+from hytrain_fx.cost_model.measure import StepMarks
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 
-if TYPE_CHECKING:
-    from hytrain_fx.session import Session
+# Rows of which placement run a stage.
+_PLACES = {
+    Stage.D2H: (Placement.CPU,),
+    Stage.CPU_UPDATE: (Placement.CPU,),
+    Stage.H2D: (Placement.CPU,),
+    Stage.GPU_UPDATE: (Placement.GPU, Placement.STREAM),
+    Stage.STREAM_IN: (Placement.STREAM,),
+    Stage.STREAM_OUT: (Placement.STREAM,),
+}
+# Units that make up less of the parameters say nothing about the others: their times are mostly launching.
+_TELLING_SHARE = 0.05
 
 
-def build_profile(session: Session, steps: int) -> Profile:
-    """Measured costs per unit, in forward order; the engine's records are those of `steps` steps. The session must be drained.
+class Probes(Protocol):
+    """Rates of what no unit of the model has run yet."""
 
-    Raises PlanError when no step was measured.
+    def device_update_us_per_param(self) -> float: ...
+    def stream_us_per_param(self) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was recorded in some steps.
+
+    units        in forward order
+    records      the engine's
+    step_ends_us when the steps ended, on the records' clock, with the end of the step before the first: one more than steps
+    unit_of, numels, placement    by row
     """
-    units = session.planning.units()
-    if session.marks.steps == 0 or steps == 0:
+
+    units: Sequence[Unit]
+    marks: StepMarks
+    records: Sequence[TaskRecord]
+    step_ends_us: Sequence[float]
+    unit_of: Sequence[int]
+    numels: Sequence[int]
+    placement: Sequence[Placement]
+    workers: int
+    device: torch.device
+
+
+def build_profile(measured: Measured, probes: Probes, before: Profile | None, *, streams: bool) -> Profile:
+    """Costs per unit, in forward order; `streams`: with times for streaming. Raises PlanError when no step was measured."""
+    if measured.marks.steps == 0 or len(measured.step_ends_us) < 2:
         raise PlanError("no training step has been measured yet: run more steps before solving a plan")
-    times = session.marks.median(len(units))
-    records = session.engine.take_records()
-    spent = _us_by_unit(records, session.nodes.unit_of, session.engine.workers, steps)
-    params = [unit.params for unit in units]
-    cpu = _fill(spent[Stage.CPU_UPDATE], params, lambda: 0.0)
-    gpu = _fill(spent[Stage.GPU_UPDATE], params, session.probe_device_update_us_per_param)
-    d2h = _fill(spent[Stage.D2H], params, lambda: 0.0)
-    h2d = _fill(spent[Stage.H2D], params, lambda: 0.0)
+    units = measured.units
+    times = measured.marks.median(len(units))
+    cpu, gpu, d2h, h2d, stream_in, stream_out = _stages(measured, probes, before, streams)
     profiles = tuple(
-        UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i])
+        UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i],
+                    stream_in[i], stream_out[i], u.param_numels)
         for i, u in enumerate(units)
     )
-    cuda = session.table.device.type == "cuda"
+    cuda = measured.device.type == "cuda"
     return Profile(
         profiles,
-        device=torch.cuda.get_device_name(session.table.device) if cuda else "cpu",
-        host=f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False)} cores, {session.engine.workers} workers",
+        device=torch.cuda.get_device_name(measured.device) if cuda else "cpu",
+        host=f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False)} cores, {measured.workers} workers",
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
-        peak_bytes=torch.cuda.max_memory_allocated(session.table.device) if cuda else None,
-        free_device_bytes=torch.cuda.mem_get_info(session.table.device)[0] if cuda else None,
-        steps=session.marks.steps,
+        peak_bytes=torch.cuda.max_memory_allocated(measured.device) if cuda else None,
+        free_device_bytes=torch.cuda.mem_get_info(measured.device)[0] if cuda else None,
+        steps=measured.marks.steps,
     )
 
 
-def _us_by_unit(records: Sequence[TaskRecord], unit_of: Sequence[int], workers: int, steps: int) -> dict[Stage, dict[int, float]]:
-    """Microseconds per step that each unit kept each stage busy; CPU workers run side by side, so theirs is divided among them."""
-    spent: dict[Stage, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for record in records:
-        if record.row >= len(unit_of):
-            continue  # the probe row
-        share = workers if record.stage is Stage.CPU_UPDATE else 1
-        spent[record.stage][unit_of[record.row]] += (record.end_us - record.begin_us) / share / steps
-    return spent
+def cpu_steps_us(measured: Measured) -> list[float]:
+    """Time of all CPU updates in each measured step, divided among the workers."""
+    return [sum(step.values()) for step in _by_step(measured, Stage.CPU_UPDATE)]
 
 
-def _fill(spent: dict[int, float], params: Sequence[int], rate: Callable[[], float]) -> list[float]:
-    """Time of every unit: its own where measured, else its size at the measured rate, else at `rate()` microseconds a parameter."""
-    measured = sum(params[unit] for unit in spent)
-    us_per_param = sum(spent.values()) / measured if measured else rate()
-    return [spent.get(unit, us_per_param * params[unit]) for unit in range(len(params))]
+def _stages(measured: Measured, probes: Probes, before: Profile | None, streams: bool) -> list[list[float]]:
+    params = [unit.params for unit in measured.units]
+
+    def filled(stage: Stage, name: str, rate: Callable[[], float]) -> list[float]:
+        earlier = [float(getattr(unit, name)) for unit in before.units] if before is not None and len(before.units) == len(params) else []
+        found = _medians(_by_step(measured, stage), _covered(measured, stage), params)
+        return _fill(found, params, earlier if any(earlier) else [], rate)
+
+    def nothing() -> float:
+        return 0.0
+
+    probed: list[tuple[float, float]] = []  # both directions are probed at once
+
+    def link(direction: int) -> Callable[[], float]:
+        def rate() -> float:
+            if not probed:
+                probed.append(probes.stream_us_per_param())
+            return probed[0][direction]
+
+        return rate
+
+    zeros = [0.0] * len(params)
+    return [
+        filled(Stage.CPU_UPDATE, "cpu_update_us", nothing),
+        filled(Stage.GPU_UPDATE, "gpu_update_us", probes.device_update_us_per_param),
+        filled(Stage.D2H, "d2h_us", nothing),
+        filled(Stage.H2D, "h2d_us", nothing),
+        filled(Stage.STREAM_IN, "stream_in_us", link(0)) if streams else zeros,
+        filled(Stage.STREAM_OUT, "stream_out_us", link(1)) if streams else zeros,
+    ]
+
+
+def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
+    """Microseconds by unit, for each step; CPU workers run side by side, so theirs is divided among them.
+
+    A step's records are those that begin between its end and that of the next: from commit to commit, so what a slow device has
+    not reached yet counts once all the same.
+    """
+    steps: list[dict[int, float]] = [{} for _ in measured.step_ends_us[1:]]
+    side_by_side = measured.workers if stage is Stage.CPU_UPDATE else 1
+    for record in measured.records:
+        step = bisect_right(measured.step_ends_us, record.begin_us) - 1
+        if record.stage is stage and record.row < len(measured.unit_of) and 0 <= step < len(steps):  # later rows are probes
+            unit = measured.unit_of[record.row]
+            steps[step][unit] = steps[step].get(unit, 0.0) + (record.end_us - record.begin_us) / side_by_side
+    return steps
+
+
+def _covered(measured: Measured, stage: Stage) -> dict[int, int]:
+    """By unit: parameters whose rows run this stage."""
+    covered: dict[int, int] = {}
+    for unit, numel, place in zip(measured.unit_of, measured.numels, measured.placement, strict=True):
+        if place in _PLACES[stage]:
+            covered[unit] = covered.get(unit, 0) + numel
+    return covered
+
+
+def _medians(steps: Iterable[dict[int, float]], covered: dict[int, int], params: Sequence[int]) -> dict[int, float]:
+    """Time of a whole unit, for each unit that ran the stage in most of the steps."""
+    rows = list(steps)
+    middles = {unit: statistics.median(step.get(unit, 0.0) for step in rows) for step in rows for unit in step}
+    return {unit: us * params[unit] / covered.get(unit, params[unit]) for unit, us in middles.items() if us > 0}
+
+
+def _fill(found: dict[int, float], params: Sequence[int], before: Sequence[float], rate: Callable[[], float]) -> list[float]:
+    """Time of every unit: its own, else that of before changed as the others have, else the others' rate, else `rate()`."""
+    size = sum(params[unit] for unit in found)
+    tells = size >= _TELLING_SHARE * sum(params)
+    if before and sum(before) > 0:
+        earlier = sum(before[unit] for unit in found)
+        change = sum(found.values()) / earlier if tells and earlier > 0 else 1.0
+        return [found.get(unit, change * us) for unit, us in enumerate(before)]
+    us_per_param = sum(found.values()) / size if found else rate()
+    return [found.get(unit, us_per_param * numel) for unit, numel in enumerate(params)]

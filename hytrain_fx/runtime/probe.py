@@ -1,8 +1,9 @@
-"""Times the update on the device with a row of its own, for when no row of the model rests there yet."""
+"""Times what no row of the model has done yet: the update on the device with a row of its own, and both directions of the link at once."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates, St
 # Large enough that launching is no part of the rate, small beside what the device holds.
 _MAX_PARAMS = 16 << 20
 _RUNS, _COLD_RUNS = 7, 2
+_COPY_BYTES, _COPIES = 16 << 20, 3
 _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -46,3 +48,40 @@ class UpdateProbe:
         self._engine.drain([self._row])
         spent = [r for r in self._engine.take_records() if r.row == self._row and r.stage is Stage.GPU_UPDATE]
         return sum(r.end_us - r.begin_us for r in spent)
+
+
+def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
+    """Microseconds per byte to the device and back to the host while both directions are busy, from pinned memory.
+
+    On a GPU two streams copy three blocks of 16 MB each; with the model on the CPU copies are the host's own.
+    """
+    on_host = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=device)
+    ways = ((on_device[0], on_host[0]), (on_host[1], on_device[1]))
+    if device.type != "cuda":
+        return _host_copies_us(*ways[0]) / _COPY_BYTES, _host_copies_us(*ways[1]) / _COPY_BYTES
+    streams = [torch.cuda.Stream(device) for _ in ways]
+    timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    torch.cuda.synchronize(device)
+    for copies in (1, _COPIES):  # the first round warms both directions up
+        timed = []
+        for stream, (target, source) in zip(streams, ways, strict=True):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(stream):
+                begin.record(stream)
+                for _ in range(copies):
+                    target.copy_(source, non_blocking=True)
+                end.record(stream)
+            timed.append((begin, end))
+        torch.cuda.synchronize(device)
+    to_device, to_host = (1e3 * float(begin.elapsed_time(end)) / (_COPIES * _COPY_BYTES) for begin, end in timed)
+    return to_device, to_host
+
+
+def _host_copies_us(target: torch.Tensor, source: torch.Tensor) -> float:
+    runs = []
+    for _ in range(_COPIES + 1):
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        runs.append((time.perf_counter() - begin_s) * 1e6)
+    return statistics.median(runs[1:])

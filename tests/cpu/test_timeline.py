@@ -149,6 +149,6 @@ def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> N
         assert planning.profile is profile
         assert recording.predicted is not None
         assert recording.predicted.source == "predicted"
-        step()
-        step()
+        for _ in range(3):  # one begins to be measured, one is, and at the next the plan is made
+            step()
         assert planning.profile is not profile
