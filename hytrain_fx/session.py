@@ -109,7 +109,7 @@ class Session:
         for row, parameter in enumerate(self.table.parameters):
             self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), self.table.names[row]))
         self._probe = UpdateProbe(self.engine, self.table.parameters)
-        ring_bytes = ring_bytes_for(self.table.parameters, self.config.ring_bytes)
+        ring_bytes = ring_bytes_for(self.table.parameters, self.config)
         self.resources = Resources(self.table.parameters, amsgrad, ring_bytes, self._clock)
         return StateStore(self.table.parameters, [unit_of[row] for row in range(len(self.table))], amsgrad, self.engine)
 

@@ -11,13 +11,14 @@ import torch
 
 from hytrain_fx.config import Config
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores
 
 # Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area: six chunks of
 # three fp32 tensors). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
 STAGING_BYTES = 6 * CHUNK_PARAMS * 3 * 4
-_RING_LIMIT_BYTES = 640_000_000 - STAGING_BYTES
+TRANSIT_BYTES = 640_000_000
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 
 
@@ -33,8 +34,9 @@ def _cores_without_topology() -> int:
     return cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def ring_bytes_for(parameters: Sequence[torch.Tensor], wanted: int | None) -> int:
-    """Device memory for gradients on their way: `wanted`, or the least of four of the largest gradients, twice all of them, and 338 MB.
+def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config) -> int:
+    """Device memory for gradients on their way: `ring_bytes`, or the least of four of the largest gradients, twice all of them, and 338 MB
+    (640 MB where no states are streamed).
 
     At least what two pieces of one chunk need. What does not fit goes in several pieces, the compute stream waiting for the first.
 
@@ -46,7 +48,12 @@ def ring_bytes_for(parameters: Sequence[torch.Tensor], wanted: int | None) -> in
     """
     sizes = [p.numel() * p.element_size() for p in parameters]
     chunk = min(max(sizes), CHUNK_PARAMS * 4)
-    return max(wanted or min(4 * max(sizes), 2 * sum(sizes), _RING_LIMIT_BYTES), 2 * chunk + _RING_SLACK_BYTES)
+    limit = TRANSIT_BYTES - (STAGING_BYTES if _may_stream(config) else 0)
+    return max(config.ring_bytes or min(4 * max(sizes), 2 * sum(sizes), limit), 2 * chunk + _RING_SLACK_BYTES)
+
+
+def _may_stream(config: Config) -> bool:
+    return config.stream != 0 or (config.plan is not None and config.plan.numel(Placement.STREAM) > 0)
 
 
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
@@ -56,7 +63,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     """
     device = parameters[0].device
     workers = config.workers or default_workers(device)
-    ring_bytes = ring_bytes_for(parameters, config.ring_bytes)
+    ring_bytes = ring_bytes_for(parameters, config)
     if config.engine in ("auto", "native"):
         from hytrain_fx.runtime.native_engine import NativeEngine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -10,6 +11,12 @@ import torch
 # Left free on a tier: for the allocator's fragments, for other processes, for what a later step may need.
 _DEVICE_MARGIN_BYTES = 1 << 30
 _HOST_SHARE = 0.9
+CGROUPS = Path("/sys/fs/cgroup")
+# Limit, usage and statistics of this process's control group as a container sees it: version 2, version 1.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
 
 
 def device_budget_bytes(option: float | int | Literal["auto"], device: torch.device, all_states_bytes: float, resident_bytes: int) -> float:
@@ -25,9 +32,26 @@ def device_budget_bytes(option: float | int | Literal["auto"], device: torch.dev
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return max(0.0, resident_bytes + 0.95 * free - _DEVICE_MARGIN_BYTES)
-    return resident_bytes + _HOST_SHARE * float(psutil.virtual_memory().available)
+    return resident_bytes + _HOST_SHARE * available_host_bytes()
 
 
 def host_budget_bytes(limit_bytes: int | None) -> int:
     """Bytes for states on the host: the option `host_memory`, else most of what is available."""
-    return limit_bytes if limit_bytes is not None else int(_HOST_SHARE * psutil.virtual_memory().available)
+    return limit_bytes if limit_bytes is not None else int(_HOST_SHARE * available_host_bytes())
+
+
+def available_host_bytes(root: Path = CGROUPS) -> int:
+    """Bytes that this process can still take on the host: what the system has available, or less where its control group has a limit."""
+    available = int(psutil.virtual_memory().available)
+    left = (_left_in_group(root, *names) for names in _GROUP_FILES)
+    return min([available, *(nbytes for nbytes in left if nbytes is not None)])
+
+
+def _left_in_group(root: Path, limit: str, usage: str, statistics: str) -> int | None:
+    """None without a limit. Cached file pages that are not in use are given back when memory is short."""
+    try:
+        left = int((root / limit).read_text()) - int((root / usage).read_text())
+        of = dict(line.split() for line in (root / statistics).read_text().splitlines())
+        return max(0, left + int(of.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import psutil
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
+from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.topology import cores_of_rank, read_topology
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector register
@@ -164,7 +164,7 @@ def _populate(address: int, nbytes: int) -> bool:
 
 def require_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
     """Raise HostMemoryError, before anything is allocated, where the host cannot hold `needed_bytes`."""
-    available = psutil.virtual_memory().available if limit_bytes is None else limit_bytes
+    available = available_host_bytes() if limit_bytes is None else limit_bytes
     if needed_bytes > available:
         source = "are available on this host" if limit_bytes is None else "are allowed by host_memory"
         raise HostMemoryError(
