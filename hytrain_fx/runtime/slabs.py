@@ -9,6 +9,7 @@ Registering faults in what is not there yet, one page after the other: about 1 G
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -149,7 +150,8 @@ def _populate_all(slabs: Sequence[HostSlab], device: torch.device) -> None:
     def keep_to_one() -> None:
         number = cpus.get()
         if number is not None:
-            os.sched_setaffinity(0, {number})  # of this thread alone
+            with contextlib.suppress(OSError):  # a container may forbid it; then the system chooses
+                os.sched_setaffinity(0, {number})  # of this thread alone
 
     pieces = [(slab, begin, end) for slab in slabs for begin, end in slab.pieces()]
     with ThreadPoolExecutor(max(1, len(numbers)), initializer=keep_to_one) as pool:

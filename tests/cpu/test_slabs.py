@@ -102,6 +102,15 @@ def test_slabs_are_in_memory_before_they_are_registered(topology: Topology | Non
     assert driver.registered == {}
 
 
+def test_where_threads_may_not_be_bound_slabs_are_pinned_all_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that is not there, or a system that forbids it."""
+    monkeypatch.setattr(slabs, "read_topology", lambda _: Topology((LogicalCpu(100_000, 0, 0),)))
+    driver.slabs = [HostSlab(3 << 20)]
+    assert pin_slabs(driver.slabs, GPU) is not None
+    assert driver.shares == [1]
+    driver.slabs.pop().unpin()
+
+
 def test_a_model_on_the_cpu_pins_and_touches_nothing() -> None:
     """Its slabs stay lazily zero."""
     slab = HostSlab(4 << 20)
