@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # The first step compiles, the second is still cold: neither is measured.
 _COLD_STEPS = 2
+_AGAIN = "looked at again after"  # begins the note about the last decision
 _FIRST = "first steps"  # the source of the plan that is in force until times are measured
 
 
@@ -264,10 +265,12 @@ class Planning:
         migration_us = self._moved_bytes(session.states.placement, wanted) * self._us_per_moved_byte(profile)
         steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.verdict = judge(predicted["step_us"], new.predicted["step_us"], steps_us, migration_us)
+        note = f"{_AGAIN} {session.steps_done} steps: {self.verdict}"
         if self.verdict.moves and wanted != session.states.placement:
-            return new
+            return replace(new, notes=(*new.notes, note))
         share = {"stream_share": self.plan.inputs.get("stream_share", 0.0)}
-        self.history[-1] = replace(self.plan, predicted=predicted, inputs=new.inputs | share)
+        notes = (*(text for text in self.plan.notes if not text.startswith(_AGAIN)), note)
+        self.history[-1] = replace(self.plan, predicted=predicted, inputs=new.inputs | share, notes=notes)
         return None
 
     def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:

@@ -133,13 +133,51 @@ def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
     not reached yet counts once all the same.
     """
     steps: list[dict[int, float]] = [{} for _ in measured.step_ends_us[1:]]
-    side_by_side = measured.workers if stage is Stage.CPU_UPDATE else 1
-    for record in measured.records:
+    of_stage = sorted((r for r in measured.records if r.stage is stage and r.row < len(measured.unit_of)),  # later rows are probes
+                      key=lambda record: record.begin_us)
+    if stage is Stage.CPU_UPDATE:
+        lengths = [us / measured.workers for us in worker_lengths_us(measured, of_stage)]
+    else:
+        lengths = [record.end_us - record.begin_us for record in of_stage]
+    for record, us in zip(of_stage, lengths, strict=True):
         step = bisect_right(measured.step_ends_us, record.begin_us) - 1
-        if record.stage is stage and record.row < len(measured.unit_of) and 0 <= step < len(steps):  # later rows are probes
+        if 0 <= step < len(steps):
             unit = measured.unit_of[record.row]
-            steps[step][unit] = steps[step].get(unit, 0.0) + (record.end_us - record.begin_us) / side_by_side
+            steps[step][unit] = steps[step].get(unit, 0.0) + us
     return steps
+
+
+def worker_lengths_us(measured: Measured, updates: Sequence[TaskRecord]) -> list[float]:
+    """How long each of these updates, in order of begin, kept its worker: from when the worker could have begun it.
+
+    That is when it was through with the one before, the gradient had arrived and the step was committed: a worker that then does not
+    run yet is held up by others, by locks or by the system, and such time is the CPU's cost too.
+    """
+    arrived: dict[int, list[float]] = {}
+    for record in measured.records:
+        if record.stage is Stage.D2H and record.row < len(measured.unit_of):
+            arrived.setdefault(measured.unit_of[record.row], []).append(record.end_us)
+    for ends in arrived.values():
+        ends.sort()
+    free_us: dict[int, float] = {}
+    lengths = []
+    for update in updates:
+        could_us = max(_ready_us(measured, update, arrived.get(measured.unit_of[update.row], [])), free_us.get(update.worker, 0.0))
+        lengths.append(update.end_us - min(could_us, update.begin_us))
+        free_us[update.worker] = update.end_us
+    return lengths
+
+
+def _ready_us(measured: Measured, update: TaskRecord, arrivals: Sequence[float]) -> float:
+    """When the gradient was there and committed; the update's own begin where that is not known."""
+    last = bisect_right(arrivals, update.begin_us) - 1
+    step = bisect_right(measured.step_ends_us, update.begin_us) - 1
+    if last < 0 or step < 0:
+        return update.begin_us
+    if arrivals[last] <= measured.step_ends_us[step]:
+        return measured.step_ends_us[step]
+    # A gradient that came after the last commit: on a GPU that is the rule, on a CPU its own commit has only just begun.
+    return arrivals[last] if measured.device.type == "cuda" else update.begin_us
 
 
 def _covered(measured: Measured, stage: Stage) -> dict[int, int]:

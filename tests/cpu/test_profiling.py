@@ -1,0 +1,141 @@
+"""From recorded steps to a profile: sums by step, medians, and the times of what did not run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.measure import Mark, StepMarks
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.task_graph import Unit
+from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us, worker_lengths_us
+from hytrain_fx.runtime.engine import Stage, TaskRecord
+from hytrain_fx.runtime.probe import full_duplex_us_per_byte
+
+CPU, GPU, STREAM = Placement.CPU, Placement.GPU, Placement.STREAM
+STEP_US = 1000.0
+
+
+class Rates:
+    """Probes with fixed answers."""
+
+    def device_update_us_per_param(self) -> float:
+        return 0.5
+
+    def stream_us_per_param(self) -> tuple[float, float]:
+        return 2.0, 3.0
+
+
+def measured(
+    records: Sequence[TaskRecord], placement: Sequence[Placement], *, steps: int = 3, device: str = "cpu", workers: int = 1
+) -> Measured:
+    """Two units of rows of 100 and 300 elements each; steps of 1000 us from 0 on."""
+    marks = StepMarks(torch.device("cpu"))
+    for kind, unit in ((Mark.FORWARD_BEGIN, -1), (Mark.WAIT_BEGIN, 0), (Mark.WAIT_END, 0), (Mark.FORWARD_END, -1), (Mark.GRADS, 0),
+                       (Mark.BACKWARD_END, -1)):
+        marks.mark(kind, unit)
+    marks.end_step()
+    units = [Unit(i, f"layer.{i}", 400, ("a", "b"), 800, param_numels=(100, 300)) for i in range(2)]
+    ends = [STEP_US * i for i in range(steps + 1)]
+    return Measured(units, marks, records, ends, [0, 0, 1, 1], [100, 300, 100, 300], placement, workers, torch.device(device))
+
+
+def record(stage: Stage, row: int, begin: float, us: float, worker: int = 0) -> TaskRecord:
+    return TaskRecord(stage, row, 0, worker, begin, begin + us)
+
+
+def every_step(stage: Stage, row: int, us: Sequence[float], at: float = 500.0) -> list[TaskRecord]:
+    return [record(stage, row, STEP_US * step + at, length) for step, length in enumerate(us)]
+
+
+def test_a_unit_takes_the_median_of_its_steps_in_full_size() -> None:
+    """The rows on the CPU are 100 of 400 elements: the unit's time is four times the median of the steps; an odd step changes nothing."""
+    records = every_step(Stage.CPU_UPDATE, 0, [10.0, 12.0, 400.0]) + every_step(Stage.CPU_UPDATE, 2, [20.0, 20.0, 20.0])
+    found = build_profile(measured(records, [CPU, GPU, CPU, GPU]), Rates(), None, streams=False)
+    assert [u.cpu_update_us for u in found.units] == [48.0, 80.0]
+    assert [u.gpu_update_us for u in found.units] == [200.0, 200.0]  # no records: probed
+    assert not found.can_stream
+    assert found.units[0].param_numels == (100, 300)
+
+
+def test_what_did_not_run_keeps_its_time_as_the_others_changed() -> None:
+    """A unit on the device keeps its CPU time of before, times the change of the one that ran; without a before it gets its rate."""
+    all_on_cpu = every_step(Stage.CPU_UPDATE, 0, [10.0] * 3) + every_step(Stage.CPU_UPDATE, 2, [30.0] * 3)
+    before = build_profile(measured(all_on_cpu, [CPU] * 4), Rates(), None, streams=False)
+    slower = measured(every_step(Stage.CPU_UPDATE, 2, [60.0] * 3), [GPU, GPU, CPU, CPU])
+    assert [u.cpu_update_us for u in build_profile(slower, Rates(), before, streams=False).units] == [20.0, 60.0]
+    assert [u.cpu_update_us for u in build_profile(slower, Rates(), None, streams=False).units] == [60.0, 60.0]
+    nothing = measured([], [GPU] * 4)
+    assert [u.cpu_update_us for u in build_profile(nothing, Rates(), before, streams=False).units] == [10.0, 30.0]
+
+
+def test_streaming_times_come_from_records_else_from_the_probe() -> None:
+    """Streamed rows give their unit's times, other units get the same rate; with nothing streamed the link is probed."""
+    placement = [CPU, STREAM, CPU, CPU]
+    records = every_step(Stage.STREAM_IN, 1, [30.0] * 3) + every_step(Stage.STREAM_OUT, 1, [60.0] * 3)
+    found = build_profile(measured(records, placement), Rates(), None, streams=True)
+    assert [(u.stream_in_us, u.stream_out_us) for u in found.units] == [(40.0, 80.0)] * 2
+    probed = build_profile(measured([], [CPU] * 4), Rates(), None, streams=True)
+    assert [(u.stream_in_us, u.stream_out_us) for u in probed.units] == [(800.0, 1200.0)] * 2
+
+
+def test_rows_of_probes_and_steps_outside_are_left_out() -> None:
+    """Records of rows that the model has not, before the first and after the last step count nowhere."""
+    records = [record(Stage.CPU_UPDATE, row, begin, 40.0) for row, begin in ((9, 100.0), (0, -50.0), (0, 3100.0))]
+    assert cpu_steps_us(measured(records, [CPU] * 4)) == [0.0, 0.0, 0.0]
+
+
+def test_a_worker_that_could_run_and_does_not_counts_as_busy() -> None:
+    """From the commit (at 1000) a worker is late by 50 us, then by 20 between two updates: both are the CPU's cost."""
+    landed = [record(Stage.D2H, row, 600.0, 10.0) for row in (0, 2)]
+    updates = [record(Stage.CPU_UPDATE, 0, 1050.0, 100.0), record(Stage.CPU_UPDATE, 2, 1170.0, 100.0)]
+    of = measured([*landed, *updates], [CPU] * 4)
+    assert worker_lengths_us(of, updates) == [150.0, 120.0]
+
+
+def test_waiting_for_a_gradient_is_not_the_workers_time() -> None:
+    """On a GPU a gradient lands after the commit: time before that is idle, time after it is not; other workers' gaps stay apart."""
+    landed = [record(Stage.D2H, 0, 1000.0, 100.0), record(Stage.D2H, 2, 1000.0, 500.0)]
+    updates = [record(Stage.CPU_UPDATE, 0, 1110.0, 100.0), record(Stage.CPU_UPDATE, 2, 1500.0, 100.0),
+               record(Stage.CPU_UPDATE, 3, 1505.0, 100.0, worker=1)]
+    of = measured([*landed, *updates], [CPU] * 4, device="cuda", workers=2)
+    assert worker_lengths_us(of, updates) == [110.0, 100.0, 105.0]
+    assert cpu_steps_us(of)[1] == pytest.approx(315.0 / 2)
+
+
+@given(starts=st.lists(st.floats(0, 2900), min_size=1, max_size=12), lengths=st.lists(st.floats(0, 50), min_size=12, max_size=12))
+def test_no_update_counts_less_than_it_ran(starts: list[float], lengths: list[float]) -> None:
+    """Whatever is known of gradients, an update counts at least its own length, and one worker no more than the time there is."""
+    begins, at = [], 0.0
+    for start, us in zip(sorted(starts), lengths, strict=False):
+        at = max(at, start)
+        begins.append(record(Stage.CPU_UPDATE, 0, at, us))
+        at += us
+    of = measured([record(Stage.D2H, 0, 10.0, 10.0), *begins], [CPU] * 4)
+    counted = worker_lengths_us(of, begins)
+    assert all(us >= r.end_us - r.begin_us - 1e-9 for us, r in zip(counted, begins, strict=True))
+    assert sum(counted) <= begins[-1].end_us + 1e-6
+
+
+def test_no_measured_step_is_an_error() -> None:
+    """Without a finished step, or an interval between two, there is no profile."""
+    of = measured([], [CPU] * 4)
+    with pytest.raises(PlanError, match="no training step has been measured"):
+        build_profile(replace(of, step_ends_us=[0.0]), Rates(), None, streams=False)
+    with pytest.raises(PlanError, match="no training step has been measured"):
+        build_profile(replace(of, marks=StepMarks(torch.device("cpu"))), Rates(), None, streams=False)
+
+
+def test_the_link_is_probed_both_ways() -> None:
+    """With the model on the CPU both rates are those of the host's own copies: positive, and no more than the probe itself took."""
+    begin_s = time.perf_counter()
+    rates = full_duplex_us_per_byte(torch.device("cpu"))
+    spent_us = (time.perf_counter() - begin_s) * 1e6
+    assert all(0 < rate * (16 << 20) <= spent_us for rate in rates)
