@@ -20,6 +20,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.step_nodes import SessionNodes
+from hytrain_fx.torch_private import get_grad
 
 
 class CommitBuilder:
@@ -46,7 +47,7 @@ class CommitBuilder:
         for group in groups:
             by_step: dict[int, AdamScalars] = {}  # rows of a group usually agree
             for parameter in group["params"]:
-                grad = parameter.grad
+                grad = get_grad(parameter)
                 if grad is None:
                     continue
                 row = row_of.get(id(parameter))
@@ -57,9 +58,12 @@ class CommitBuilder:
                 step = steps[row] + 1
                 if step not in by_step:
                     by_step[step] = self._scalars(group, step)
-                if type(grad) is GradStandIn and placement[row] is Placement.CPU and grad.grad_state.is_at_source():
+                on_host = placement[row] is Placement.CPU
+                if on_host and type(grad) is GradStandIn and grad.grad_state.is_at_source():
                     items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
                     self._nodes.standins.leave(row, grad)
+                elif not on_host and self._nodes.is_untouched(row, grad):
+                    items.append(CommitItem(row, by_step[step], grad, row in touched))
                 else:
                     items.append(self._item(row, grad, by_step[step], row in touched))
         for item in items:
@@ -105,9 +109,8 @@ class CommitBuilder:
         if self._states.placement[row] is Placement.CPU:
             self._nodes.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)
-        # A gradient that only this library has written needs no more than its own event; any other edit goes by the present.
-        edited = touched or not self._nodes.is_untouched(row, grad)
-        return CommitItem(row, numbers, self._nodes.on_device(row, grad), edited)
+        # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
+        return CommitItem(row, numbers, self._nodes.on_device(row, grad), at_end=True)
 
 
 def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:

@@ -22,12 +22,16 @@ from torch import Tensor
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.grad_factors import Factor, Form, Scaling, effective_factor
 from hytrain_fx.grad_state import GradState, state_of
-from hytrain_fx.torch_private import is_tracing, metadata_functions, private_function, without_torch_function
+from hytrain_fx.torch_private import is_tracing, metadata_functions, private_function, property_reader, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
 _foreach_mul_: Final = private_function("_foreach_mul_")
 _foreach_zero_: Final = private_function("_foreach_zero_")
 _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")
+
+_dtype_of: Final = property_reader("dtype")
+_device_of: Final = property_reader("device")
+_layout_of: Final = property_reader("layout")
 
 _Args = Sequence[Any]
 _Kwargs = Mapping[str, Any]
@@ -130,9 +134,9 @@ def _one_kind(tensors: object) -> bool:
     """Whether a foreach call handles each of these as it would alone: on CUDA one odd tensor sends the whole list to another kernel."""
     if not isinstance(tensors, (list, tuple)) or not tensors:
         return False
-    first = tensors[0]
     with without_torch_function():
-        return all(t.dtype == first.dtype and t.device == first.device and t.layout == torch.strided and _dense(t) for t in tensors)
+        alike = all(len(set(map(read, tensors))) == 1 for read in (_dtype_of, _device_of, _layout_of))
+        return alike and _layout_of(tensors[0]) == torch.strided and (all(map(Tensor.is_contiguous, tensors)) or all(map(_dense, tensors)))
 
 
 def _dense(tensor: Tensor) -> bool:

@@ -127,16 +127,13 @@ class StandIns:
                 self._left[row] = standin
 
 
-def _references(held: dict[int, GradStandIn], row: int) -> int:
-    return sys.getrefcount(held[row])
-
-
 def _is_free(held: dict[int, GradStandIn], row: int) -> bool:
     """Whether `held` alone refers to it, in Python and in C++, and nobody has put a mark of their own on it."""
-    if _references(held, row) != _HELD_ONCE:
+    if sys.getrefcount(held[row]) != _HELD_ONCE:
         return False
     standin = held[row]
     return use_count(standin) == 1 and len(standin.__dict__) <= 1 and not weakref.getweakrefcount(standin)
 
 
-_HELD_ONCE: Final = _references({0: object()}, 0)  # type: ignore[dict-item]
+_ONE: Final = {0: object()}
+_HELD_ONCE: Final = sys.getrefcount(_ONE[0])  # interpreters differ in what they count beside the holder

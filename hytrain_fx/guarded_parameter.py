@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Final, cast
 import torch
 from torch import Tensor, nn
 
-from hytrain_fx.torch_private import metadata_functions, without_torch_function
+from hytrain_fx.torch_private import delete_grad, get_grad, metadata_functions, set_grad, without_torch_function
 
 OnTouch = Callable[[nn.Parameter], None]
 """Called with a parameter that is a `CountedParameter`, before the op that touched it runs; it may block. If it raises, the guard stays."""
@@ -64,6 +64,22 @@ class GuardedParameter(CountedParameter):
     """The class a parameter has while guarded; made for one model by `guard_type`. Never instantiated: parameters are given it."""
 
     on_touch: ClassVar[OnTouch]
+
+    @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
+    def grad(self) -> Tensor | None:
+        """As any tensor's."""
+        with without_torch_function():
+            return get_grad(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with without_torch_function():
+            set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with without_torch_function():
+            delete_grad(self)
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its effect is on the object, which no graph can hold
@@ -163,6 +179,6 @@ def _setters(*names: str) -> frozenset[Callable[..., Any]]:
 _TOUCHES_NOTHING: Final = (
     metadata_functions()
     | _setters("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-    | {vars(torch._C.TensorBase)["grad"].__delete__, Tensor.requires_grad_, Tensor.retain_grad}
+    | {delete_grad, Tensor.requires_grad_, Tensor.retain_grad}
     | {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 )

@@ -78,7 +78,7 @@ class NodeRegistry:
         """Raise EngineError where a `wait` holds a copy of a parameter: what reads the copy would see the old weight."""
         parameters = self._parameters[session]
         for row, weight in zip(rows, weights, strict=True) if parameters else ():
-            if weight.data_ptr() != parameters[row].data_ptr():
+            if weight is not parameters[row] and weight.data_ptr() != parameters[row].data_ptr():
                 raise EngineError(
                     f"the wait for row {row} (shape {tuple(weight.shape)}) was given a copy of the parameter, made ahead of it by a layout "
                     "change of the compiler; compile with options={'layout_optimization': False} and report this with the torch version"

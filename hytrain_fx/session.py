@@ -50,6 +50,7 @@ from hytrain_fx.torch_private import (
     compiled_call_of,
     increment_versions,
     set_compiled_call,
+    set_grad,
     without_torch_function,
 )
 
@@ -260,7 +261,7 @@ class Session:
         with without_torch_function():
             for group in self.groups:
                 for parameter in group["params"]:
-                    parameter.grad = None
+                    set_grad(parameter, None)
         self.engine.discard(self._all_rows)
         self.nodes.consumed.update(self._all_rows)
 

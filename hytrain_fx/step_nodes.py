@@ -14,7 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -23,48 +22,16 @@ from torch import nn
 from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import DroppedNodeError, UnsupportedError
 from hytrain_fx.grad_destinations import NOWHERE_ELSE, Elsewhere
+from hytrain_fx.grad_rows import RowGroup, like_parameter, norm_of_each
 from hytrain_fx.grad_sources import HeldGradient, Norm, RowGradient, StandIns
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.grad_state import GradState
-from hytrain_fx.ir.plan import Placement
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.torch_private import private_function, property_reader, without_torch_function
+from hytrain_fx.torch_private import get_grad, private_function, set_grad, without_torch_function
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
-_foreach_norm: Final = private_function("_foreach_norm")
-_grad_of: Final = property_reader("grad")
-_dtype_of: Final = property_reader("dtype")
-_layout_of: Final = property_reader("layout")
-_stride_of: Final = torch.Tensor.stride
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """What is fixed of the rows that a node names."""
-
-    rows: tuple[int, ...]
-    parameters: tuple[nn.Parameter, ...]
-    strides: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
-    layouts: list[torch.layout]
-    no_grads: list[None]
-
-    @classmethod
-    def of(cls, rows: tuple[int, ...], table: ParameterTable) -> _Group:
-        parameters = tuple(table.parameters[row] for row in rows)
-        with without_torch_function():
-            layouts = [torch.strided] * len(rows)
-            return cls(rows, parameters, [p.stride() for p in parameters], [p.dtype for p in parameters], layouts, [None] * len(rows))
-
-    def fits(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients have the parameters' order of memory and dtype."""
-        return (
-            list(map(_layout_of, grads)) == self.layouts
-            and list(map(_stride_of, grads)) == self.strides
-            and list(map(_dtype_of, grads)) == self.dtypes
-        )
 
 
 class SessionNodes:
@@ -83,7 +50,7 @@ class SessionNodes:
         self._engine = engine
         self._states = states
         self._marks = marks
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._groups: dict[tuple[int, ...], RowGroup] = {}
         self._offloaded: set[int] = set()
         self._own: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # real gradients made here, with their version
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward
@@ -97,13 +64,14 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
+        group = self._group(rows)
+        group.place(self._states.placement)
         if self._elsewhere:
             rows, grads = self._keep_returned(rows, grads)
-            if not rows:
-                return
-        group = self._group(rows)
+            group = self._group(rows)
+            group.place(self._states.placement)
         with without_torch_function():
-            if group.fits(grads) and list(map(_grad_of, group.parameters)) == group.no_grads:
+            if group.fits(grads) and all(grad is None for grad in map(get_grad, group.parameters)):
                 self._take_first(group, grads)
             else:
                 with torch.no_grad():
@@ -111,17 +79,23 @@ class SessionNodes:
 
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
-        self._engine.arm_cpu(rows)
+        group = self._group(rows)
+        if group.on_host:
+            self._engine.arm_cpu(group.rows)
         self.runs["cpu_step"] += len(rows)
 
     def gpu_step(self, rows: Sequence[int]) -> None:
         """Arm the update on the device of rows placed there."""
-        self._engine.arm_gpu(rows)
+        group = self._group(rows)
+        if group.on_device:
+            self._engine.arm_gpu(group.rows)
         self.runs["gpu_step"] += len(rows)
 
     def reload(self, rows: Sequence[int]) -> None:
-        """Arm the copy of the new weights."""
-        self._engine.arm_reload(rows)
+        """Arm the copy of the new weights of rows placed on the host."""
+        group = self._group(rows)
+        if group.on_host:
+            self._engine.arm_reload(group.rows)
         self.runs["reload"] += len(rows)
 
     def release(self, rows: Sequence[int]) -> None:
@@ -199,7 +173,7 @@ class SessionNodes:
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
         """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
-        self._offload([row], [_like_parameter(grad, self.table.parameters[row], copy=False)])
+        self._offload([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
         self._engine.arm_cpu([row])
         self._engine.arm_reload([row])
 
@@ -209,7 +183,7 @@ class SessionNodes:
         if state is not None:
             return state.real is not None  # added to a stand-in, it brings the real gradient back
         with without_torch_function():
-            grad = self.table.parameters[row].grad
+            grad = get_grad(self.table.parameters[row])
         if grad is None:
             return False
         return grad.materialized is not None if isinstance(grad, GradStandIn) else not self.is_untouched(row, grad)
@@ -226,16 +200,16 @@ class SessionNodes:
         """A real gradient in the parameter's order of memory, for an update to read later: a copy of a tensor that user code made."""
         made, _ = self._own.get(row, (None, 0))
         own = made is not None and made() is grad
-        return _like_parameter(grad, self.table.parameters[row], copy=not own)
+        return like_parameter(grad, self.table.parameters[row], copy=not own)
 
     def hold(self, row: int, grad: torch.Tensor) -> None:
         """Keep `grad` until its update has run; where it is the row's `.grad`, user code finds a stand-in of it there instead."""
         self.held[row] = grad
         parameter = self.table.parameters[row]
-        if parameter.grad is grad:
+        if get_grad(parameter) is grad:
             standin = self.standins.make(row, parameter, HeldGradient(self._engine, row, grad))
             self.standins.lend(row, standin)
-            parameter.grad = standin
+            set_grad(parameter, standin)
 
     def let_go_of_all(self) -> None:
         """No update is running: nothing reads the gradients that are held."""
@@ -248,11 +222,11 @@ class SessionNodes:
 
     # ---- taking gradients ----
 
-    def _group(self, rows: Sequence[int]) -> _Group:
+    def _group(self, rows: Sequence[int]) -> RowGroup:
         key = tuple(rows)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group.of(key, self.table)
+            group = self._groups[key] = RowGroup.of(key, self.table)
         return group
 
     def _keep_returned(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
@@ -264,19 +238,16 @@ class SessionNodes:
         stay = [i for i, row in enumerate(rows) if row not in of.returned and row not in of.unwanted]
         return [rows[i] for i in stay], [grads[i] for i in stay]
 
-    def _take_first(self, group: _Group, grads: Sequence[torch.Tensor]) -> None:
+    def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
         """Gradients in the parameters' form, of rows that have none."""
-        rows, placement = group.rows, self._states.placement
-        on_host = [i for i, row in enumerate(rows) if placement[row] is Placement.CPU]
-        if len(on_host) == len(rows):
-            self._send(rows, group.parameters, grads)
+        if not group.on_device:
+            self._send(group.rows, group.parameters, grads)
             return
-        of_device = [i for i, row in enumerate(rows) if placement[row] is not Placement.CPU]
-        self._keep_on_device(*_picked(of_device, rows, group.parameters, grads))
-        if on_host:
-            self._send(*_picked(on_host, rows, group.parameters, grads))
+        self._keep_on_device(*group.picked(group.on_device, grads))
+        if group.on_host:
+            self._send(*group.picked(group.on_host, grads))
 
-    def _take_each(self, group: _Group, grads: Sequence[torch.Tensor]) -> None:
+    def _take_each(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
         """Gradients of any form, added to what the rows have."""
         new: list[int] = []
         given = list(grads)
@@ -285,14 +256,13 @@ class SessionNodes:
             given[i], is_new = self._add(row, given[i])
             if is_new:
                 new.append(i)
-        placement = self._states.placement
-        of_device = [i for i in new if placement[group.rows[i]] is not Placement.CPU]
-        if of_device:
-            self._keep_on_device(*_picked(of_device, group.rows, group.parameters, given))
-        to_host = [i for i in new if i not in of_device]
-        if to_host:
-            laid_out = [_like_parameter(g, p, copy=False) for g, p in zip(given, group.parameters, strict=True)]
-            self._send(*_picked(to_host, group.rows, group.parameters, laid_out))
+        on_device = [i for i in new if i in group.on_device]
+        if on_device:
+            self._keep_on_device(*group.picked(on_device, given))
+        on_host = [i for i in new if i in group.on_host]
+        if on_host:
+            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(given, group.parameters, strict=True)]
+            self._send(*group.picked(on_host, laid_out))
 
     def _add(self, row: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Add a gradient to a real `.grad`, or to the one in the slot; the sum, and whether it has yet to be put somewhere."""
@@ -315,7 +285,9 @@ class SessionNodes:
 
     def _send(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
         """Gradients in the parameters' form to their slots, stand-ins into `.grad`."""
-        norms = [(norm, _norm_of_each(grads, *norm)) for norm in self.norms_wanted]
+        if not rows:
+            return
+        norms = [(norm, norm_of_each(grads, *norm)) for norm in self.norms_wanted]
         self._offload(rows, grads)
         make, fresh = self.standins.make, self._fresh
         for i, (row, parameter) in enumerate(zip(rows, parameters, strict=True)):
@@ -349,25 +321,3 @@ class SessionNodes:
 def is_clean(standin: GradStandIn) -> bool:
     """Whether the stand-in's values are those in the slot."""
     return standin.materialized is None and not standin.factors and not standin.zeroed
-
-
-def _picked(
-    which: Sequence[int], rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]
-) -> tuple[list[int], list[nn.Parameter], list[torch.Tensor]]:
-    return [rows[i] for i in which], [parameters[i] for i in which], [grads[i] for i in which]
-
-
-def _norm_of_each(grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
-    if not foreach:
-        return [torch.linalg.vector_norm(grad, order) for grad in grads]
-    if len(set(map(_dtype_of, grads))) == 1:
-        norms: Sequence[torch.Tensor] = _foreach_norm(list(grads), order)
-        return norms
-    return [_foreach_norm([grad], order)[0] for grad in grads]  # a list of several dtypes would go to another kernel
-
-
-def _like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """`grad` in the parameter's order of memory, so that flat ranges of both agree."""
-    if not copy and grad.stride() == parameter.stride() and grad.dtype == parameter.dtype:
-        return grad
-    return torch.empty_like(parameter.detach()).copy_(grad)

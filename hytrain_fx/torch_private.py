@@ -107,6 +107,11 @@ def property_reader(name: str) -> Callable[[Tensor], Any]:
 
 
 _hooks_of: Final = property_reader("_backward_hooks")
+get_grad: Final[Callable[[Tensor], Tensor | None]] = property_reader("grad")
+"""`.grad` read in C, whatever the class of the parameter. Call it `without_torch_function`."""
+set_grad: Final[Callable[[Tensor, Tensor | None], None]] = vars(torch._C.TensorBase)["grad"].__set__
+"""`.grad` written in C, whatever the class of the parameter. Call it `without_torch_function`."""
+delete_grad: Final[Callable[[Tensor], None]] = vars(torch._C.TensorBase)["grad"].__delete__
 
 
 def any_tensor_hooks(parameters: Iterable[nn.Parameter]) -> bool:

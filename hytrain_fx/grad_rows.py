@@ -1,0 +1,77 @@
+"""The rows that one node names and their gradients: alike or not, where they go, their norms and order of memory.
+
+What is fixed of them is read once; each run of a node compares whole lists, in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import nn
+
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.torch_private import private_function, property_reader, without_torch_function
+
+_foreach_norm: Final = private_function("_foreach_norm")
+_dtype_of: Final = property_reader("dtype")
+_layout_of: Final = property_reader("layout")
+_stride_of: Final = torch.Tensor.stride
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """The rows that a node names: what is fixed of them, and where the plan in force has them."""
+
+    rows: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    layouts: list[torch.layout]
+    on_host: list[int] = field(default_factory=list)  # positions in `rows`
+    on_device: list[int] = field(default_factory=list)  # also of streamed rows
+
+    @classmethod
+    def of(cls, rows: tuple[int, ...], table: ParameterTable) -> RowGroup:
+        parameters = tuple(table.parameters[row] for row in rows)
+        with without_torch_function():
+            layouts = [torch.strided] * len(rows)
+            return cls(rows, parameters, [p.stride() for p in parameters], [p.dtype for p in parameters], layouts)
+
+    def place(self, placement: Sequence[Placement]) -> None:
+        """Note where the rows are now."""
+        self.on_host = [i for i, row in enumerate(self.rows) if placement[row] is Placement.CPU]
+        everywhere = range(len(self.rows))
+        self.on_device = [] if len(self.on_host) == len(self.rows) else [i for i in everywhere if i not in self.on_host]
+
+    def fits(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients have the parameters' order of memory and dtype."""
+        return (
+            list(map(_layout_of, grads)) == self.layouts
+            and list(map(_stride_of, grads)) == self.strides
+            and list(map(_dtype_of, grads)) == self.dtypes
+        )
+
+    def picked(self, which: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[nn.Parameter], list[torch.Tensor]]:
+        """Rows, parameters and gradients at these positions."""
+        return [self.rows[i] for i in which], [self.parameters[i] for i in which], [grads[i] for i in which]
+
+
+def norm_of_each(grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
+    """The norm of each gradient (0-dim), with the bits that torch gives it alone."""
+    if not foreach:
+        return [torch.linalg.vector_norm(grad, order) for grad in grads]
+    if len(set(map(_dtype_of, grads))) == 1:
+        norms: Sequence[torch.Tensor] = _foreach_norm(list(grads), order)
+        return norms
+    return [_foreach_norm([grad], order)[0] for grad in grads]  # a list of several dtypes would go to another kernel
+
+
+def like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """`grad` in the parameter's order of memory, so that flat ranges of both agree."""
+    if not copy and grad.stride() == parameter.stride() and grad.dtype == parameter.dtype:
+        return grad
+    return torch.empty_like(parameter.detach()).copy_(grad)

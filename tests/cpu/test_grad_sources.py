@@ -1,0 +1,138 @@
+"""Stand-ins that are used again: only where nobody can tell, and nothing is kept alive for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.grad_sources import StandIns
+from hytrain_fx.grad_standin import GradStandIn
+
+from .held_gradient import HeldGradient, gradient, standin_of
+from .loops import Twins, plain_loop
+from .models import mlp
+
+
+def left(standins: StandIns, keep: Callable[[GradStandIn, nn.Parameter], object] = lambda standin, parameter: None) -> tuple[int, object]:
+    """The address of a stand-in that was `.grad`, was left, and of which the user keeps something."""
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    standin = standins.make(0, parameter, HeldGradient(gradient()))
+    parameter.grad = standin
+    kept = keep(standin, parameter)
+    standins.leave(0, standin)
+    if kept is not parameter:
+        parameter.grad = None
+    return id(standin), kept
+
+
+def mark(standin: GradStandIn, parameter: nn.Parameter) -> object:
+    standin.seen_by_me = True  # type: ignore[attr-defined]
+    return None
+
+
+KEPT: dict[str, Callable[[GradStandIn, nn.Parameter], object]] = {
+    "the stand-in": lambda standin, parameter: standin,
+    "a list with it": lambda standin, parameter: [standin],
+    "a weak reference": lambda standin, parameter: weakref.ref(standin),
+    "the parameter, .grad still set": lambda standin, parameter: parameter,
+    "an attribute of their own on it": mark,
+}
+
+
+def test_a_stand_in_that_nobody_holds_is_used_again() -> None:
+    """The same object, with the values and the parameter of its new source."""
+    standins = StandIns()
+    address, _ = left(standins)
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    again = standins.make(0, parameter, HeldGradient(gradient() + 1))
+    assert id(again) == address
+    parameter.grad = again
+    assert torch.equal(again + 0, gradient() + 1)
+    assert type(parameter.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_the_user_keeps_is_not_used_again(kept: str) -> None:
+    """A reference of any kind, or a mark on it: a new stand-in is made."""
+    standins = StandIns()
+    address, holder = left(standins, KEPT[kept])
+    again = standins.make(0, nn.Parameter(torch.zeros(3, 4)), HeldGradient(gradient()))
+    assert again is not holder
+    assert id(again) != address or not isinstance(holder, (GradStandIn, list, nn.Parameter))
+    assert not hasattr(again, "seen_by_me")
+    assert not isinstance(holder, weakref.ref) or holder() is not again
+
+
+def test_a_detached_twin_keeps_its_own_gradient() -> None:
+    """The stand-in goes to another gradient; what was detached from it before does not."""
+    standins = StandIns()
+    _, twin = left(standins, lambda standin, parameter: standin.detach())
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    parameter.grad = standins.make(0, parameter, HeldGradient(gradient() + 1))
+    assert isinstance(twin, GradStandIn)
+    assert torch.equal(twin + 0, gradient())
+
+
+def test_a_loan_that_ends_keeps_no_gradient_alive() -> None:
+    """The source of a lent stand-in dies with the loan, unless the user has the stand-in."""
+    for user_has_it in (False, True):
+        standins = StandIns()
+        source = HeldGradient(gradient())
+        alive = weakref.ref(source)
+        standin: GradStandIn | None = standins.make(0, nn.Parameter(torch.zeros(3, 4)), source)
+        assert standin is not None
+        standins.lend(0, standin)
+        if not user_has_it:
+            standin = None
+        del source
+        standins.end_loan(0)
+        assert (alive() is not None) == user_has_it
+        assert standin is None or torch.equal(standin + 0, gradient())
+
+
+@pytest.fixture(scope="module", params=[0, 9], ids=["states on the host", "states on the device"])
+def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
+    made = Twins(mlp, k=request.param, workers=2, timeout_s=20.0)
+    yield made
+    made.close()
+
+
+def test_training_uses_stand_ins_again(twins: Twins) -> None:
+    """After a few steps no new ones are made, whoever drops the gradients."""
+
+    def addresses(drop: Any) -> set[int]:
+        plain_loop(1)(twins.ours, twins.optimizer, twins.batches)
+        twins.ours(*twins.batches[0]).backward()
+        twins.optimizer.step()
+        found = {id(standin_of(p)) for p in twins.ours.parameters()}
+        drop()
+        return found
+
+    assert addresses(twins.optimizer.zero_grad) == addresses(twins.ours.zero_grad) == addresses(twins.optimizer.zero_grad)
+
+
+def test_a_gradient_kept_over_a_step_never_shows_the_next_one(twins: Twins) -> None:
+    """`.grad` and its detached twin, kept by the user: gone for a row on the host, the old values for one on the device."""
+    twins.ours(*twins.batches[0]).backward()
+    twins.optimizer.step()
+    kept = [p.grad for p in twins.ours.parameters()]
+    kept += [p.grad.detach() for p in twins.ours.parameters() if p.grad is not None]
+    on_device = twins.session.planning.plan.k > 0
+    before = [g.clone() for g in kept if g is not None] if on_device else []
+    twins.optimizer.zero_grad()
+    plain_loop(2)(twins.ours, twins.optimizer, twins.batches[1:])
+    twins.ours(*twins.batches[1]).backward()
+    for i, grad in enumerate(kept):
+        assert grad is not None
+        if on_device:
+            assert torch.equal(grad, before[i])
+        else:
+            with pytest.raises(GradientConsumedError):
+                grad.sum()
+    twins.optimizer.zero_grad()
