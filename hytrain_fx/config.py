@@ -24,7 +24,8 @@ class Config:
                    updated by the CPU; "auto" solves it on CUDA together with k (planner "windowed"), and is 0 with the model on the CPU
     gpu_states     what may rest on the device: "auto" (what is free), a fraction 0..1 of the states, or bytes
     host_memory    bytes the states may take on the host, None = what the host has available
-    replan_every   steps between looking at new measurements, and moving states where that pays; 0 = one plan after the warm-up stays
+    replan_every   steps within which a change of their length is followed: times are measured anew and states move where that pays;
+                   0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
     engine         which engine runs the updates
     workers        CPU update threads, None = physical cores less the launching threads

@@ -131,7 +131,7 @@ class Planning:
             return
         if self._ends_us:
             self._ends_us.append(time.perf_counter() * 1e6)
-        elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, list(session.step_us)):
+        elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, tuple(session.step_us)):
             self._begin_measuring()
         if len(self._ends_us) > session.config.warmup_steps and not self._due:
             session.engine.record(False)  # records cost memory: they are on only in steps that are read

@@ -7,11 +7,14 @@ change that the others show, else it gets their rate, else that of a probe.
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import psutil
@@ -63,6 +66,16 @@ class Measured:
     placement: Sequence[Placement]
     workers: int
     device: torch.device
+
+    @functools.cached_property
+    def of_stage(self) -> dict[Stage, list[TaskRecord]]:
+        """The records of the model's own rows (later ones are probes) by stage, in order of begin."""
+        rows = len(self.unit_of)
+        found: dict[Stage, list[TaskRecord]] = defaultdict(list)
+        for record in self.records:
+            if record.row < rows:
+                found[record.stage].append(record)
+        return {stage: sorted(records, key=attrgetter("begin_us")) for stage, records in found.items()}
 
 
 def build_profile(measured: Measured, probes: Probes, before: Profile | None, *, streams: bool) -> Profile:
@@ -133,13 +146,12 @@ def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
     not reached yet counts once all the same.
     """
     steps: list[dict[int, float]] = [{} for _ in measured.step_ends_us[1:]]
-    of_stage = sorted((r for r in measured.records if r.stage is stage and r.row < len(measured.unit_of)),  # later rows are probes
-                      key=lambda record: record.begin_us)
+    records = measured.of_stage.get(stage, [])
     if stage is Stage.CPU_UPDATE:
-        lengths = [us / measured.workers for us in worker_lengths_us(measured, of_stage)]
+        lengths = [us / measured.workers for us in worker_lengths_us(measured, records)]
     else:
-        lengths = [record.end_us - record.begin_us for record in of_stage]
-    for record, us in zip(of_stage, lengths, strict=True):
+        lengths = [record.end_us - record.begin_us for record in records]
+    for record, us in zip(records, lengths, strict=True):
         step = bisect_right(measured.step_ends_us, record.begin_us) - 1
         if 0 <= step < len(steps):
             unit = measured.unit_of[record.row]
@@ -154,9 +166,8 @@ def worker_lengths_us(measured: Measured, updates: Sequence[TaskRecord]) -> list
     run yet is held up by others, by locks or by the system, and such time is the CPU's cost too.
     """
     arrived: dict[int, list[float]] = {}
-    for record in measured.records:
-        if record.stage is Stage.D2H and record.row < len(measured.unit_of):
-            arrived.setdefault(measured.unit_of[record.row], []).append(record.end_us)
+    for record in measured.of_stage.get(Stage.D2H, []):
+        arrived.setdefault(measured.unit_of[record.row], []).append(record.end_us)
     for ends in arrived.values():
         ends.sort()
     free_us: dict[int, float] = {}

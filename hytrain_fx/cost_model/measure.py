@@ -96,11 +96,13 @@ class StepMarks:
         return len(self._finished)
 
     def median(self, units: int) -> UnitTimes:
-        """Medians over the finished steps, per unit. The device is synchronised first. Raises ValueError without a finished step."""
+        """Medians over the finished steps, per unit. Waits for the last of their marks. Raises ValueError without a finished step."""
         if not self._finished:
             raise ValueError("no finished step has been measured")
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
+        for marks in self._finished:
+            last = marks[-1][2]
+            if isinstance(last, torch.cuda.Event):
+                last.synchronize()  # not the device: copies and updates of the last step may run on
         steps = [_unit_times(marks, units) for marks in self._finished]
         return UnitTimes(*(_median_rows([getattr(s, name) for s in steps]) for name in ("forward_us", "backward_us", "stall_us")))
 

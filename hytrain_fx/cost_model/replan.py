@@ -1,10 +1,14 @@
-"""When the times of a running program are looked at again, and whether states move: decisions from values alone.
+"""When the times of a running program are measured again, and whether states move: decisions from values alone.
 
-    every `every` steps    the last `window` steps before it are measured, then a plan is solved from their medians
-    at once                when steps have become longer or shorter than those the plan in force was judged by
-    half as long           after a move, to see what it brought
+Measuring is dear (a step of 7 G parameters is 20 000 records), the lengths of steps are known anyway, and where they do not change no
+plan would gain. So a plan is solved anew only
 
-A plan solved from the same numbers must be better by more than their noise, and repay the move, or plans flip back and forth.
+    at once                 when steps have become 10% longer or shorter than those the plan in force was judged by
+    every `every` steps     when they have by 3%
+    half as long after a move, to see what it brought
+
+each time from the medians of `window` measured steps. The new plan must be better by more than the noise of the numbers, and repay
+the move, or plans flip back and forth.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from hytrain_fx.errors import PlanError
 
 HORIZON_STEPS = 200  # within so many steps a move must have repaid itself
 LATEST = 3  # steps whose median is held against those before
-_DRIFT = 0.10  # of the step; less is left to the next regular look
+_DRIFT, _SHIFT = 0.10, 0.03  # of the step: seen at once, seen at a regular look
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,51 @@ def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
     """
     if not before_us or len(latest_us) < LATEST:
         return False
-    middle = median_of_last(before_us, len(before_us))
-    deviation = NORMAL_MAD * median_of_last([abs(us - middle) for us in before_us], len(before_us))
-    return abs(median_of_last(latest_us, LATEST) - middle) > max(_DRIFT * middle, 3 * deviation)
+    deviation_us = NORMAL_MAD * _median([abs(us - _median(before_us)) for us in before_us])
+    return _off_us(before_us, latest_us[-LATEST:]) > max(_DRIFT * _median(before_us), 3 * deviation_us)
+
+
+def shifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
+    """Whether the median of all latest steps is off that of those before by 3% and by two standard errors of both."""
+    if not before_us or len(latest_us) < LATEST:
+        return False
+    error_us = standard_error(before_us, len(before_us)) + standard_error(latest_us, len(latest_us))
+    return _off_us(before_us, latest_us) > max(_SHIFT * _median(before_us), 2 * error_us)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median_of_last(values, len(values))
+
+
+def _off_us(before_us: Sequence[float], latest_us: Sequence[float]) -> float:
+    return abs(_median(latest_us) - _median(before_us))
 
 
 @dataclass(frozen=True)
 class Agenda:
-    """At which step the next decision falls due. `every` = 0: only once; `window` steps are measured for it.
+    """When steps are measured for the next plan. `every` = 0: only once; `window` steps are measured for it.
 
-    due          count of finished steps after which a plan is solved, None = never again
-    judged_us    lengths of the steps that the plan in force was last judged by; () while that is not known
+    due          count of finished steps after which a plan is solved whatever the steps do, None = not
+    judged       count of finished steps when the plan in force was last judged, and the lengths of the steps it was judged by
     """
 
     every: int
     window: int
     due: int | None
+    judged: int = 0
     judged_us: tuple[float, ...] = ()
 
     def begins(self, done: int, latest_us: Sequence[float]) -> bool:
         """Whether measuring begins after `done` finished steps, the last of which took `latest_us`."""
-        if self.due is None:
+        if self.due is not None and done >= self.due - self.window:
+            return True
+        if not self.judged_us:
             return False
-        return done >= self.due - self.window or (self.every > 0 and drifted(self.judged_us, latest_us[-LATEST:]))
+        if drifted(self.judged_us, latest_us):
+            return True
+        # The look comes so early that its window ends `every` steps after the last one.
+        looks = (done - self.judged) % max(self.every - self.window, 1) == 0
+        return looks and shifted(self.judged_us, latest_us[-self.window :])
 
     def after(self, done: int, moved: bool, steps_us: Sequence[float]) -> Agenda:
         """The agenda after a decision that was made from steps of these lengths."""
@@ -93,4 +119,4 @@ class Agenda:
             return Agenda(self.every, self.window, None)
         if moved:
             return Agenda(self.every, self.window, done + max(self.every // 2, 1))
-        return Agenda(self.every, self.window, done + self.every, tuple(steps_us))
+        return Agenda(self.every, self.window, None, done, tuple(steps_us))

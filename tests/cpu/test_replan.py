@@ -81,8 +81,8 @@ def test_the_plan_follows_a_host_that_becomes_slow(stage: Stage) -> None:
         assert fixed.losses == losses
 
 
-def test_a_plan_stays_where_nothing_changes_and_is_renewed() -> None:
-    """While the device is held to no states at all the plan stays; what is predicted for it follows the measurements."""
+def test_a_plan_that_cannot_change_is_renewed() -> None:
+    """With no room for states on the device the plan stays; what is predicted for it follows the measurements."""
     with running(replan_every=EVERY, gpu_states=0) as run:
         run.train(2 + WINDOW + 1)
         planning = run.session.planning
@@ -98,7 +98,7 @@ def test_a_plan_stays_where_nothing_changes_and_is_renewed() -> None:
 
 
 def test_records_are_taken_only_in_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two decisions the engine records `warmup_steps` steps and no others."""
+    """Steps that change are measured for `warmup_steps` steps at a time, and only they are recorded."""
     with running(replan_every=EVERY, gpu_states=0) as run:
         switched: list[bool] = []
         record = run.session.engine.record
@@ -109,7 +109,8 @@ def test_records_are_taken_only_in_measured_steps(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(run.session.engine, "record", switch)
         steps_on = 0
-        for _ in range(2 + WINDOW + 4 * EVERY):
+        for step in range(2 + WINDOW + 4 * EVERY):
+            run.session.engine.set_delay(Stage.H2D, SLOW_US * (step // EVERY % 2))
             run.train(1)
             steps_on += bool(switched and switched[-1])
         windows = switched.count(False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,17 +76,25 @@ def decisions(steps_us: list[float], every: int, window: int, moves: set[int]) -
     return found
 
 
-@given(every=st.integers(1, 30), window=st.integers(1, 8), steps=st.integers(40, 120))
-def test_steady_steps_are_looked_at_regularly(every: int, window: int, steps: int) -> None:
-    """Decisions come every `every` steps, or as fast as the window allows; the first after the cold steps and one window."""
-    found = decisions([1000.0] * steps, every, window, set())
-    assert found[0] == 2 + window
-    assert {b - a for a, b in pairwise(found)} <= {max(every, window + 1)}
+@given(every=st.integers(1, 30), window=st.integers(1, 8), steps=st.integers(60, 120), moves=st.integers(0, 3))
+def test_steady_steps_are_measured_once_for_each_plan(every: int, window: int, steps: int, moves: int) -> None:
+    """The first decision comes after the cold steps and one window; after each move there is one more; then nothing is measured."""
+    found = decisions([1000.0] * steps, every, window, set(range(moves)))
+    wanted = [2 + window + i * max(every // 2, window + 1, 1) for i in range(moves + 1)]
+    assert found == [done for done in wanted if done <= steps]
+
+
+@given(change=st.integers(8, 60), factor=st.sampled_from([0.94, 1.06]))
+def test_a_small_change_waits_for_the_regular_look(change: int, factor: float) -> None:
+    """6% is no drift; the look at most every 20 steps, less the window, sees it once its median is new, and a window later it is judged."""
+    found = decisions([1000.0] * change + [factor * 1000.0] * 60, 20, 5, set())
+    assert any(change < done <= change + 15 + 3 + 5 for done in found)
+    assert len(found) <= 3  # a window that was half old is judged once more
 
 
 @given(change=st.integers(8, 100), factor=st.sampled_from([0.3, 0.7, 1.3, 3.0]), moves=st.sets(st.integers(0, 12)))
 def test_a_change_is_followed_within_20_steps(change: int, factor: float, moves: set[int]) -> None:
-    """With a look every 20 steps, 5 of them measured, most of the window of some decision lies behind any change within 20 steps."""
+    """Most of the window of some decision lies behind any large change within 20 steps, also where plans moved just before."""
     found = decisions([1000.0] * change + [factor * 1000.0] * 40, 20, 5, moves)
     assert any(change + 3 <= done <= change + 20 for done in found)
 
