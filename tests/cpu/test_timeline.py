@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.measure import Mark
+from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
-from hytrain_fx.explain.timeline import Span, Timeline, device_spans, from_records, from_schedule, overlap_share, shared_time
+from hytrain_fx.explain.timeline import LETTERS, Span, Timeline, device_spans, from_records, from_schedule, overlap_share, shared_time
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 
-from ..null.profiles import prefix, profiles, uniform
+from ..null.profiles import prefix, profile_of, profiles, uniform, unit
 from .explained import compiled
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=8)
@@ -153,3 +154,19 @@ def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> N
         for _ in range(8):
             step()
         assert planning.profile is not profile
+
+
+def test_streamed_states_have_lanes_and_letters() -> None:
+    """Every kind of task has a letter; streamed states are measured on lanes beside the copies, predicted on the link's own."""
+    assert set(LETTERS) == set(TaskKind)
+    stages = (Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT)
+    records = [TaskRecord(stage, 0, 0, 0, 10.0 * i, 10.0 * i + 5) for i, stage in enumerate(stages)]
+    measured = from_records(records, [], [0], ["layer"])
+    assert {lane: [span.label for span in spans] for lane, spans in measured.lanes.items()} == {
+        "device updates": ["U0"], "D2H states": ["o0"], "H2D states": ["i0"]}
+    profile = profile_of([unit(0, stream=5.0, gpu=2.0)])
+    plan = prefix_plan(profile.units, 0, source="test", reason=lambda _: "", share=1.0)
+    predicted = from_schedule(simulate(profile, plan), ["layer"])
+    assert [span.label for span in predicted.lanes["H2D"]] == ["i0"]
+    assert [span.label for span in predicted.lanes["D2H"]] == ["o0"]
+    assert "o0" in predicted.to_chrome_json()

@@ -18,6 +18,7 @@ from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.streaming import best_share, ranges_of
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
+from hytrain_fx.explain.plan_text import headline, place_of
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Interval, Schedule
@@ -237,3 +238,11 @@ def test_what_cannot_be_streamed_is_refused() -> None:
         simulate(profile, streamed, Discipline(barrier="zero_offload"))
     with pytest.raises(PlanError, match="do not hold the gradients and the staging slots"):
         plan(profile, k=0, stream=1.0, budget_bytes=10)
+
+
+def test_a_page_tells_the_streamed_share() -> None:
+    """The headline has the share of what is not resident, a unit the sizes of its parts, each once."""
+    units = [unit(i, params=1000, stream=1.0, numels=(100, 300, 100, 500)) for i in range(3)]
+    p = stream_plan(profile_of(units), 1, 0.4)
+    assert "k = 1 of 3 units (the first k are updated on the device), 40% of the rest is streamed" in headline(p)
+    assert [place_of(p, i) for i in range(3)] == ["device", "60% CPU + 40% streamed", "60% CPU + 40% streamed"]

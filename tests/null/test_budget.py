@@ -1,0 +1,59 @@
+"""What the two memories hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.budget import Budget
+from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.profile import Profile
+from tests.null.profiles import profiles, streaming_profiles, uniform
+
+DISCIPLINE = Discipline(staging_params=100, staging_slots=2)
+
+
+def device_bytes(profile: Profile, k: int, share: float) -> float:
+    """States of the first k units, and of the others the streamed share's gradients and two slots of 100 parameters (or the largest)."""
+    streamed = share * sum(u.grad_bytes for u in profile.units[k:])
+    largest = max(max(u.param_numels) for u in profile.units)
+    return 12 * sum(u.params for u in profile.units[:k]) + streamed + (2 * 12 * min(100, largest) if share else 0)
+
+
+@given(profile=streaming_profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
+def test_the_most_units_are_the_longest_prefix_that_fits(profile: Profile, budget: int, share: float) -> None:
+    """That many leading units fit beside what is streamed, one more does not; -1 only where not even k = 0 fits."""
+    k = Budget(budget).most_units(profile, share, DISCIPLINE)
+    if k >= 0:
+        assert device_bytes(profile, k, share) <= budget + 1e-6
+    if k < len(profile.units):
+        assert device_bytes(profile, k + 1, share) > budget - 1e-6
+    assert Budget().most_units(profile, share, DISCIPLINE) == len(profile.units)
+    assert share > 0 or k >= 0
+
+
+@given(profile=streaming_profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
+def test_a_bound_on_resident_states_leaves_streamed_ones_out(profile: Profile, budget: int, share: float) -> None:
+    """Where the budget does not count what is streamed, the units that fit are those that fit without streaming."""
+    bound = Budget(budget, counts_streamed=False)
+    assert bound.most_units(profile, share, DISCIPLINE) == Budget(budget).most_units(profile, 0.0, DISCIPLINE)
+
+
+@given(profile=profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
+def test_the_least_units_leave_what_the_host_holds(profile: Profile, budget: int, share: float) -> None:
+    """The units after the first `least` fit the host at 12 bytes of states and a slot for what is not streamed, one more does not."""
+    least = Budget(host_bytes=budget).least_units(profile, share)
+    on_host = [12 * u.params + (1 - share) * u.grad_bytes for u in profile.units]
+    assert sum(on_host[least:]) <= budget + 1e-6
+    assert least == 0 or sum(on_host[least - 1 :]) > budget - 1e-6
+    assert Budget().least_units(profile, share) == 0
+
+
+def test_negative_memory_is_refused() -> None:
+    """Negative bytes of either tier are errors that name both."""
+    for budget in ({"device_bytes": -1}, {"host_bytes": -1}, {"device_state_bytes": -1}, {"host_state_bytes": -1}):
+        with pytest.raises(PlanError, match="expected all >= 0"):
+            Budget(**budget)  # type: ignore[arg-type]  # a float where an int or None would do
+    assert Budget(100).most_units(uniform(2), 1.0, DISCIPLINE) == -1
