@@ -132,6 +132,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
             f"the times for the first plan are still being measured ({session.steps_done} steps are done, it takes "
             f"{session.planning.steps_to_measure}); record once explain(model) shows a solved plan"
         )
+    session.drain()  # updates of the step before are not of the block
     _take_records(session)
     schedule = explain(model).schedule
     names = tuple(unit.name for unit in session.planning.units())
