@@ -29,7 +29,9 @@ class Config:
     warmup_steps   steps measured before a plan is solved
     engine         which engine runs the updates
     workers        CPU update threads, None = physical cores less the launching threads
-    ring_bytes     device memory for gradients on their way to the host, None = three of the largest gradients of a unit
+    pin_workers    keep each CPU update thread on a core of its own, where cores are known and free
+    ring_bytes     device memory for gradients on their way to the host, None = the least of four of the largest gradients, twice all of
+                   them, and 338 MB (640 MB with stream=0)
     timeout_s      seconds after which a wait on a worker or a copy is an error
     dump           folder that receives each graph's text before and after each pass
     dynamic        handed on to torch.compile
@@ -47,6 +49,7 @@ class Config:
     warmup_steps: int = 5
     engine: EngineName = "auto"
     workers: int | None = None
+    pin_workers: bool = True
     ring_bytes: int | None = None
     timeout_s: float = 120.0
     dump: Path | None = None
@@ -67,6 +70,7 @@ class Config:
         _require(_is_int(self.warmup_steps) and self.warmup_steps >= 1, "warmup_steps", self.warmup_steps, "an int >= 1")
         _require(self.engine in get_args(EngineName), "engine", self.engine, f"one of {get_args(EngineName)}")
         _require(_is_none_or_positive(self.workers), "workers", self.workers, "None or a positive int")
+        _require(isinstance(self.pin_workers, bool), "pin_workers", self.pin_workers, "True or False")
         _require(_is_none_or_positive(self.ring_bytes), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
         _require(isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0")
         _require(self.mode != "reduce-overhead" and self.mode != "max-autotune", "mode", self.mode,

@@ -118,7 +118,7 @@ class Session:
         self.resources.announce(placement)
         with self._clock.phase(Phase.MASTERS):
             self.states.allocate(placement, self.config.host_memory)
-        self._clock.pinned_bytes, pinning_us = pinning_of([*self.states._slabs.values(), *self.states._slot_slabs.values()])
+        self._clock.pinned_bytes, pinning_us = pinning_of(self.states.slabs)
         self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
 
     def _install(self, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine
-from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores
+from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores, worker_cores
 
 # Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area: six chunks of
 # three fp32 tensors). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
@@ -68,7 +68,8 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
         from hytrain_fx.runtime.native_engine import NativeEngine
 
         try:
-            return NativeEngine(device, workers, ring_bytes, config.timeout_s)
+            cores = worker_cores(workers, device) if config.pin_workers else None
+            return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores)
         except EngineError as error:
             if config.engine == "native":
                 raise

@@ -18,7 +18,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
-SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_stream.cpp",
+SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_upload.cpp",
            "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
@@ -82,12 +82,17 @@ class _Options(Structure):
 
 
 class NativeEngine:
-    """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed."""
+    """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
+
+    worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
+    """
 
     name = "native"
     can_stream = True
 
-    def __init__(self, device: torch.device, workers: int, ring_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, workers: int, ring_bytes: int, timeout_s: float, worker_cores: Sequence[int] | None = None
+    ) -> None:
         self.workers = workers
         self._device = device
         self._library = build.load(SOURCES)
@@ -98,6 +103,8 @@ class NativeEngine:
             self._factors.pin(device)
         slots = self._factors.take(2 * _FACTOR_CAPACITY, torch.float32)
         options = _Options(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), _FACTOR_CAPACITY)
+        if worker_cores is not None:
+            options.worker_cores = (c_int32 * workers)(*worker_cores)
         options.nonfinite = self._factors.take(1, torch.int32).data_ptr()
         if device.type == "cuda":
             from hytrain_fx.runtime import cuda_adamw, cuda_module

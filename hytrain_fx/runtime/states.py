@@ -14,6 +14,7 @@ import torch
 
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
+from hytrain_fx.runtime.masters import load_masters
 from hytrain_fx.runtime.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
 
 
@@ -55,6 +56,11 @@ class StateStore:
     def __getitem__(self, row: int) -> RowStates:
         return self._states[row]
 
+    @property
+    def slabs(self) -> list[HostSlab]:
+        """All host memory that states and slots take."""
+        return list({id(slab): slab for slab in (*self._slabs.values(), *self._slot_slabs.values())}.values())
+
     def host_bytes(self, rows: Iterable[int], place: Placement = Placement.CPU) -> int:
         """Bytes of host memory the states of these rows take under `place`, with their slots where it is CPU."""
         return sum(self._state_bytes(row) + (self._slot_bytes(row) if place is Placement.CPU else 0) for row in rows)
@@ -73,7 +79,7 @@ class StateStore:
         for row in rows:
             if placement[row] is Placement.GPU:
                 self._states[row] = self._device_states(row)
-            self._load_master(row)
+        load_masters((self._states[row].master, flat_memory(self._weights[row])) for row in rows)
         self._tell_engine({*rows, *self._arrange_slots(rows)})
 
     def move(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
@@ -125,9 +131,7 @@ class StateStore:
             place[self.placement[row]](row, self._states[row])
 
     def _load_master(self, row: int) -> None:
-        master, weight = self._states[row].master, flat_memory(self._weights[row])
-        if master.data_ptr() != weight.data_ptr():
-            master.copy_(weight)
+        load_masters([(self._states[row].master, flat_memory(self._weights[row]))])
 
     def _state_bytes(self, row: int) -> int:
         return (4 if self._amsgrad[row] else 3) * slab_bytes(self._weights[row].numel(), torch.float32)

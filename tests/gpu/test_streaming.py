@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -102,8 +103,10 @@ def test_a_gradient_that_is_not_finite_is_an_error_where_the_gpu_updates(place: 
         optimizer.step()
         optimizer.zero_grad()
     (loss_of(model, next(data)) * float("inf")).backward()
-    with pytest.raises(NonFiniteGradientError):
-        optimizer.step()
-        for _ in range(2):
-            session.drain()
-    hytrain_fx.close(model)
+    optimizer.step()
+    with suppress(NonFiniteGradientError):
+        session.drain()  # returns when the update has run; the next gate finds what it found
+    with pytest.raises(NonFiniteGradientError, match=r"row \d+ \("):
+        session.drain()
+    with suppress(NonFiniteGradientError):
+        hytrain_fx.close(model)

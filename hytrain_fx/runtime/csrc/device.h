@@ -15,8 +15,8 @@
 
 namespace hytrain_fx {
 
-enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3, STREAM_IN = 4, STREAM_UPDATE = 5, STREAM_OUT = 6 };
-constexpr int kLanes = 7;
+enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3, STREAM_UPDATE = 4, STREAM_OUT = 5 };
+constexpr int kLanes = 6;
 
 inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::STREAM_OUT; }
 

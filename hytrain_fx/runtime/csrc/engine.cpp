@@ -1,8 +1,8 @@
 // The engine's table of rows, its start and end, what it measures and what tests provoke. The rest of it:
 //   engine_nodes.cpp    what the nodes of the graphs and eager reads call
 //   engine_commit.cpp   what step() calls
-//   engine_threads.cpp  lander, workers, reloader
-//   engine_stream.cpp   streamer
+//   engine_threads.cpp  lander, workers
+//   engine_upload.cpp   uploader
 #include "engine.h"
 
 #include <algorithm>
@@ -16,8 +16,7 @@ Engine::Engine(const EngineOptions& options)
       worker_cores_(options.worker_cores, options.worker_cores ? options.worker_cores + options.workers : nullptr),
       ring_(options.ring, options.ring_bytes) {
   threads_.emplace_back([this] { guarded("copy to the host", &Engine::land); });
-  threads_.emplace_back([this] { guarded("copy to the device", &Engine::reload); });
-  threads_.emplace_back([this] { guarded("streamed update", &Engine::stream); });
+  threads_.emplace_back([this] { guarded("copy to the device", &Engine::upload); });
   for (int i = 0; i < options_.workers; ++i) {
     threads_.emplace_back([this, i] {
       try {
@@ -35,8 +34,7 @@ Engine::~Engine() {
     stop_ = true;
     landed_cv_.notify_all();
     work_cv_.notify_all();
-    reload_cv_.notify_all();
-    stream_cv_.notify_all();
+    upload_cv_.notify_all();
     issued_cv_.notify_all();
   }
   for (std::thread& thread : threads_) thread.join();
@@ -146,10 +144,10 @@ void Engine::set_delay(int stage, double mean_us) {
       device_->set_delay(Lane::UPDATE, mean_us);
       device_->set_delay(Lane::STREAM_UPDATE, mean_us);
       break;
-    case 3: device_->set_delay(Lane::H2D, mean_us); break;
+    case 3:  // new weights and streamed states share the lane
+    case 6: device_->set_delay(Lane::H2D, mean_us); break;
     case 4: lander_delay_us_ = mean_us; break;
     case 5: reload_delay_us_ = mean_us; break;
-    case 6: device_->set_delay(Lane::STREAM_IN, mean_us); break;
     case 7: device_->set_delay(Lane::STREAM_OUT, mean_us); break;
     default: throw std::out_of_range("delay stage " + std::to_string(stage) + ": expected 0..7");
   }

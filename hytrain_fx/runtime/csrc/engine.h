@@ -5,13 +5,14 @@
 // A PENDING row placed on the host goes, chunk by chunk, through three threads' hands:
 //   lander   its D2H event has passed      -> landed
 //   workers  landed, armed, factors known  -> updated     lowest unit first
-//   reloader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
+//   uploader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
 // A PENDING row placed on the device is one kernel on the update lane, behind its gradient and its last reader.
-// A PENDING row that is streamed goes, chunk by chunk, through the streamer's: states in, kernel as above, states out.
+// A PENDING row that is streamed goes, chunk by chunk, through the uploader's: states in, kernel as above, states out.
 #pragma once
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -33,6 +34,10 @@ constexpr int64_t kGranule = 256 << 10;  // parameters one worker takes at a tim
 // Byte offsets into untyped memory.
 inline const char* offset(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
 inline char* offset(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
+
+inline void sleep_us(double mean_us) {  // delays that tests set
+  if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
+}
 
 // The C interface's structs; runtime/native_engine.py mirrors them field by field.
 struct RowSpec {
@@ -198,15 +203,24 @@ class Engine {
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
   void run_granule(Row& row, const Chunk& chunk, int granule, const AdamScalars& scalars);
+  struct InFlight {  // on the lane to the device, in its order
+    EventPtr end;
+    int64_t bytes;
+  };
+  struct Upload {
+    int row = -1, chunk = 0;
+    bool streamed = false;
+    StagingSlot* slot = nullptr;
+  };
   const Key* next_reload();
-  void issue_reload(const Key& key, std::unique_lock<std::mutex>& lock);
-  int next_streamed();
+  Upload next_upload();
+  InFlight issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock);
+  InFlight stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock);
+  int next_streamed(bool& ready);
   StagingSlot* free_staging_slot();
-  void stream_chunk(int index, StagingSlot& slot, std::unique_lock<std::mutex>& lock);
   void land();
   void work(int index);
-  void reload();
-  void stream();
+  void upload();
   void guarded(const char* who, void (Engine::*loop)());
   void fail(const std::string& message);
   void throw_if_failed();
@@ -220,7 +234,7 @@ class Engine {
   std::vector<int32_t> worker_cores_;  // empty: not pinned
   Ring ring_;
   std::mutex mutex_;  // guards everything below but the contents of slabs
-  std::condition_variable landed_cv_, work_cv_, reload_cv_, stream_cv_, issued_cv_;
+  std::condition_variable landed_cv_, work_cv_, upload_cv_, issued_cv_;
   std::vector<Row> rows_;
   std::deque<Landing> landings_;
   std::set<Key> ready_, updated_, streaming_;  // streaming_: rows, chunk 0

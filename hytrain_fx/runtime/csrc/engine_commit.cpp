@@ -41,8 +41,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     landings_.push_back({nullptr, device_->record(Lane::D2H), {}});
     landed_cv_.notify_one();
   }
-  reload_cv_.notify_one();
-  stream_cv_.notify_one();
+  upload_cv_.notify_one();
 }
 
 void Engine::check_committable(const CommitItem& item) {

@@ -1,4 +1,4 @@
-// The threads between a gradient and its new weight: lander, workers, reloader.
+// The threads between a gradient and its update: lander and workers.
 #include <pthread.h>
 #include <sched.h>
 
@@ -11,10 +11,6 @@
 namespace hytrain_fx {
 namespace {
 
-void sleep_us(double mean_us) {
-  if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
-}
-
 // Where the system refuses, the thread runs wherever it is put, as without pinning.
 void pin_thread(int core) {
   cpu_set_t set;
@@ -24,9 +20,6 @@ void pin_thread(int core) {
 }
 
 float* offset_floats(float* base, int64_t n) { return base ? base + n : nullptr; }
-
-// Bytes of new weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
-constexpr int64_t kReloadBytesInFlight = 24 << 20;
 
 }  // namespace
 
@@ -98,7 +91,7 @@ void Engine::work(int index) {
     note(1, key[1], key[2], index, begin_us, end_us);
     if (++chunk.finished == chunk.granules) {
       updated_.insert(key);
-      reload_cv_.notify_one();
+      upload_cv_.notify_one();
     }
   }
 }
@@ -114,74 +107,6 @@ void Engine::run_granule(Row& row, const Chunk& chunk, int granule, const AdamSc
   }
   adamw_chunk(slot, dtype, row.host.master + begin, row.host.exp_avg + begin, row.host.exp_avg_sq + begin,
               offset_floats(row.host.max_exp_avg_sq, begin), grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
-}
-
-const Engine::Key* Engine::next_reload() {
-  EventPtr asked;
-  bool answer = false;
-  for (const Key& key : updated_) {
-    const Row& row = rows_[key[1]];
-    if (!row.armed_reload || !row.released) continue;
-    if (row.released != asked) {
-      asked = row.released;
-      answer = asked->done();
-    }
-    if (answer) return &key;
-  }
-  return nullptr;
-}
-
-void Engine::reload() {
-  device_->bind_thread();
-  std::deque<std::pair<EventPtr, int64_t>> in_flight;
-  int64_t bytes = 0;
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    reload_cv_.wait(lock, [this] { return stop_ || !updated_.empty(); });
-    if (stop_) return;
-    if (bytes >= kReloadBytesInFlight) {
-      auto [event, size] = in_flight.front();
-      in_flight.pop_front();
-      bytes -= size;
-      lock.unlock();
-      event->sync();
-      lock.lock();
-      continue;
-    }
-    const Key* next = next_reload();
-    if (!next) {  // what is updated is still being read: ask again soon
-      reload_cv_.wait_for(lock, std::chrono::microseconds(50));
-      continue;
-    }
-    const Key key = *next;
-    updated_.erase(key);
-    issue_reload(key, lock);
-    const Row& row = rows_[key[1]];
-    const int64_t size = (row.chunks[key[2]].end - row.chunks[key[2]].begin) * grad_bytes(row);
-    in_flight.emplace_back(row.weight, size);
-    bytes += size;
-  }
-}
-
-void Engine::issue_reload(const Key& key, std::unique_lock<std::mutex>& lock) {
-  Row& row = rows_[key[1]];
-  const Chunk& chunk = row.chunks[key[2]];
-  const int64_t size = grad_bytes(row);
-  const void* source = size == 2 ? row.host.slot : row.host.master;
-  const bool recording = recording_;
-  lock.unlock();
-  sleep_us(reload_delay_us_);
-  EventPtr before = recording ? device_->record(Lane::H2D) : nullptr;
-  device_->copy(Lane::H2D, offset(row.spec.weight, chunk.begin * size), offset(source, chunk.begin * size), (chunk.end - chunk.begin) * size);
-  EventPtr after = device_->record(Lane::H2D);
-  lock.lock();
-  if (before) lane_records_.push_back({3, key[1], key[2], before, after});
-  row.weight = after;
-  row.issue = ++issues_;
-  if (++row.issued == static_cast<int>(row.chunks.size())) {
-    row.last_busy_us = row.busy_us;
-    issued_cv_.notify_all();
-  }
 }
 
 }  // namespace hytrain_fx

@@ -1,0 +1,180 @@
+// The uploader: all that goes to the device. New weights of rows updated on the host, and states of streamed rows on a visit.
+//
+// Both go through one lane, in an order decided here: two streams would share the link as the hardware likes, which serves one of them
+// until it runs dry (seen on an H200: new weights waited for 200 ms behind streamed states). What comes next is decided when the lane
+// has room, not before: the lowest unit, as everywhere. Where nothing is due, states are brought for the gradient that comes next.
+#include <chrono>
+#include <tuple>
+
+#include "engine.h"
+
+namespace hytrain_fx {
+namespace {
+
+// Bytes on their way to the device at once: enough to keep the link busy, few enough to let an urgent layer pass soon.
+constexpr int64_t kBytesInFlight = 48 << 20;
+constexpr auto kPoll = std::chrono::microseconds(50);
+
+}  // namespace
+
+void Engine::set_staging(const StagingMemory& memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (StagingSlot& slot : staging_) {
+    if (slot.stored) slot.stored->sync();
+  }
+  staging_.assign(memory.slots, {});
+  for (int s = 0; s < memory.slots; ++s) {
+    for (int a = 0; a < memory.arrays; ++a) staging_[s].at[a] = memory.base + (s * memory.arrays + a) * memory.slot_params;
+  }
+}
+
+void Engine::upload() {
+  device_->bind_thread();
+  std::deque<InFlight> in_flight;
+  int64_t bytes = 0;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !streaming_.empty(); });
+    if (stop_) return;
+    if (bytes >= kBytesInFlight) {
+      InFlight first = in_flight.front();
+      in_flight.pop_front();
+      bytes -= first.bytes;
+      lock.unlock();
+      first.end->sync();
+      lock.lock();
+      continue;
+    }
+    const Upload next = next_upload();
+    if (next.row < 0) {  // what is updated is still being read, or no staging slot is free: ask again soon
+      upload_cv_.wait_for(lock, kPoll);
+      continue;
+    }
+    in_flight.push_back(next.streamed ? stream_chunk(next, lock) : issue_reload(next, lock));
+    bytes += in_flight.back().bytes;
+  }
+}
+
+Engine::Upload Engine::next_upload() {
+  bool ready = false;
+  StagingSlot* slot = streaming_.empty() ? nullptr : free_staging_slot();
+  const int streamed = slot ? next_streamed(ready) : -1;
+  const Key* reload = next_reload();
+  if (streamed >= 0 && (!reload || (ready && std::tie(rows_[streamed].spec.unit, streamed) < std::tie((*reload)[0], (*reload)[1])))) {
+    return {streamed, rows_[streamed].streamed, true, slot};
+  }
+  return reload ? Upload{(*reload)[1], (*reload)[2], false, nullptr} : Upload{};
+}
+
+// ---- new weights ----
+
+const Engine::Key* Engine::next_reload() {
+  EventPtr asked;
+  bool answer = false;
+  for (const Key& key : updated_) {
+    const Row& row = rows_[key[1]];
+    if (!row.armed_reload || !row.released) continue;
+    if (row.released != asked) {
+      asked = row.released;
+      answer = asked->done();
+    }
+    if (answer) return &key;
+  }
+  return nullptr;
+}
+
+Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
+  Row& row = rows_[upload.row];
+  updated_.erase({row.spec.unit, upload.row, upload.chunk});
+  const Chunk& chunk = row.chunks[upload.chunk];
+  const int64_t size = grad_bytes(row), bytes = (chunk.end - chunk.begin) * size;
+  const void* source = size == 2 ? row.host.slot : row.host.master;
+  const bool recording = recording_;
+  lock.unlock();
+  sleep_us(reload_delay_us_);
+  EventPtr before = recording ? device_->record(Lane::H2D) : nullptr;
+  device_->copy(Lane::H2D, offset(row.spec.weight, chunk.begin * size), offset(source, chunk.begin * size), bytes);
+  EventPtr after = device_->record(Lane::H2D);
+  lock.lock();
+  if (before) lane_records_.push_back({3, upload.row, upload.chunk, before, after});
+  row.weight = after;
+  row.issue = ++issues_;
+  if (++row.issued == static_cast<int>(row.chunks.size())) {
+    row.last_busy_us = row.busy_us;
+    issued_cv_.notify_all();
+  }
+  return {after, bytes};
+}
+
+// ---- streamed states ----
+
+// The row whose next chunk goes first and whether its gradient is there; -1 where none is committed.
+int Engine::next_streamed(bool& ready) {
+  EventPtr asked;
+  for (const Key& key : streaming_) {
+    const EventPtr& event = rows_[key[1]].ready;
+    if (event == asked) continue;  // the rows of a unit share one event, and it is not done
+    asked = event;
+    ready = asked->done();
+    if (ready) return key[1];
+  }
+  return streaming_.empty() ? -1 : (*streaming_.rbegin())[1];  // the highest unit: gradients come in that order
+}
+
+Engine::StagingSlot* Engine::free_staging_slot() {
+  for (StagingSlot& slot : staging_) {
+    if (!slot.stored || slot.stored->done()) return &slot;
+  }
+  return nullptr;
+}
+
+Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock) {
+  Row& row = rows_[upload.row];  // its phase is PENDING: nobody else changes what is read here
+  const Chunk& chunk = row.chunks[upload.chunk];
+  const int chunks = static_cast<int>(row.chunks.size());
+  if (++row.streamed == chunks) streaming_.erase({row.spec.unit, upload.row, 0});
+  const bool recording = recording_;
+  const int64_t n = chunk.end - chunk.begin, width = grad_bytes(row);
+  const std::array<float*, 4> home{row.host.master, row.host.exp_avg, row.host.exp_avg_sq, row.host.max_exp_avg_sq};
+  const std::array<float*, 4>& visit = upload.slot->at;
+  auto record = [&](Lane lane) { return recording ? device_->record(lane) : nullptr; };
+  int64_t bytes = 0;
+  lock.unlock();
+
+  if (row.stored) device_->wait(Lane::H2D, row.stored);  // the last step's way home
+  EventPtr in_begin = record(Lane::H2D);
+  for (int a = 0; a < 4; ++a) {
+    if (!home[a]) continue;
+    device_->copy(Lane::H2D, visit[a], home[a] + chunk.begin, n * sizeof(float));
+    bytes += n * static_cast<int64_t>(sizeof(float));
+  }
+  EventPtr in = device_->record(Lane::H2D);
+  for (const EventPtr& event : {in, row.ready, row.released}) device_->wait(Lane::STREAM_UPDATE, event);
+  EventPtr update_begin = record(Lane::STREAM_UPDATE);
+  device_->update(Lane::STREAM_UPDATE,
+                  {{offset(row.grad, chunk.begin * width), static_cast<Dtype>(row.spec.dtype), visit[0], visit[1], visit[2],
+                    home[3] ? visit[3] : nullptr, offset(row.spec.weight, chunk.begin * width), n, row.scalars, nonfinite_of(upload.row)}});
+  EventPtr updated = device_->record(Lane::STREAM_UPDATE);
+  device_->wait(Lane::STREAM_OUT, updated);
+  EventPtr out_begin = record(Lane::STREAM_OUT);
+  for (int a = 0; a < 4; ++a) {
+    if (home[a]) device_->copy(Lane::STREAM_OUT, home[a] + chunk.begin, visit[a], n * sizeof(float));
+  }
+  EventPtr out = device_->record(Lane::STREAM_OUT);
+
+  lock.lock();
+  upload.slot->stored = out;
+  if (recording) {
+    lane_records_.push_back({6, upload.row, upload.chunk, in_begin, in});
+    lane_records_.push_back({2, upload.row, upload.chunk, update_begin, updated});
+    lane_records_.push_back({7, upload.row, upload.chunk, out_begin, out});
+  }
+  row.weight = updated;
+  if (++row.issued == chunks) {
+    row.stored = out;
+    issued_cv_.notify_all();
+  }
+  return {in, bytes};
+}
+
+}  // namespace hytrain_fx
