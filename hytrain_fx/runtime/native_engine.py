@@ -23,6 +23,7 @@ SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
 _RECORD_CAPACITY = 1 << 16
+_ARRAYS_KEPT = 4096
 # Chunks of streamed states on the device at once: one being filled, one updated, one emptied, and as many again against hiccups.
 _STAGING_SLOTS = 6
 
@@ -118,6 +119,7 @@ class NativeEngine:
         self._rows: list[RowSpec] = []
         self._states: dict[int, RowStates] = {}
         self._staging: torch.Tensor | None = None
+        self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}  # nodes pass the same rows in every step
         self._keep: list[object] = []  # tensors whose memory a lane may still read, until the next commit
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
@@ -130,7 +132,13 @@ class NativeEngine:
             raise engine_error(self._library.hytrain_error().decode(), [row.name for row in self._rows])
 
     def _rows_array(self, rows: Sequence[int]) -> ctypes.Array[c_int32]:
-        return (c_int32 * len(rows))(*rows)
+        key = tuple(rows)
+        array = self._arrays.get(key)
+        if array is None:
+            if len(self._arrays) == _ARRAYS_KEPT:
+                self._arrays.clear()
+            array = self._arrays[key] = (c_int32 * len(key))(*key)
+        return array
 
     def _stream(self) -> c_void_p:
         return c_void_p(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None)
@@ -195,8 +203,12 @@ class NativeEngine:
         self._call("factor_slots", byref(slots))
         factors = _FactorTable(slots)
         packed = (_CommitItem * len(items))()
+        structs: dict[int, ctypes.Structure] = {}  # rows of a group share their scalars
         for at, item in zip(packed, items, strict=True):
-            at.row, at.at_end, at.scalars = item.row, item.at_end, item.scalars.c_struct
+            scalars = structs.get(id(item.scalars))
+            if scalars is None:
+                scalars = structs[id(item.scalars)] = item.scalars.c_struct
+            at.row, at.at_end, at.scalars = item.row, item.at_end, scalars
             if item.grad is not None:
                 at.grad = item.grad.data_ptr()
             if item.factors:

@@ -106,14 +106,14 @@ void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
 void Engine::arm_reload(const int32_t* rows, int n) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (int i = 0; i < n; ++i) at(rows[i]).armed_reload = true;
-  upload_cv_.notify_one();
+  if (!updated_.empty()) upload_cv_.notify_one();
 }
 
 void Engine::release(const int32_t* rows, int n, void* stream) {
   EventPtr event = device_->record_compute(stream);
   std::lock_guard<std::mutex> lock(mutex_);
   for (int i = 0; i < n; ++i) at(rows[i]).released = event;
-  upload_cv_.notify_one();
+  if (!updated_.empty()) upload_cv_.notify_one();
 }
 
 // ---- called by the wait nodes, by eager reads, by close ----
