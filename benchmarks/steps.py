@@ -33,7 +33,7 @@ TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
     "zero_offload": peers.zero_offload, "torchao": peers.torchao,
 }
 WINDOWS = 3
-WARMUP_STEPS = {"ours": 12}  # measures and plans meanwhile; the others only fill caches
+WARMUP_STEPS = {"ours": 30}  # measures, plans and looks again twice; the others only fill caches
 OTHER_WARMUP_STEPS = 3
 
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of hytrain_fx.compile")
     parser.add_argument("--window", type=int, default=10, help="steps in one window")
-    parser.add_argument("--warmup", type=int, default=None, help="steps before the first window (default: 12 for ours, else 3)")
+    parser.add_argument("--warmup", type=int, default=None, help="steps before the first window (default: 30 for ours, else 3)")
     parser.add_argument("--idle", action="store_true", help="trace three steps more for the share of GPU idle time")
     parser.add_argument("--deterministic", action="store_true", help="torch.use_deterministic_algorithms")
     parser.add_argument("--losses", type=int, default=0, help="print this many losses and a checksum of the weights, time nothing")
