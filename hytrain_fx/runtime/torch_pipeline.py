@@ -148,13 +148,13 @@ class Pipeline:
             row = self.rows[key[1]]
             chunk = row.chunks[key[2]]
             end = min(chunk.updated_to + self.update.grain_params, chunk.end)
+            begin_us = now_us()
             _sleep_us(self.delay_us[Stage.CPU_UPDATE])
             if self.fail_row == row.index:
                 raise RuntimeError(f"injected failure in row {row.index}")
             part = part_of(row.placed_states(), chunk.updated_to, end)
             if part.slot is not None and not bool(torch.isfinite(part.slot).all()):
                 raise RuntimeError(f"non-finite gradient: row {row.index} has NaN or infinite values in its gradient")
-            begin_us = now_us()
             self.update(part, row.scalars_with_factors())
             end_us = now_us()
             with self.lock:

@@ -55,12 +55,11 @@ def test_any_mixture_of_placements_gives_the_same_bits(
         loop.check()
 
 
-@pytest.mark.parametrize("stage", [Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT], ids=lambda s: s.name)
-def test_staging_slots_are_reused_only_when_their_states_are_home(stage: Stage) -> None:
-    """More chunks than slots, a slow lane: moments and masters on the host are the reference's after every step."""
+def test_staging_slots_are_reused_only_when_their_states_are_home() -> None:
+    """More chunks than slots, a slow way home: moments and masters on the host are the reference's after every step."""
     with running() as engine:
         loop = EngineLoop(engine, (9 * CHUNK_PARAMS // 2, 2 * CHUNK_PARAMS + 5, 3), torch.bfloat16, streamed=frozenset({0, 1, 2}))
-        engine.set_delay(stage, 3_000)
+        engine.set_delay(Stage.STREAM_OUT, 3_000)
         for _ in range(2):
             loop.step()
         loop.check()

@@ -81,9 +81,9 @@ void Engine::work(int index) {
     for (int i = 0; i < row.n_factors; ++i) scalars.factors[i] = row.factor_base[row.factors[i]];
     scalars.factor_count = static_cast<uint32_t>(row.n_factors);
     lock.unlock();
+    const double begin_us = device_->now_us();
     sleep_us(worker_delay_us_);
     if (fail_row_ == key[1]) throw std::runtime_error("injected failure in row " + std::to_string(key[1]));
-    const double begin_us = device_->now_us();
     run_granule(row, chunk, granule, scalars);
     const double end_us = device_->now_us();
     lock.lock();
