@@ -18,7 +18,7 @@ WEIGHT_BYTES = 2
 GRAD_BYTES = 2
 STATE_BYTES = 12
 SLOT_BYTES = 2
-RING_UNITS = 3  # gradients of so many of the largest unit may be on their way to the host
+RING_BYTES = 640_000_000 - STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES  # of gradients on their way to the host, as runtime/launch.py has it
 DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
 HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
 
@@ -62,7 +62,7 @@ def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) ->
 
 def ring_bytes(shape: ModelShape) -> int:
     """Device memory for gradients on their way to the host."""
-    return min(RING_UNITS * max(u.params for u in shape.units), shape.params) * GRAD_BYTES
+    return min(RING_BYTES, 2 * GRAD_BYTES * shape.params)
 
 
 def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.config import Config
+from hytrain_fx.cost_model.memory import RING_BYTES
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.engine import CHUNK_PARAMS
@@ -46,6 +47,11 @@ def test_where_nothing_is_streamed_the_ring_has_it_all() -> None:
 def test_a_small_model_takes_a_small_ring() -> None:
     """Twice all its gradients, beside the least that two pieces need."""
     assert ring_bytes_for([parameter(1000, torch.float32)] * 3, Config()) <= 3 * 2 * 4000 + (64 << 10)
+
+
+def test_offline_reports_count_the_ring_that_is_taken() -> None:
+    """The cost model does not import the runtime; both have the same figure."""
+    assert ring_bytes_for([parameter(1 << 30, torch.bfloat16)], Config()) == RING_BYTES
 
 
 def test_a_wanted_ring_is_taken_down_to_the_least_that_works() -> None:
