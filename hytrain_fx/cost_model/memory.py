@@ -18,7 +18,7 @@ WEIGHT_BYTES = 2
 GRAD_BYTES = 2
 STATE_BYTES = 12
 SLOT_BYTES = 2
-RING_BYTES = 640_000_000 - STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES  # of gradients on their way to the host, as runtime/launch.py has it
+RING_BYTES = 640_000_000 - STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES  # gradients on their way, as in runtime/launch.py
 DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
 HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
 
