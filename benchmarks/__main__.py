@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from benchmarks import figures, largest, steps, sweep, table
+from benchmarks import contention, figures, largest, steps, sweep, table
 from benchmarks.case import PEER_MODES, CannotRun
 
 COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -19,6 +19,7 @@ COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
     ("sweep", sweep, "one model over more and more tokens, predicted beside measured"),
     ("figures", figures, "throughput, largest model and GPU idle time, from results"),
     ("largest", largest, "the largest model that trains, by trial"),
+    ("contention", contention, "what host memory and the link give together"),
 )
 
 

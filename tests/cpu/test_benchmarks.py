@@ -153,6 +153,17 @@ def test_what_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in told.err
 
 
+def test_contention_measures_updates_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without copies it needs no GPU; with them and no GPU it says so."""
+    assert command_line.main(["contention", "--threads", "1,2", "--seconds", "0.1", "--params", "100000", "--skip-copies"]) == 0
+    rows = capsys.readouterr().out.strip().splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["1", "2"]
+    assert all(float(row.split("|")[4]) > 0 for row in rows)
+    if not torch.cuda.is_available():
+        assert command_line.main(["contention"]) == 1
+        assert "--skip-copies" in capsys.readouterr().err
+
+
 # ---- cases ----
 
 case_values = st.builds(
