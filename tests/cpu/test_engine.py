@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
-from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.torch_engine import TorchEngine
@@ -248,3 +248,36 @@ def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine:
         engine.set_delay(Stage.D2H, 0)
         time.sleep(0.2)
         assert torch.equal(slot, landed)
+
+
+def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -> None:
+    """On the device a unit's large weights, released early, are one launch; what the end of the backward releases is another, after all."""
+    with running("native") as engine:
+        loop = EngineLoop(engine, (70_000, 300, 80_000, 300), torch.bfloat16, on_device=frozenset(range(4)))
+        for row in range(4):
+            engine.set_unit(row, row // 2)
+        engine.record(True)
+        grads = [torch.randn(size).to(torch.bfloat16) for size in loop.sizes]
+        scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+        for rows in ([2], [0], [1, 3]):
+            engine.release(rows)
+        engine.arm_gpu(range(4))
+        engine.commit([CommitItem(row, scalars, grad=grads[row]) for row in range(4)])
+        for row, state in enumerate(loop.reference):
+            adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
+        loop.check()
+        assert [record.row for record in engine.take_records() if record.stage is Stage.GPU_UPDATE] == [2, 0, 1]
+
+
+def test_large_rows_released_together_are_updated_lowest_unit_first() -> None:
+    """They are all due in the forward that comes, and each launch can be waited for by itself."""
+    with running("native") as engine:
+        loop = EngineLoop(engine, (17 << 20, 17 << 20, 300), torch.bfloat16, on_device=frozenset(range(3)))
+        engine.record(True)
+        grads = [torch.randn(size).to(torch.bfloat16) for size in loop.sizes]
+        scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+        engine.release([0, 1, 2])
+        engine.arm_gpu(range(3))
+        engine.commit([CommitItem(row, scalars, grad=grads[row]) for row in (2, 1, 0)])
+        engine.drain(range(3))
+        assert [record.row for record in engine.take_records() if record.stage is Stage.GPU_UPDATE] == [0, 1, 2]

@@ -15,11 +15,13 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "device.h"
@@ -197,6 +199,7 @@ class Engine {
   void finish_landing(int row);
   void check_committable(const CommitItem& item);
   void begin_update(Row& row, const CommitItem& item);
+  std::vector<std::vector<const CommitItem*>> launches(const std::vector<const CommitItem*>& items);
   void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end);
   void commit_streamed(const CommitItem& item, const EventPtr& end);
   void queue_if_ready(Row& row, int index, int chunk);

@@ -1,10 +1,14 @@
 // What step() calls: hyper-parameters fixed, updates let go.
 #include <algorithm>
-#include <map>
 
 #include "engine.h"
 
 namespace hytrain_fx {
+namespace {
+
+constexpr int64_t kLaunchParams = 16 << 20;  // a launch of so many takes the device longer than the host
+
+}  // namespace
 
 void Engine::commit(const CommitItem* items, int n, const void* const* factors, int n_factors, void* stream) {
   if (n_factors > options_.factor_capacity) throw std::logic_error("internal: more factors than slots");
@@ -19,12 +23,12 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     on_lane = true;
     device_->copy(Lane::D2H, factor_slots() + i, factors[i], sizeof(float));
   }
-  std::map<std::pair<int, int>, std::vector<const CommitItem*>> on_device;
+  std::vector<const CommitItem*> on_device;
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
     if (items[i].at_end || !row.released) row.released = end;
     if (row.place == Place::DEVICE) {
-      on_device[{-row.spec.unit, row.spec.dtype}].push_back(&items[i]);
+      on_device.push_back(&items[i]);
       continue;
     }
     if (row.place == Place::STREAMED) {
@@ -35,7 +39,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     row.factors_known = known_now(items[i], factors);
     queue_all_ready(row, items[i].row);
   }
-  for (const auto& [unit_and_dtype, of_unit] : on_device) commit_on_device(of_unit, end);  // the last unit's gradients come first
+  for (const auto& together : launches(on_device)) commit_on_device(together, end);
   ++commits_;
   if (on_lane) {
     landings_.push_back({nullptr, device_->record(Lane::D2H), {}});
@@ -88,7 +92,36 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   row.busy_us = 0;
 }
 
-// Rows of one unit and dtype in one launch, behind one event: queues of streams are short, and a full one blocks the launching thread.
+// Rows on the device, by launch and in the order of the launches. A unit's rows of one dtype go together, the last unit first: its gradients
+// come first. Rows whose release came with those of other units, at the end of a backward graph, go apart (they would hold back the large
+// weights of their unit until then), after the others, and lowest unit first, being due in that order now.
+std::vector<std::vector<const CommitItem*>> Engine::launches(const std::vector<const CommitItem*>& items) {
+  std::map<const Event*, std::set<int>> units;
+  for (const CommitItem* item : items) units[at(item->row).released.get()].insert(at(item->row).spec.unit);
+  using Key = std::tuple<bool, int, int>;  // released with other units, dtype then unit or -unit then dtype
+  std::map<Key, std::vector<const CommitItem*>> groups;
+  for (const CommitItem* item : items) {
+    const Row& row = at(item->row);
+    const bool late = units[row.released.get()].size() > 1;
+    groups[late ? Key{true, row.spec.dtype, row.spec.unit} : Key{false, -row.spec.unit, row.spec.dtype}].push_back(item);
+  }
+  std::vector<std::vector<const CommitItem*>> found;
+  int64_t params = 0;  // of the last launch; small late ones are joined to it
+  int joined_dtype = -1;
+  for (auto& [key, group] : groups) {
+    const int dtype = std::get<0>(key) ? std::get<1>(key) : -1;
+    if (dtype < 0 || dtype != joined_dtype || params >= kLaunchParams) {
+      found.emplace_back();
+      params = 0;
+    }
+    joined_dtype = dtype;
+    for (const CommitItem* item : group) params += at(item->row).spec.numel;
+    found.back().insert(found.back().end(), group.begin(), group.end());
+  }
+  return found;
+}
+
+// Rows of one group in one launch, behind one event: queues of streams are short, and a full one blocks the launching thread.
 void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end) {
   std::set<EventPtr> awaited;
   std::vector<DeviceUpdate> updates;
