@@ -41,13 +41,18 @@ class GradDestinations:
 
     def elsewhere(self, rows: frozenset[int]) -> Elsewhere:
         """Which of `rows` get no `.grad` from the backward that runs on this thread; none of them outside of one."""
-        if rows not in self._accumulators:
-            self._accumulators[rows] = self._nodes_of(rows)
-        if will_all_accumulate(self._accumulators[rows]):
+        known = self._accumulators.get(rows)
+        if known is not None and will_all_accumulate(known):
             return NOWHERE_ELSE
-        self._accumulators[rows] = nodes = self._nodes_of(rows)  # one that torch has replaced is in no graph
-        found = dict(zip(rows, map(leaf_gradient, nodes), strict=True))
-        return Elsewhere(_having(found.items(), LeafGradient.RETURNED), _having(found.items(), LeafGradient.UNWANTED))
+        # A parameter that was frozen since the forward accumulates nothing, and torch gives no node for it.
+        frozen = frozenset(row for row in rows if not self._parameters[row].requires_grad)
+        nodes = self._nodes_of(rows - frozen)  # anew: one that torch has replaced is in no graph
+        if not frozen:
+            self._accumulators[rows] = nodes
+            if will_all_accumulate(nodes):
+                return NOWHERE_ELSE
+        found = dict(zip(rows - frozen, map(leaf_gradient, nodes), strict=True))
+        return Elsewhere(_having(found.items(), LeafGradient.RETURNED), _having(found.items(), LeafGradient.UNWANTED) | frozen)
 
     def _nodes_of(self, rows: frozenset[int]) -> list[Node]:
         return [accumulator(self._parameters[row]) for row in rows]
