@@ -29,7 +29,7 @@ from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM
 
 if TYPE_CHECKING:
-    from hytrain_fx.runtime.memory_estimate import MemoryEstimate
+    from hytrain_fx.runtime.memory_estimate import MemoryInUse
     from hytrain_fx.runtime.startup import Startup
 
 # Waits and device updates below this share of the step are not worth a word.
@@ -52,25 +52,6 @@ class Measured:
     cpu_update_us: tuple[float | None, ...]
     step_us: float | None
     step_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryInUse:
-    """Bytes in use: weights, states resting on the device, states and slots on the host and how much of them is pinned, and
-    what the engine has on the device: the ring for gradients on their way to the host, the staging area of streamed states.
-
-    device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations included; None on the CPU
-    estimate             what was estimated for the present placement before it was allocated
-    """
-
-    device_states_bytes: int
-    host_bytes: int
-    ring_bytes: int
-    device_peak_bytes: int | None = None
-    weights_bytes: int = 0
-    staging_bytes: int = 0
-    pinned_bytes: int = 0
-    estimate: MemoryEstimate | None = None
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hytrain_fx.explain.report import MemoryInUse
 from hytrain_fx.explain.startup_text import estimate_text, memory_text, startup_text
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.memory_estimate import MemoryEstimate, RowSize, estimate_memory
+from hytrain_fx.runtime.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
 from hytrain_fx.runtime.slabs import HostSlab
 from hytrain_fx.runtime.startup import StartupClock
 

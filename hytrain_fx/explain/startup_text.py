@@ -9,8 +9,7 @@ from hytrain_fx.explain.tables import table
 from hytrain_fx.runtime.startup import Phase, Startup
 
 if TYPE_CHECKING:
-    from hytrain_fx.explain.report import MemoryInUse
-    from hytrain_fx.runtime.memory_estimate import MemoryEstimate
+    from hytrain_fx.runtime.memory_estimate import MemoryEstimate, MemoryInUse
 
 _NONE = "-"
 PHASE_WORDS = {

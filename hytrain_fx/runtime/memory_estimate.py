@@ -73,6 +73,25 @@ class MemoryEstimate:
         return self.host_states_bytes + self.host_slots_bytes + self.host_streamed_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryInUse:
+    """Bytes in use: weights, states resting on the device, states and slots on the host and how much of them is pinned, and
+    what the engine has on the device: the ring for gradients on their way to the host, the staging area of streamed states.
+
+    device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations included; None on the CPU
+    estimate             what was estimated for the present placement before it was allocated
+    """
+
+    device_states_bytes: int
+    host_bytes: int
+    ring_bytes: int
+    device_peak_bytes: int | None = None
+    weights_bytes: int = 0
+    staging_bytes: int = 0
+    pinned_bytes: int = 0
+    estimate: MemoryEstimate | None = None
+
+
 def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:
     """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
     of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}

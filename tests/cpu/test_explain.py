@@ -18,9 +18,10 @@ from hytrain_fx.cost_model.planner import compare, plan, predict, prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.plan_text import place_of, plan_text
-from hytrain_fx.explain.report import Explanation, Measured, MemoryInUse, binding_constraint
+from hytrain_fx.explain.report import Explanation, Measured, binding_constraint
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.runtime.memory_estimate import MemoryInUse
 
 from ..null.profiles import prefix, profiles, uniform
 from .explained import compiled
