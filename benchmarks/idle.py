@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.case import CannotRun
-from benchmarks.intervals import length, union
 from benchmarks.trace import events, spans
+from hytrain_fx.explain.intervals import length, union
 
 TRACED_STEPS = 3
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from benchmarks.case import CannotRun
 from benchmarks.idle import TRACED_STEPS
-from benchmarks.intervals import length, share_inside, union
 from benchmarks.trace import Event, busiest_stream, document, spans
 from hytrain_fx.api import session_of
+from hytrain_fx.explain.intervals import Interval, length, share_inside, union
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 
 
@@ -60,14 +60,19 @@ def overlap(events: list[Event]) -> dict[str, float]:
     d2h, h2d = (union(spans(events, "gpu_memcpy", direction)) for direction in ("DtoH", "HtoD"))
     return {
         "cpu_update_s": length(cpu) / 1e6,
-        "cpu_update_during_kernels": share_inside(cpu, compute),
+        "cpu_update_during_kernels": share_during(cpu, compute),
         "d2h_s": length(d2h) / 1e6,
-        "d2h_during_kernels": share_inside(d2h, compute),
+        "d2h_during_kernels": share_during(d2h, compute),
         "h2d_s": length(h2d) / 1e6,
-        "h2d_during_kernels": share_inside(h2d, compute),
+        "h2d_during_kernels": share_during(h2d, compute),
         "compute_busy_s": length(compute) / 1e6,
         "span_s": (compute[-1][1] - compute[0][0]) / 1e6 if compute else 0.0,
     }
+
+
+def share_during(inner: Iterable[Interval], outer: Iterable[Interval]) -> float:
+    """Share 0..1 of `inner`'s time that lies inside `outer`, as a row has it: 0 where `inner` is empty."""
+    return share_inside(inner, outer) or 0.0
 
 
 def _update_events(records: Iterable[TaskRecord], shift_us: float) -> list[Event]:

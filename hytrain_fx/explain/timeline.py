@@ -11,7 +11,6 @@ Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedul
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hytrain_fx.cost_model.measure import Mark
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.intervals import Interval, share_inside
 from hytrain_fx.explain.timeline_text import timeline_text
 from hytrain_fx.explain.trace_file import trace_json, write_png
 from hytrain_fx.ir.schedule import Schedule
@@ -81,7 +81,7 @@ class Timeline:
         """Share 0..1 of the CPU updates' time that ran while the device computed a forward or backward; None without CPU updates."""
         updates = [(s.begin_us, s.end_us) for s in self.spans if s.kind is TaskKind.CPU_UPDATE]
         computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
-        return shared_time(updates, computing)
+        return share_inside(updates, computing)
 
     def text(self, width: int = 120) -> str:
         """Lanes of `width` characters each."""
@@ -135,36 +135,12 @@ def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
     return Timeline(tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(unit_names), "predicted")
 
 
-def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[tuple[float, float]]) -> float | None:
+def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[Interval]) -> float | None:
     """Share 0..1 of the CPU updates' time in which the device was busy; None when no CPU update was recorded.
 
     device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any order
     """
-    return shared_time([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
-
-
-def shared_time(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float | None:
-    """Share of the length of `spans` that lies in the union of `others`; None where `spans` have no length."""
-    union = _union(others)
-    ends = [end for _, end in union]
-    total = inside = 0.0
-    for begin, end in spans:
-        total += end - begin
-        for left, right in itertools.islice(union, bisect_left(ends, begin), None):
-            if left >= end:
-                break
-            inside += min(right, end) - max(left, begin)
-    return inside / total if total > 0 else None
-
-
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
+    return share_inside([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
 
 
 def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:

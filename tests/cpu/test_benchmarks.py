@@ -21,11 +21,11 @@ from benchmarks import __main__ as command_line
 from benchmarks import cases, figures, largest, llama, steps, sweep, table
 from benchmarks.case import MODES, CannotRun, Case
 from benchmarks.cases import Claim
-from benchmarks.intervals import Interval, length, share_inside, union
-from benchmarks.overlap import overlap
+from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import Launch, measure, run_case
 from hytrain_fx.cost_model.device import find_device
+from hytrain_fx.explain.intervals import Interval, length, union
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}
 TINY = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]
@@ -321,7 +321,7 @@ def test_unions_and_shares_count_moments(inner: list[Interval], outer: list[Inte
     moments = [{at for begin, end in intervals for at in range(int(begin), int(end))} for intervals in (inner, outer)]
     assert length(union(inner)) == len(moments[0])
     expected = len(moments[0] & moments[1]) / len(moments[0]) if moments[0] else 0.0
-    assert math.isclose(share_inside(union(inner), union(outer)), expected)
+    assert math.isclose(share_during(union(inner), union(outer)), expected)
 
 
 def test_overlap_counts_the_compute_stream_only() -> None:

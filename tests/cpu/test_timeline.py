@@ -15,7 +15,8 @@ from hytrain_fx.cost_model.measure import Mark
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
-from hytrain_fx.explain.timeline import LETTERS, Span, Timeline, device_spans, from_records, from_schedule, overlap_share, shared_time
+from hytrain_fx.explain.intervals import share_inside, shared_time
+from hytrain_fx.explain.timeline import LETTERS, Span, Timeline, device_spans, from_records, from_schedule, overlap_share
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
 from hytrain_fx.runtime.engine import Stage, TaskRecord
@@ -29,11 +30,12 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambd
 @given(spans=INTERVALS, others=INTERVALS)
 @settings(deadline=None)
 def test_shared_time_counts_each_instant(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    """The share is that of unit cells inside the union of the others, whatever overlaps whatever."""
+    """Time and share are those of unit cells inside the union of the others, whatever overlaps whatever."""
     inside = {cell for begin, end in others for cell in range(begin, end)}
     cells = [cell for begin, end in spans for cell in range(begin, end)]
     expected = sum(cell in inside for cell in cells) / len(cells) if cells else None
-    assert shared_time(spans, others) == pytest.approx(expected)
+    assert share_inside(spans, others) == pytest.approx(expected)
+    assert shared_time(spans, others) == sum(cell in inside for cell in cells)
 
 
 def test_only_cpu_updates_count_as_overlap() -> None:
