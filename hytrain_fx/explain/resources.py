@@ -15,7 +15,7 @@ from hytrain_fx.explain.startup_text import estimate_text, memory_text, startup_
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
-from hytrain_fx.runtime.slabs import HostSlab
+from hytrain_fx.runtime.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.startup import StartupClock
 
 _log = logging.getLogger("hytrain_fx")
@@ -49,7 +49,7 @@ class Resources:
         estimate = self.estimate(placement)
         on_device = [of for of, place in zip(states, placement, strict=True) if place is Placement.GPU]
         on_host = [of for of, place in zip(states, placement, strict=True) if place is not Placement.GPU]
-        host_bytes = sum(-(-tensor.nbytes // 64) * 64 for of in on_host for tensor in _tensors(of))
+        host_bytes = sum(padded_bytes(tensor.nbytes) for of in on_host for tensor in _tensors(of))
         fp32_weights = sum(row.weight_bytes for row, place in zip(self._rows, placement, strict=True)
                            if place is Placement.GPU and row.itemsize == 4)
         return MemoryInUse(

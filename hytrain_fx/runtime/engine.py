@@ -19,6 +19,9 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 
 # Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
 CHUNK_PARAMS = 4 << 20
+# Chunks of streamed states on the device at once: one being filled, one updated, one emptied, and as many again against hiccups.
+STAGING_SLOTS = 6
+_STAGING_ALIGN_PARAMS = 64
 # A gradient may carry this many logged multiplications; more are made on the real tensor.
 MAX_FACTORS = 4
 
@@ -86,6 +89,16 @@ class TaskRecord:
     worker: int
     begin_us: float
     end_us: float
+
+
+def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:
+    """Slots, arrays in each, fp32 elements in each array: the device memory that the states of streamed rows pass through.
+
+    largest_params   of the largest of them
+    arrays           fp32 tensors that make up the states of a row: 3, with amsgrad 4
+    """
+    params = min(largest_params, CHUNK_PARAMS)
+    return STAGING_SLOTS, arrays, -(-params // _STAGING_ALIGN_PARAMS) * _STAGING_ALIGN_PARAMS
 
 
 def engine_error(message: str, names: Sequence[str]) -> EngineError:

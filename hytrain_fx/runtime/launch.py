@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ import torch
 from hytrain_fx.config import Config
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores, worker_cores
 
-# Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area: six chunks of
-# three fp32 tensors). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
-STAGING_BYTES = 6 * CHUNK_PARAMS * 3 * 4
+# Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area, of three fp32
+# tensors a row). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
+STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, 3)) * 4
 TRANSIT_BYTES = 640_000_000
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 

@@ -10,16 +10,15 @@ Activations are not part of it: what the compiled graphs keep for the backward i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.runtime.engine import CHUNK_PARAMS
-from hytrain_fx.runtime.slabs import ALIGN_BYTES
+from hytrain_fx.runtime.engine import staging_shape
+from hytrain_fx.runtime.slabs import padded_bytes
 
 FP32_BYTES = 4
-STAGING_SLOTS = 6  # chunks of streamed states on the device at once
-_STAGING_ALIGN_PARAMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +113,7 @@ def staging_bytes(streamed: Sequence[RowSize]) -> int:
     """Device memory that the states of these rows pass through: slots for one chunk of the largest, 0 without any."""
     if not streamed:
         return 0
-    chunk = min(max(row.numel for row in streamed), CHUNK_PARAMS)
-    params = -(-chunk // _STAGING_ALIGN_PARAMS) * _STAGING_ALIGN_PARAMS
-    return STAGING_SLOTS * max(row.fp32_tensors for row in streamed) * params * FP32_BYTES
-
-
-def padded_bytes(nbytes: int) -> int:
-    """Bytes that a part of a slab uses up."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return math.prod(staging_shape(max(row.numel for row in streamed), max(row.fp32_tensors for row in streamed))) * FP32_BYTES
 
 
 def _host_bytes(rows: Iterable[RowSize]) -> int:

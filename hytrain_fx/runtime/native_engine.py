@@ -15,7 +15,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
+from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error, staging_shape
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_upload.cpp",
@@ -24,8 +24,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
-# Chunks of streamed states on the device at once: one being filled, one updated, one emptied, and as many again against hiccups.
-_STAGING_SLOTS = 6
 
 
 class _RowSpec(Structure):
@@ -165,17 +163,17 @@ class NativeEngine:
         self._call("place_on_device", row, byref(_DeviceStates(*map(_pointer, pointers))))
 
     def place_streamed(self, row: int, states: RowStates) -> None:
-        self._require_staging(min(states.master.numel(), CHUNK_PARAMS), 3 if states.max_exp_avg_sq is None else 4)
+        self._require_staging(staging_shape(states.master.numel(), 3 if states.max_exp_avg_sq is None else 4))
         pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, None)
         self._states[row] = states
         self._call("place_streamed", row, byref(_HostStates(*map(_pointer, pointers))))
 
-    def _require_staging(self, slot_params: int, arrays: int) -> None:
+    def _require_staging(self, needed: tuple[int, int, int]) -> None:
         """Staging slots of at least that shape; replaced only while no row is in flight."""
-        slots, present_arrays, present_params = (0, 0, 0) if self._staging is None else self._staging.shape
-        if slots and arrays <= present_arrays and slot_params <= present_params:
+        present = (0, 0, 0) if self._staging is None else tuple(self._staging.shape)
+        shape = tuple(map(max, needed, present))
+        if shape == present:
             return
-        shape = (_STAGING_SLOTS, max(arrays, present_arrays), max(-(-slot_params // 64) * 64, present_params))
         staging = torch.empty(shape, dtype=torch.float32, device=self._device)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # kernels before this point may still use what the memory was

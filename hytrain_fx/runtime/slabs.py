@@ -118,7 +118,12 @@ class HostSlab:
 
 def slab_bytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes that `take(numel, dtype)` uses up."""
-    return -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+    return padded_bytes(numel * dtype.itemsize)
+
+
+def padded_bytes(nbytes: int) -> int:
+    """Bytes that a part of `nbytes` uses up of a slab."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def pin_slabs(slabs: Sequence[HostSlab], device: torch.device) -> Pinning | None:

@@ -13,6 +13,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
 from hytrain_fx.runtime.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
 from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.slabs import padded_bytes
 from hytrain_fx.runtime.states import StateStore
 
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
@@ -67,7 +68,7 @@ def test_it_is_what_is_allocated(rows: Rows) -> None:
         if place is Placement.GPU:
             device += sum(tensor.nbytes for tensor in found[size.itemsize == 4 :])
         else:
-            host += sum(-(-tensor.nbytes // 64) * 64 for tensor in found)
+            host += sum(padded_bytes(tensor.nbytes) for tensor in found)
     assert (host, device) == (estimate.host_bytes, estimate.device_states_bytes)
 
 

@@ -96,25 +96,29 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
 // come first. Rows whose release came with those of other units, at the end of a backward graph, go apart (they would hold back the large
 // weights of their unit until then), after the others, and lowest unit first, being due in that order now.
 std::vector<std::vector<const CommitItem*>> Engine::launches(const std::vector<const CommitItem*>& items) {
+  using Launch = std::vector<const CommitItem*>;
   std::map<const Event*, std::set<int>> units;
   for (const CommitItem* item : items) units[at(item->row).released.get()].insert(at(item->row).spec.unit);
-  using Key = std::tuple<bool, int, int>;  // released with other units, dtype then unit or -unit then dtype
-  std::map<Key, std::vector<const CommitItem*>> groups;
+  std::map<std::pair<int, int>, Launch> early, late;  // by -unit and dtype, by dtype and unit
   for (const CommitItem* item : items) {
     const Row& row = at(item->row);
-    const bool late = units[row.released.get()].size() > 1;
-    groups[late ? Key{true, row.spec.dtype, row.spec.unit} : Key{false, -row.spec.unit, row.spec.dtype}].push_back(item);
+    const int unit = row.spec.unit, dtype = row.spec.dtype;
+    if (units[row.released.get()].size() > 1) {
+      late[{dtype, unit}].push_back(item);
+    } else {
+      early[{-unit, dtype}].push_back(item);
+    }
   }
-  std::vector<std::vector<const CommitItem*>> found;
-  int64_t params = 0;  // of the last launch; small late ones are joined to it
+  std::vector<Launch> found;
+  for (auto& [key, group] : early) found.push_back(std::move(group));
+  int64_t params = kLaunchParams;  // of the last launch; small ones are joined to it
   int joined_dtype = -1;
-  for (auto& [key, group] : groups) {
-    const int dtype = std::get<0>(key) ? std::get<1>(key) : -1;
-    if (dtype < 0 || dtype != joined_dtype || params >= kLaunchParams) {
+  for (auto& [key, group] : late) {
+    if (key.first != joined_dtype || params >= kLaunchParams) {
       found.emplace_back();
       params = 0;
     }
-    joined_dtype = dtype;
+    joined_dtype = key.first;
     for (const CommitItem* item : group) params += at(item->row).spec.numel;
     found.back().insert(found.back().end(), group.begin(), group.end());
   }
