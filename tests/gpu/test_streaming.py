@@ -16,7 +16,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 
 from ..cpu.test_placements import plan_of
-from .test_training import ADAMW, STEPS, Net, batches, build, deterministic, loss_of, plain
+from .feed_forward import ADAMW, STEPS, assert_step_returns_early, batches, build, deterministic, loss_of, plain
 
 __all__ = ["deterministic"]  # the fixture, for this file too
 
@@ -67,27 +67,7 @@ def test_streaming_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | 
 
 def test_step_returns_while_the_backward_still_runs() -> None:
     """Streaming does not hold the launching thread: step() has returned before the backward's last kernel has run."""
-    torch.manual_seed(0)
-    net = Net(width=1536, blocks=8).to(torch.bfloat16).cuda()
-    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
-    session, data = session_of(model), batches()
-    for step in range(5):
-        if step == 2:
-            session.place(plan_of(session, MIXTURES["beside the CPU"]))
-        loss_of(model, next(data)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    session.drain()
-    tokens = next(data)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(4_000_000_000)  # about two seconds
-    loss_of(model, tokens).backward()
-    end = torch.cuda.Event()
-    end.record()
-    optimizer.step()
-    assert not end.query()
-    optimizer.zero_grad()
-    hytrain_fx.close(model)
+    assert_step_returns_early(0, MIXTURES["beside the CPU"])
 
 
 @pytest.mark.parametrize("place", [Placement.GPU, Placement.STREAM], ids=str)
