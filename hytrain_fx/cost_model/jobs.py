@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.host_memory import traffic_bytes
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
@@ -28,12 +29,16 @@ _STREAMED_UPDATE, _COMPUTE, _COPY, _LATE = -1, 0, 1, 2
 
 @dataclass(eq=False)
 class Job:
-    """A piece of a task: runs on its resource for `us` once all jobs before it are done; the lowest urgency goes first."""
+    """A piece of a task: runs on its resource for `us` once all jobs before it are done; the lowest urgency goes first.
+
+    `host_bytes` is what it reads and writes of host memory.
+    """
 
     task: TaskId
     us: float
     urgency: tuple[int, ...]
     waits_for: int = 0
+    host_bytes: float = 0.0
     then: list[Job] = field(default_factory=list)
     done: bool = False
 
@@ -132,9 +137,11 @@ def _streamed(
     share = row.numel / unit.params / chunks
     for chunk in range(chunks):
         key = (unit.index, row.begin, chunk)
-        load = Load(TaskId(TaskKind.STREAM_IN, unit.index), unit.stream_in_us * share, (_COPY, *key), gradient=gradient)
+        load = Load(TaskId(TaskKind.STREAM_IN, unit.index), unit.stream_in_us * share, (_COPY, *key),
+                    host_bytes=share * traffic_bytes(unit, TaskKind.STREAM_IN), gradient=gradient)
         update = Job(TaskId(TaskKind.GPU_UPDATE, unit.index), unit.gpu_update_us * share, (_STREAMED_UPDATE, *key))
-        store = Job(TaskId(TaskKind.STREAM_OUT, unit.index), unit.stream_out_us * share, (_LATE, *key))
+        store = Job(TaskId(TaskKind.STREAM_OUT, unit.index), unit.stream_out_us * share, (_LATE, *key),
+                    host_bytes=share * traffic_bytes(unit, TaskKind.STREAM_OUT))
         update.after(load, gradient)
         store.after(update)
         due.after(update)
@@ -150,7 +157,8 @@ def _chains(unit: UnitProfile, row: PlanRow, chunk_params: int | None) -> Iterat
     chunks = math.ceil(row.numel / chunk_params) if chunk_params else 1
     share = row.numel / unit.params / chunks
     for chunk in range(chunks):
-        chain = [Job(TaskId(kind, unit.index), us * share, (_COPY, unit.index, row.begin, chunk)) for kind, us in times.items()]
+        chain = [Job(TaskId(kind, unit.index), us * share, (_COPY, unit.index, row.begin, chunk),
+                     host_bytes=share * traffic_bytes(unit, kind)) for kind, us in times.items()]
         for before, after in itertools.pairwise(chain):
             after.after(before)
         yield chain

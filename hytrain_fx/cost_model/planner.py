@@ -20,6 +20,7 @@ from hytrain_fx.cost_model.budget import Budget
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
 from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.cost_model.reasons import (
     balance_reason,
     capped_reason,
@@ -215,7 +216,8 @@ class _Maker:
 
     def _windows(self, guard: float) -> Windows:
         return windows_of(self.profile, guard=guard, chunk_params=self.discipline.chunk_params,
-                          updates_in_backward=self.discipline.commit_at == "backward_start")
+                          updates_in_backward=self.discipline.commit_at == "backward_start",
+                          one_barrier=self.discipline.barrier != "none")
 
 
 def prefix_plan(
@@ -256,7 +258,8 @@ def predict(
     """What `plan` is expected to cost on `profile`: simulated times, and bytes by tier.
 
     `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a slot for their gradients (in) and
-    new weights (out). `stream_bytes` cross the link in each direction in a step.
+    new weights (out). `stream_bytes` cross the link in each direction in a step. Of host memory is told how much of its bandwidth is
+    left where the profile knows it.
     """
     schedule = simulate(profile, plan, discipline)
 
@@ -265,6 +268,7 @@ def predict(
                    for row in plan.rows if row.placement in places)
 
     stream_bytes = host_state_bytes_per_param * plan.numel(Placement.STREAM)
+    rate, moved_bytes = bytes_per_us(profile), _host_traffic_bytes(profile, plan)
     return {
         "step_us": schedule.makespan_us,
         "compute_us": profile.forward_us + profile.backward_us,
@@ -273,10 +277,20 @@ def predict(
         "cpu_update_us": schedule.busy_us(Resource.CPU),
         "gpu_idle_share": schedule.idle_share(Resource.GPU),
         "cpu_idle_share": schedule.idle_share(Resource.CPU),
+        "d2h_idle_share": schedule.idle_share(Resource.D2H),
+        "h2d_idle_share": schedule.idle_share(Resource.H2D),
+        **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - moved_bytes / rate / schedule.makespan_us)}),
         "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
         "host_bytes": host_state_bytes_per_param * plan.numel(Placement.CPU) + of("grad_bytes", Placement.CPU) + stream_bytes,
         "stream_bytes": stream_bytes,
     }
+
+
+def _host_traffic_bytes(profile: Profile, plan: Plan) -> float:
+    """What a step reads and writes of host memory."""
+    bytes_of = {Placement.CPU: cpu_bytes, Placement.STREAM: streamed_bytes}
+    return sum(row.numel / profile.units[row.unit].params * bytes_of[row.placement](profile.units[row.unit])
+               for row in plan.rows if row.placement in bytes_of)
 
 
 def _balance_notes(balance: Balance, profile: Profile) -> tuple[str, ...]:
@@ -317,7 +331,8 @@ def _inputs(profile: Profile, guard: float, share: float, budget: Budget) -> dic
         "steps_measured": float(profile.steps),
     }
     alpha = profile.alpha if math.isfinite(profile.alpha) else None
-    known = {"alpha": alpha, "budget_bytes": budget.device_bytes, "tokens": profile.tokens}
+    known = {"alpha": alpha, "budget_bytes": budget.device_bytes, "tokens": profile.tokens,
+             "host_memory_gb_per_s": profile.host_memory_gb_per_s}
     if profile.can_stream:
         inputs["budget_counts_streamed"] = float(budget.counts_streamed)
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}

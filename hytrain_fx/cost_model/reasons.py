@@ -6,7 +6,8 @@ from hytrain_fx.cost_model.equation import Balance
 from hytrain_fx.cost_model.figures import bytes_text, time_text
 from hytrain_fx.cost_model.windows import Windows
 
-RESOURCE_WORDS = {"cpu": "CPU updates", "d2h": "gradient copies to the host", "h2d": "weight copies to the device"}
+RESOURCE_WORDS = {"cpu": "CPU updates", "d2h": "gradient copies to the host", "h2d": "weight copies to the device",
+                  "host_memory": "reads and writes of host memory"}
 STREAMED_WORDS = {**RESOURCE_WORDS, "d2h": "copies to the host", "h2d": "copies to the device"}  # states cross the link too
 
 

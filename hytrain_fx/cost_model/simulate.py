@@ -3,7 +3,8 @@
 Each share is cut into chunks, a chunk goes copy out -> update -> copy back, and a queue may change to a more urgent
 unit between chunks. The device computes whenever it can and fills its waits with its own updates. A streamed chunk waits
 for a staging slot; whenever one is free it goes to the lowest unit whose gradient is there, else to the highest unit not yet
-loaded. Copies of streamed states share the link with gradients and new weights, which go first.
+loaded. Copies of streamed states share the link with gradients and new weights, which go first. Where the bandwidth of the host's memory is
+known, CPU updates and copies that run at once share it (`sharing.py`).
 
 One period is played: from the start of a backward to the end of the next forward. It is the steady state as it stands, because
 no forward ends before every update has: when the next backward starts, at most the last staging slots are still on their way
@@ -16,7 +17,9 @@ import heapq
 from collections.abc import Iterator
 
 from hytrain_fx.cost_model.discipline import CHUNK_PARAMS, Barrier, CommitAt, Discipline, Order
+from hytrain_fx.cost_model.host_memory import bytes_per_us
 from hytrain_fx.cost_model.jobs import Job, Load, step_jobs
+from hytrain_fx.cost_model.sharing import Running
 from hytrain_fx.cost_model.staging import Staging
 from hytrain_fx.ir.plan import Plan, validate
 from hytrain_fx.ir.profile import Profile
@@ -34,7 +37,7 @@ def simulate(profile: Profile, plan: Plan, discipline: Discipline | None = None)
     validate(plan, profile.units)
     discipline = discipline or Discipline()
     step = step_jobs(profile, plan, discipline)
-    intervals = _Play(step.jobs, discipline.order, step.slots).run()
+    intervals = _Play(step.jobs, discipline.order, step.slots, bytes_per_us(profile)).run()
     end_us = max(i.end_us for i in intervals if i.task.kind == TaskKind.FORWARD)
     return Schedule(tuple(_merged(_until(end_us, intervals))), end_us, _stalls(profile, intervals))
 
@@ -42,17 +45,18 @@ def simulate(profile: Profile, plan: Plan, discipline: Discipline | None = None)
 class _Play:
     """List scheduling: whenever a resource is free it takes the most urgent job that is ready."""
 
-    def __init__(self, jobs: list[Job], order: Order, slots: int) -> None:
+    def __init__(self, jobs: list[Job], order: Order, slots: int, host_bytes_per_us: float | None) -> None:
         self._jobs, self._order = jobs, order
+        self._running = Running(host_bytes_per_us)
         self._ready: dict[Resource, list[tuple[tuple[int, ...], int, Job]]] = {resource: [] for resource in Resource}
         self._staging = Staging(slots, jobs)
         self._arrivals = 0
 
     def run(self) -> list[Interval]:
         """What ran when, in order of start."""
-        running: list[tuple[float, int, Job]] = []
         busy: set[Resource] = set()
-        intervals: list[Interval] = []
+        begun: list[tuple[Job, float]] = []
+        end_us: dict[Job, float] = {}
         now_us = 0.0
         for job in self._jobs:
             if not job.waits_for:
@@ -64,14 +68,13 @@ class _Play:
                 if queue and resource not in busy:
                     _, _, job = heapq.heappop(queue)
                     busy.add(resource)
-                    self._arrivals += 1
-                    heapq.heappush(running, (now_us + job.us, self._arrivals, job))
-                    intervals.append(Interval(job.task, resource, now_us, now_us + job.us))
-            if not running:
-                return intervals
-            now_us = running[0][0]
-            while running and running[0][0] == now_us:
-                _, _, done = heapq.heappop(running)
+                    self._running.start(job, now_us)
+                    begun.append((job, now_us))
+            if not self._running:
+                return [Interval(job.task, job.resource, start_us, end_us[job]) for job, start_us in begun]
+            now_us, ended = self._running.until_next_end(now_us)
+            for done in ended:
+                end_us[done] = now_us
                 busy.discard(done.resource)
                 self._finish(done)
 

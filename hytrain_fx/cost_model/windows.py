@@ -15,6 +15,7 @@ and a prefix is the best set of its size.
 With a share y of every other unit streamed, states crossing the link and the update running on the device, the same rows hold with
 
     A = A_k + y (A_n - A_k)      cpu (1-y)      d2h (1-y) gradients + y states out      h2d (1-y) weights + y states in
+    host_memory  (1-y) bytes of a CPU update with its copies + y bytes of states in and out, over the bandwidth where that is known
 
 All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a given k.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hytrain_fx.cost_model.equation import better_neighbour
+from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.ir.profile import Profile
 
 
@@ -114,10 +116,15 @@ def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], *,
     return tuple(accumulate(lengths[:-1], initial=0.0))
 
 
-def windows_of(profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool) -> Windows:
-    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host always start in the backward."""
+def windows_of(
+    profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool, one_barrier: bool = False
+) -> Windows:
+    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host always start in the backward.
+
+    With `one_barrier` the whole forward waits for all updates, so that no window has forward time in it.
+    """
     units = profile.units
-    forward, backward = [u.forward_us for u in units], [u.backward_us for u in units]
+    forward, backward = [0.0 if one_barrier else u.forward_us for u in units], [u.backward_us for u in units]
     lengths = {"cpu": window_lengths(forward, backward, updates_in_backward=updates_in_backward)}
     lengths["h2d"] = lengths["cpu"]
     lengths["d2h"] = window_lengths(forward, backward, updates_in_backward=True)
@@ -129,4 +136,8 @@ def windows_of(profile: Profile, *, guard: float, chunk_params: int | None, upda
     windows = {q: tuple(w - share * (whole - own) for w, share, whole, own in zip(lengths[q], chunk, pipeline, costs[q], strict=True))
                for q in costs}
     streamed = {"d2h": tuple(u.stream_out_us for u in units), "cpu": (0.0,) * len(units), "h2d": tuple(u.stream_in_us for u in units)}
+    if (rate := bytes_per_us(profile)) is not None:
+        windows["host_memory"] = lengths["cpu"]
+        costs["host_memory"] = tuple(guard * cpu_bytes(u) / rate for u in units)
+        streamed["host_memory"] = tuple(streamed_bytes(u) / rate for u in units)
     return Windows(windows, costs, tuple(u.gpu_update_us for u in units), streamed)

@@ -72,7 +72,9 @@ class Profile:
 
     `tokens` is the size of one micro-batch where known; `peak_bytes` the highest device memory in use while measuring,
     `free_device_bytes` what was left then for optimizer states; `steps` counts the steps measured, 0 = estimated.
-    Raises PlanError when the units are not numbered 0..n-1 in order.
+    `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second, None = not known: then times are taken as they
+    are, and only what was measured in place counts what copies and updates take from one another.
+    Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not positive.
     """
 
     units: tuple[UnitProfile, ...]
@@ -83,8 +85,12 @@ class Profile:
     peak_bytes: int | None = None
     free_device_bytes: int | None = None
     steps: int = 0
+    host_memory_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        bandwidth = self.host_memory_gb_per_s
+        if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+            raise PlanError(f"found a host memory bandwidth of {bandwidth} GB/s, expected more than 0, or None where it is not known")
         if not self.units or [u.index for u in self.units] != list(range(len(self.units))):
             raise PlanError(f"units must be numbered 0..n-1 in forward order, found {[u.index for u in self.units]}")
 

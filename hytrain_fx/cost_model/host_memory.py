@@ -1,0 +1,45 @@
+"""Bytes of host memory that updates move.
+
+    bytes a parameter           16-bit parameters                          fp32 parameters
+    gradient to the host        2  written by the copy                     4
+    update by the CPU           2  gradient read, 24 states read and       4 + 24; the new weight is the master itself
+                                   written, 2 new weight written
+    new weight to the device    2  read by the copy                        4
+    sum                         32                                         36
+    streamed                    12 states read, 12 written: 24             24
+"""
+
+from __future__ import annotations
+
+from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, TaskKind
+
+MASTER_BYTES = 4  # a gradient as wide as this belongs to a parameter that is its own master: its slot takes no new weight
+
+
+def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
+    """What one task of the whole unit reads and writes of host memory."""
+    states = STATE_BYTES_PER_PARAM * unit.params
+    if kind in (TaskKind.D2H, TaskKind.H2D):
+        return unit.grad_bytes
+    if kind in (TaskKind.STREAM_IN, TaskKind.STREAM_OUT):
+        return states
+    if kind is TaskKind.CPU_UPDATE:
+        weight_out = unit.grad_bytes if unit.grad_bytes < MASTER_BYTES * unit.params else 0
+        return 2 * states + unit.grad_bytes + weight_out
+    return 0.0
+
+
+def cpu_bytes(unit: UnitProfile) -> float:
+    """All that an update of the unit by the CPU moves, with its copies."""
+    return sum(traffic_bytes(unit, kind) for kind in (TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D))
+
+
+def streamed_bytes(unit: UnitProfile) -> float:
+    """All that a streamed update of the unit moves."""
+    return traffic_bytes(unit, TaskKind.STREAM_IN) + traffic_bytes(unit, TaskKind.STREAM_OUT)
+
+
+def bytes_per_us(profile: Profile) -> float | None:
+    """Bandwidth of the host's memory; None where the profile does not know it."""
+    return None if profile.host_memory_gb_per_s is None else 1e3 * profile.host_memory_gb_per_s
