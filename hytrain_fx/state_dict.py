@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session import Session
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -19,7 +20,7 @@ def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]
     for row, parameter in enumerate(session.table.parameters):
         if session.builder.steps[row] == 0:
             continue  # torch, too, has no state for a parameter before its first step
-        states = session.states[row]
+        states = session.states.whole(row)
         entry = {"step": torch.tensor(float(session.builder.steps[row]))}
         for name in _MOMENTS:
             if (flat := getattr(states, name)) is not None:
@@ -59,19 +60,16 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     states, parameter = session.states[row], session.table.parameters[row]
     if saved is None:
         session.builder.steps[row] = 0
-        session.states.take_weight(row)  # as fresh as its moments
         for name in _MOMENTS:
             if (flat := getattr(states, name)) is not None:
                 flat.zero_()
+        session.states.take_weight(row)  # as fresh as its moments
         return
     session.builder.steps[row] = int(saved["step"])
-    for name in _MOMENTS:
-        if (flat := getattr(states, name)) is not None:
-            _view(flat, parameter).copy_(saved[name])
-    if "master" in saved and parameter.dtype != torch.float32:
-        _view(states.master, parameter).copy_(saved["master"])
-    else:
-        session.states.take_weight(row)
+    master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
+    first, second = (_flat(saved[name], parameter) for name in ("exp_avg", "exp_avg_sq"))
+    largest = None if states.max_exp_avg_sq is None else _flat(saved["max_exp_avg_sq"], parameter)
+    session.states.write(row, RowStates(_flat(master, parameter), first, second, largest, None))
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:
@@ -83,6 +81,17 @@ def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:
     for name in (*needed, "master"):
         if name in saved and saved[name].shape != expected:
             raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
+
+
+    if bool((saved["exp_avg_sq"] < 0).any()):
+        raise ValueError(f"exp_avg_sq of {name_of_row} has negative elements in the checkpoint; it is a mean of squares")
+
+
+def _flat(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """As fp32, in the order of the parameter's memory."""
+    flat = torch.empty(parameter.numel(), dtype=torch.float32, device=saved.device)
+    _view(flat, parameter).copy_(saved.detach())
+    return flat
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -49,11 +49,11 @@ class Resources:
         estimate = self.estimate(placement)
         on_device = [of for of, place in zip(states, placement, strict=True) if place is Placement.GPU]
         on_host = [of for of, place in zip(states, placement, strict=True) if place is not Placement.GPU]
-        host_bytes = sum(padded_bytes(tensor.nbytes) for of in on_host for tensor in _tensors(of))
+        host_bytes = sum(padded_bytes(nbytes) for of in on_host for nbytes in _sizes(of))
         fp32_weights = sum(row.weight_bytes for row, place in zip(self._rows, placement, strict=True)
                            if place is Placement.GPU and row.itemsize == 4)
         return MemoryInUse(
-            device_states_bytes=sum(tensor.nbytes for of in on_device for tensor in _tensors(of)) - fp32_weights,
+            device_states_bytes=sum(nbytes for of in on_device for nbytes in _sizes(of)) - fp32_weights,
             host_bytes=host_bytes,
             ring_bytes=self._ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
@@ -75,6 +75,8 @@ def pinning_of(slabs: Iterable[HostSlab]) -> tuple[int, float]:
     return sum(batch.nbytes for batch in batches), sum(batch.populate_us + batch.register_us for batch in batches)
 
 
-def _tensors(states: RowStates) -> list[torch.Tensor]:
-    found = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
-    return [tensor for tensor in found if tensor is not None]
+def _sizes(states: RowStates) -> list[int]:
+    """Bytes of each piece of memory; the halves of a master are one."""
+    master_bytes = states.master.nbytes + (0 if states.low is None else states.low.nbytes)
+    others = (states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+    return [master_bytes, *(tensor.nbytes for tensor in others if tensor is not None)]

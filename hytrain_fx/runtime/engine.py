@@ -40,14 +40,16 @@ class RowSpec:
 class RowStates:
     """Where one row's optimizer states rest: flat tensors, all on the host or all on the device.
 
-    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype.
+    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype. With `low` the master is in
+    two halves (split_master.py), and the signs of `exp_avg_sq` are part of it.
     """
 
-    master: torch.Tensor  # [numel] fp32
+    master: torch.Tensor  # [numel] fp32; with `low` bf16, the new weight
     exp_avg: torch.Tensor  # [numel] fp32
     exp_avg_sq: torch.Tensor  # [numel] fp32
     max_exp_avg_sq: torch.Tensor | None  # [numel] fp32, with amsgrad
-    slot: torch.Tensor | None  # [numel] gradient in, 16-bit weight out; None on the device and for streamed rows
+    slot: torch.Tensor | None  # [numel] gradient in, without `low` 16-bit weight out; None on the device and for streamed rows
+    low: torch.Tensor | None = None  # [numel] int16, bf16 rows on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class Engine(Protocol):
     name: str
     workers: int
     can_stream: bool  # whether rows may be placed with place_streamed
+    splits_masters: bool  # whether bf16 rows on the host have their masters in two halves
 
     def add_row(self, spec: RowSpec) -> None: ...
     def set_unit(self, row: int, unit: int) -> None: ...

@@ -31,7 +31,14 @@ class _RowSpec(Structure):
 
 
 class _HostStates(Structure):
-    _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p), ("slot", c_void_p)]
+    _fields_ = [
+        ("master", c_void_p),
+        ("low", c_void_p),
+        ("exp_avg", c_void_p),
+        ("exp_avg_sq", c_void_p),
+        ("max_exp_avg_sq", c_void_p),
+        ("slot", c_void_p),
+    ]
 
 
 class _DeviceStates(Structure):
@@ -73,7 +80,7 @@ class _Options(Structure):
         ("ring_bytes", c_uint64),
         ("factor_slots", c_void_p),
         ("factor_capacity", c_int32),
-        ("adamw_functions", c_void_p * 3),
+        ("adamw_functions", c_void_p * 4),
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
         ("nonfinite", c_void_p),
@@ -88,6 +95,7 @@ class NativeEngine:
 
     name = "native"
     can_stream = True
+    splits_masters = True
 
     def __init__(
         self, device: torch.device, workers: int, ring_bytes: int, timeout_s: float, worker_cores: Sequence[int] | None = None
@@ -109,7 +117,7 @@ class NativeEngine:
             from hytrain_fx.runtime import cuda_adamw, cuda_module
 
             options.device_ordinal = device.index
-            options.adamw_functions = (c_void_p * 3)(*cuda_adamw.functions(device.index))
+            options.adamw_functions = (c_void_p * 4)(*cuda_adamw.functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._call("create", byref(options), byref(self._handle), with_handle=False)
@@ -153,9 +161,8 @@ class NativeEngine:
         self._rows[row] = replace(self._rows[row], weight=weight)
 
     def place_on_host(self, row: int, states: RowStates) -> None:
-        pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
         self._states[row] = states
-        self._call("place_on_host", row, byref(_HostStates(*map(_pointer, pointers))))
+        self._call("place_on_host", row, byref(_host_states(states)))
 
     def place_on_device(self, row: int, states: RowStates) -> None:
         pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq)
@@ -164,9 +171,8 @@ class NativeEngine:
 
     def place_streamed(self, row: int, states: RowStates) -> None:
         self._require_staging(staging_shape(states.master.numel(), 3 if states.max_exp_avg_sq is None else 4))
-        pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, None)
         self._states[row] = states
-        self._call("place_streamed", row, byref(_HostStates(*map(_pointer, pointers))))
+        self._call("place_streamed", row, byref(_host_states(states)))
 
     def _require_staging(self, needed: tuple[int, int, int]) -> None:
         """Staging slots of at least that shape; replaced only while no row is in flight."""
@@ -289,6 +295,11 @@ class _FactorTable:
                 self.sources.append(None)
                 self._slots[number] = float(factor)
         return self._index[key]
+
+
+def _host_states(states: RowStates) -> _HostStates:
+    tensors = (states.master, states.low, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+    return _HostStates(*map(_pointer, tensors))
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

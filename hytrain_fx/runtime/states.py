@@ -3,6 +3,8 @@
     CPU      fp32 states on the host, and a slot: gradient in, 16-bit weight out
     STREAM   fp32 states on the host, no slot: the gradient stays on the device
     GPU      fp32 states on the device
+
+On the host the masters of bf16 rows are in two halves, one of them the weight, where the engine has it so.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
 from hytrain_fx.runtime.masters import load_masters
 from hytrain_fx.runtime.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
+from hytrain_fx.runtime.split_master import copy_states, whole_states
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,6 +58,17 @@ class StateStore:
 
     def __getitem__(self, row: int) -> RowStates:
         return self._states[row]
+
+    def whole(self, row: int) -> RowStates:
+        """The states with the master as one fp32 tensor: for reading, copies in part."""
+        return whole_states(self._states[row], self._weights[row].device)
+
+    def write(self, row: int, values: RowStates) -> None:
+        """Write states, master in one piece, into those of an idle row; a 16-bit weight becomes the master's rounding."""
+        states, weight = self._states[row], flat_memory(self._weights[row])
+        copy_states(values, states, weight.device)
+        if weight.dtype != torch.float32:
+            weight.copy_(states.master)
 
     @property
     def slabs(self) -> list[HostSlab]:
@@ -97,7 +111,7 @@ class StateStore:
         for row, states in before.items():
             if place is Placement.GPU:
                 self._states[row] = self._device_states(row)
-            _copy_states(states, self._states[row])
+            copy_states(states, self._states[row], self._weights[row].device)
         self._tell_engine({*rows, *self._arrange_slots(rows)})
         if place is Placement.GPU:
             for row in rows:
@@ -105,13 +119,20 @@ class StateStore:
 
     def follow_weight(self, row: int) -> None:
         """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits."""
-        weight = flat_memory(self._weights[row])
+        weight, states = flat_memory(self._weights[row]), self._states[row]
         if weight.dtype == torch.float32:
             self._load_master(row)
             return
-        for master, of_device in zip(self._states[row].master.split(CHUNK_PARAMS), weight.split(CHUNK_PARAMS), strict=True):
-            written = of_device.to(master.device)
-            master.copy_(torch.where(master.to(written.dtype) == written, master, written.float()))
+        for begin in range(0, weight.numel(), CHUNK_PARAMS):
+            part = slice(begin, begin + CHUNK_PARAMS)
+            master = states.master[part]
+            written = weight[part].to(master.device)
+            kept = master.to(written.dtype).view(torch.int16) == written.view(torch.int16)
+            master.copy_(torch.where(kept, master, written.to(master.dtype)))
+            if states.low is not None:
+                second = states.exp_avg_sq[part]
+                states.low[part].mul_(kept)
+                second.copy_(torch.where(kept, second, second.abs()))
 
     def take_weight(self, row: int) -> None:
         """Make the weight the master in every element."""
@@ -131,7 +152,11 @@ class StateStore:
             place[self.placement[row]](row, self._states[row])
 
     def _load_master(self, row: int) -> None:
-        load_masters([(self._states[row].master, flat_memory(self._weights[row]))])
+        states = self._states[row]
+        load_masters([(states.master, flat_memory(self._weights[row]))])
+        if states.low is not None:
+            states.low.zero_()
+            states.exp_avg_sq.abs_()
 
     def _state_bytes(self, row: int) -> int:
         return (4 if self._amsgrad[row] else 3) * slab_bytes(self._weights[row].numel(), torch.float32)
@@ -188,7 +213,11 @@ class StateStore:
             return slab.take(numel, torch.float32)
 
         master, exp_avg, exp_avg_sq = fp32(), fp32(), fp32()
-        return RowStates(master, exp_avg, exp_avg_sq, fp32() if self._amsgrad[row] else None, None)
+        largest = fp32() if self._amsgrad[row] else None
+        if self._engine.splits_masters and self._weights[row].dtype == torch.bfloat16:
+            high, low = master.view(torch.bfloat16)[:numel], master.view(torch.int16)[numel:]
+            return RowStates(high, exp_avg, exp_avg_sq, largest, None, low)
+        return RowStates(master, exp_avg, exp_avg_sq, largest, None)
 
     def _device_states(self, row: int) -> RowStates:
         weight = self._weights[row]
@@ -198,12 +227,3 @@ class StateStore:
 
         master = flat_memory(weight) if weight.dtype == torch.float32 else zeros()
         return RowStates(master, zeros(), zeros(), zeros() if self._amsgrad[row] else None, None)
-
-
-def _copy_states(source: RowStates, target: RowStates) -> None:
-    if target.master.data_ptr() != source.master.data_ptr():
-        target.master.copy_(source.master)
-    target.exp_avg.copy_(source.exp_avg)
-    target.exp_avg_sq.copy_(source.exp_avg_sq)
-    if source.max_exp_avg_sq is not None and target.max_exp_avg_sq is not None:
-        target.max_exp_avg_sq.copy_(source.max_exp_avg_sq)

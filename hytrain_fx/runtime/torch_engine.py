@@ -37,6 +37,7 @@ class TorchEngine:
 
     workers = 1
     can_stream = False
+    splits_masters = False
 
     def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)

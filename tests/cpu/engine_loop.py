@@ -8,14 +8,20 @@ import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates
+from hytrain_fx.runtime.split_master import split, whole_states
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def host_states(weight: torch.Tensor) -> RowStates:
-    """States of a row on the host, master equal to the weight."""
+def host_states(weight: torch.Tensor, halves: bool = False) -> RowStates:
+    """States of a row on the host, master equal to the weight; with `halves`, for bf16, in two halves."""
     master = weight.float().flatten().clone()
-    return RowStates(master, torch.zeros_like(master), torch.zeros_like(master), None, torch.zeros(weight.numel(), dtype=weight.dtype))
+    slot = torch.zeros(weight.numel(), dtype=weight.dtype)
+    states = RowStates(master, torch.zeros_like(master), torch.zeros_like(master), None, slot)
+    if not halves:
+        return states
+    high, low, marked = split(master, states.exp_avg_sq)
+    return replace(states, master=high, low=low, exp_avg_sq=marked)
 
 
 def device_states(weight: torch.Tensor) -> RowStates:
@@ -33,6 +39,8 @@ class EngineLoop:
     dtype: torch.dtype
     on_device: frozenset[int] = frozenset()
     streamed: frozenset[int] = frozenset()
+    halves: bool = False
+    states: list[RowStates] = field(default_factory=list)  # those on the host rest there; device rows have others
     weights: list[torch.Tensor] = field(default_factory=list)
     reference: list[RowStates] = field(default_factory=list)
     step_count: int = 0
@@ -43,13 +51,14 @@ class EngineLoop:
             weight = torch.randn(size).to(self.dtype)
             self.weights.append(weight)
             self.reference.append(host_states(weight))
+            self.states.append(host_states(weight, self.halves and self.dtype == torch.bfloat16))
             self.engine.add_row(RowSpec(size, row, weight))
             if row in self.on_device:
                 self.engine.place_on_device(row, device_states(weight))
             elif row in self.streamed:
-                self.engine.place_streamed(row, replace(host_states(weight), slot=None))
+                self.engine.place_streamed(row, replace(self.states[row], slot=None))
             else:
-                self.engine.place_on_host(row, host_states(weight))
+                self.engine.place_on_host(row, self.states[row])
 
     def step(self, *, ahead: bool = False, read_late: bool = False) -> None:
         """One backward in reverse order and one commit; with `ahead` the commit comes first, as on a GPU that is far behind.
@@ -88,3 +97,7 @@ class EngineLoop:
         self.engine.drain(range(len(self.sizes)))
         for row, (weight, state) in enumerate(zip(self.weights, self.reference, strict=True)):
             assert torch.equal(weight, state.master.to(self.dtype)), f"row {row} differs"
+            if row not in self.on_device:
+                found = whole_states(self.states[row], torch.device("cpu"))
+                assert torch.equal(found.master, state.master), f"the master of row {row} differs"
+                assert torch.equal(found.exp_avg_sq, state.exp_avg_sq), f"exp_avg_sq of row {row} differs"

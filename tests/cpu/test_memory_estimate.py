@@ -29,6 +29,8 @@ rows_strategy = st.lists(
 class NoEngine:
     """Takes states and does nothing with them."""
 
+    splits_masters = True
+
     def place_on_host(self, row: int, states: RowStates) -> None: ...
     def place_on_device(self, row: int, states: RowStates) -> None: ...
     def place_streamed(self, row: int, states: RowStates) -> None: ...
@@ -65,6 +67,9 @@ def test_it_is_what_is_allocated(rows: Rows) -> None:
         states = store[row]
         tensors = [states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot]
         found = [tensor for tensor in tensors if tensor is not None]
+        if states.low is not None:
+            assert states.low.data_ptr() == states.master.data_ptr() + states.master.nbytes, "the halves of a master stand together"
+            found[0] = states.master.new_empty(size.numel, dtype=torch.float32)
         if place is Placement.GPU:
             device += sum(tensor.nbytes for tensor in found[size.itemsize == 4 :])
         else:

@@ -15,10 +15,12 @@ from hytrain_fx.errors import EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.split_master import copy_states, whole_states
 from hytrain_fx.runtime.torch_engine import TorchEngine
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
 
+CPU = torch.device("cpu")
 SIZES = (300_000, 17, 1_000_003, 4096)
 SCALARS = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
 
@@ -32,22 +34,23 @@ def running(workers: int = 2) -> Iterator[NativeEngine]:
         engine.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.lists(st.integers(1, 600_000), min_size=1, max_size=6),
     delays=st.dictionaries(st.sampled_from(list(Stage)), st.integers(0, 1500), max_size=3),
     ahead=st.lists(st.booleans(), min_size=1, max_size=4),
     places=st.lists(st.sampled_from("cgs"), min_size=6, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    halves=st.booleans(),
 )
 def test_any_mixture_of_placements_gives_the_same_bits(
-    sizes: list[int], delays: dict[Stage, int], ahead: list[bool], places: list[str], dtype: torch.dtype
+    sizes: list[int], delays: dict[Stage, int], ahead: list[bool], places: list[str], dtype: torch.dtype, halves: bool
 ) -> None:
-    """Rows on the CPU, on the device and streamed, with any stage slow: weights are the reference's."""
+    """Rows on the CPU, on the device and streamed, masters whole or in halves, with any stage slow: weights are the reference's."""
     rows = range(len(sizes))
     on_device, streamed = (frozenset(r for r in rows if places[r] == letter) for letter in "gs")
     with running() as engine:
-        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed)
+        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed, halves)
         for stage, mean_us in delays.items():
             engine.set_delay(stage, mean_us)
         for commit_first in ahead:
@@ -140,18 +143,19 @@ def test_a_commit_without_a_gradient_is_refused_before_anything_changes() -> Non
         assert all(torch.equal(a, b) for a, b in zip(before, loop.weights, strict=True))
 
 
-def test_rows_change_their_place_between_steps() -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_rows_change_their_place_between_steps(halves: bool) -> None:
     """Streamed, on the device, on the CPU, in turn, with the states copied: the bits do not notice."""
     with running() as engine:
-        loop = EngineLoop(engine, SIZES, torch.bfloat16, streamed=frozenset(range(4)))
+        loop = EngineLoop(engine, SIZES, torch.bfloat16, streamed=frozenset(range(4)), halves=halves)
         for place in ("device", "cpu", "streamed", "cpu"):
             loop.step()
             loop.check()
             for row in range(4):
-                old = engine._states[row]
-                new = device_states(loop.weights[row]) if place == "device" else host_states(loop.weights[row])
-                for target, source in ((new.master, old.master), (new.exp_avg, old.exp_avg), (new.exp_avg_sq, old.exp_avg_sq)):
-                    target.copy_(source)
+                old = whole_states(engine._states[row], CPU)
+                new = device_states(loop.weights[row]) if place == "device" else host_states(loop.weights[row], halves)
+                copy_states(old, new, CPU)
+                loop.states[row] = new
                 if place == "device":
                     engine.place_on_device(row, new)
                 elif place == "cpu":

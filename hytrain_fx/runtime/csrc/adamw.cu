@@ -102,6 +102,67 @@ union Pack {
 
 __device__ __forceinline__ bool aligned(const void* pointer) { return (reinterpret_cast<unsigned long long>(pointer) & 15u) == 0; }
 
+// A master in two halves (split_adamw.h): `high` is the bf16 weight, `low` the rest of its bits, the sign of `v` tells which way a tie went.
+__device__ __forceinline__ float join_master(Bits16 high, Bits16 low, float& v) {
+  const unsigned int marked = __float_as_uint(v), tail = low;
+  const unsigned int went_up = (tail > 0x8000u) | ((tail == 0x8000u) & (marked >> 31));
+  v = __uint_as_float(marked & 0x7FFFFFFFu);
+  return __uint_as_float(((high - went_up) << 16) | tail);
+}
+
+__device__ __forceinline__ void split_master(float p, Bits16& high, Bits16& low, float& v) {
+  const unsigned int bits = __float_as_uint(p), odd = (bits >> 16) & 1u, tail = bits & 0xFFFFu;
+  high = BF16::narrow(p);
+  low = static_cast<Bits16>(tail);
+  v = __uint_as_float((__float_as_uint(v) & 0x7FFFFFFFu) | (((tail == 0x8000u) & odd) << 31));
+}
+
+__device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
+                                            const AdamScalars& s, int* nonfinite, int mark) {
+  const auto* grad = static_cast<const Bits16*>(grad_);
+  auto* high = static_cast<Bits16*>(weight);
+  const bool amsgrad = s.flags & kAmsgrad;
+  const bool vectors = aligned(grad) && aligned(low) && aligned(m) && aligned(v) && aligned(vmax) && aligned(high);
+  const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
+  const long long whole = vectors ? n / kVector : 0;
+  bool finite = true;
+  for (long long i = thread; i < whole; i += threads) {
+    const long long at = i * kVector;
+    Pack<Bits16> gs, highs, lows;
+    Pack<float> ms, vs, vmaxs;
+    gs.load(grad + at);
+    highs.load(high + at);
+    lows.load(low + at);
+    ms.load(m + at);
+    vs.load(v + at);
+    if (amsgrad) vmaxs.load(vmax + at);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      finite &= is_finite(BF16::widen(gs.value[k]));
+      float p = join_master(highs.value[k], lows.value[k], vs.value[k]);
+      update<BF16>(gs.value[k], p, ms.value[k], vs.value[k], vmaxs.value[k], s);
+      split_master(p, highs.value[k], lows.value[k], vs.value[k]);
+    }
+    highs.store(high + at);
+    lows.store(low + at);
+    ms.store(m + at);
+    vs.store(v + at);
+    if (amsgrad) vmaxs.store(vmax + at);
+  }
+  for (long long i = whole * kVector + thread; i < n; i += threads) {
+    finite &= is_finite(BF16::widen(grad[i]));
+    float largest = amsgrad ? vmax[i] : 0.0f, first = m[i], second = v[i];
+    float p = join_master(high[i], low[i], second);
+    update<BF16>(grad[i], p, first, second, largest, s);
+    split_master(p, high[i], low[i], second);
+    m[i] = first;
+    v[i] = second;
+    if (amsgrad) vmax[i] = largest;
+  }
+  if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
+}
+
 template <class Grad, class Out>
 __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n, AdamScalars s,
                                       const Factors& factors, int* nonfinite = nullptr, int mark = 0) {
@@ -173,6 +234,7 @@ ADAMW(adamw_f16_f16, F16, F16)
 
 // Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
 // queue blocks the launching thread. Kernels adamw_rows_<dtype>: one parameter, `Rows` by value; grid (any x, number of rows), block 256.
+// adamw_rows_split: bf16 rows with masters in two halves, `master` the address of `low`, `out` the weight, which is read too.
 namespace hytrain_fx {
 
 constexpr int kRows = 29;
@@ -206,3 +268,8 @@ static_assert(sizeof(Rows) <= 4096, "kernel parameters");
 ADAMW_ROWS(adamw_rows_f32, F32)
 ADAMW_ROWS(adamw_rows_bf16, BF16)
 ADAMW_ROWS(adamw_rows_f16, F16)
+
+extern "C" __global__ void __launch_bounds__(256) adamw_rows_split(const __grid_constant__ hytrain_fx::Rows rows) {
+  const hytrain_fx::Row& r = rows.at[blockIdx.y];
+  hytrain_fx::adamw_split(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master), r.m, r.v, r.vmax, r.out, r.n, r.scalars, r.nonfinite, r.mark);
+}

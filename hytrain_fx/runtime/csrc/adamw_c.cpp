@@ -1,5 +1,5 @@
 // adamw_chunk behind a C name, for tests and benchmarks (ctypes).
-#include "adamw.h"
+#include "split_adamw.h"
 
 extern "C" {
 
@@ -10,6 +10,12 @@ int hytrain_fx_adamw_chunk(const void* grad, int32_t grad_dtype, float* master, 
   hytrain_fx::adamw_chunk(grad, static_cast<hytrain_fx::Dtype>(grad_dtype), master, m, v, vmax, out, static_cast<hytrain_fx::Dtype>(out_dtype),
                           n, *scalars);
   return 0;
+}
+
+// As split_adamw_chunk in split_adamw.h; the flags are not checked.
+void hytrain_fx_split_adamw_chunk(const uint16_t* grad, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
+                                  const hytrain_fx::AdamScalars* scalars) {
+  hytrain_fx::split_adamw_chunk(grad, high, low, m, v, vmax, n, *scalars);
 }
 
 }  // extern "C"

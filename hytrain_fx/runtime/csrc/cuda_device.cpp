@@ -217,7 +217,7 @@ class CudaDevice : public Device {
   std::shared_ptr<CudaShared> shared_;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
-  std::array<CUfunction, 3> adamw_{};  // by Dtype
+  std::array<CUfunction, kAdamwFunctions> adamw_{};  // by Dtype; last: masters in halves
   CUfunction gather_;
 };
 
@@ -237,13 +237,14 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
-      packed[i] = {u.grad, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out, u.numel, u.scalars, u.nonfinite};
+      packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out, u.numel, u.scalars, u.nonfinite};
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};
     const long long blocks = std::min(kUpdateBlocks, (largest + kElementsPerBlock - 1) / kElementsPerBlock);
     const Driver& d = shared_->driver;
-    d.check(d.launch(adamw_[static_cast<int>(rows[first].dtype)], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1,
+    const int kernel = rows[first].low ? kAdamwFunctions - 1 : static_cast<int>(rows[first].dtype);
+    d.check(d.launch(adamw_[kernel], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1,
                      0, stream(lane), parameters, nullptr),
             "launch the AdamW kernel");
   }

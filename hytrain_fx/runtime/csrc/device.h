@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "adamw.h"
+#include "split_adamw.h"
 
 namespace hytrain_fx {
 
@@ -46,7 +46,8 @@ struct NonFinite {
 struct DeviceUpdate {
   const void* grad;
   Dtype dtype;
-  float* master;
+  float* master;          // null where it rests in two halves: `out`, which is read too, and `low`
+  uint16_t* low;
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null without amsgrad
@@ -73,13 +74,14 @@ class Device {
   virtual EventPtr record(Lane lane) = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
-  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one dtype
+  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one dtype, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   virtual double now_us() = 0;                            // host time on the events' clock
 };
 
 std::unique_ptr<Device> make_cpu_device();
-// CUfunction handles of the compiled kernels: `adamw_functions` by Dtype (adamw.cu), `gather_function` (gather.cu).
+// CUfunction handles of the compiled kernels: `adamw_functions` by Dtype, last the one for masters in halves (adamw.cu); `gather_function` (gather.cu).
+constexpr int kAdamwFunctions = 4;
 std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions, void* gather_function);
 
 }  // namespace hytrain_fx

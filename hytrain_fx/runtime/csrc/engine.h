@@ -49,7 +49,8 @@ struct RowSpec {
 };
 
 struct HostStates {  // where a row's states rest on the host
-  float* master;
+  void* master;    // fp32; with `low` the bf16 half that is the weight (split_adamw.h)
+  uint16_t* low;   // null: the master is whole
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null without amsgrad
@@ -97,7 +98,7 @@ struct EngineOptions {
   uint64_t ring_bytes;
   float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
   int32_t factor_capacity;
-  void* adamw_functions[3];
+  void* adamw_functions[kAdamwFunctions];
   void* gather_function;
   const int32_t* worker_cores;  // one a worker; null: not pinned
   int32_t* nonfinite;           // pinned, zero: number + 1 of a row whose update on the device met a gradient that is not finite
@@ -196,6 +197,7 @@ class Engine {
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void finish_landing(int row);
+  static const void* new_weight(const Row& row);
   void check_committable(const CommitItem& item);
   void begin_update(Row& row, const CommitItem& item);
   std::vector<std::vector<const CommitItem*>> launches(const std::vector<const CommitItem*>& items);

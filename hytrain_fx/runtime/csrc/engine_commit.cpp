@@ -133,7 +133,7 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
     Row& row = at(item->row);
     awaited.insert(item->at_end || !row.ready ? end : row.ready);
     awaited.insert(row.released);
-    updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, row.device.exp_avg, row.device.exp_avg_sq,
+    updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, nullptr, row.device.exp_avg, row.device.exp_avg_sq,
                        row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars, nonfinite_of(item->row)});
   }
   for (const EventPtr& event : awaited) device_->wait(Lane::UPDATE, event);

@@ -105,8 +105,15 @@ void Engine::run_granule(Row& row, const Chunk& chunk, int granule, const AdamSc
   if (!all_finite(slot, dtype, n)) {
     throw std::runtime_error(nonfinite_message(static_cast<int>(&row - rows_.data())));
   }
-  adamw_chunk(slot, dtype, row.host.master + begin, row.host.exp_avg + begin, row.host.exp_avg_sq + begin,
-              offset_floats(row.host.max_exp_avg_sq, begin), grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
+  float* const m = row.host.exp_avg + begin;
+  float* const v = row.host.exp_avg_sq + begin;
+  float* const vmax = offset_floats(row.host.max_exp_avg_sq, begin);
+  if (row.host.low) {
+    split_adamw_chunk(reinterpret_cast<const uint16_t*>(slot), static_cast<uint16_t*>(row.host.master) + begin, row.host.low + begin, m, v, vmax, n,
+                      scalars);
+  } else {
+    adamw_chunk(slot, dtype, static_cast<float*>(row.host.master) + begin, m, v, vmax, grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
+  }
 }
 
 }  // namespace hytrain_fx

@@ -83,12 +83,15 @@ const Engine::Key* Engine::next_reload() {
   return nullptr;
 }
 
+// Where an update by the CPU leaves it: a 16-bit weight takes the place of its gradient, but for the half of a master that is the weight.
+const void* Engine::new_weight(const Row& row) { return row.host.low || grad_bytes(row) == 4 ? row.host.master : row.host.slot; }
+
 Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
   Row& row = rows_[upload.row];
   updated_.erase({row.spec.unit, upload.row, upload.chunk});
   const Chunk& chunk = row.chunks[upload.chunk];
   const int64_t size = grad_bytes(row), bytes = (chunk.end - chunk.begin) * size;
-  const void* source = size == 2 ? row.host.slot : row.host.master;
+  const void* source = new_weight(row);
   const bool recording = recording_;
   lock.unlock();
   sleep_us(reload_delay_us_);
@@ -135,8 +138,15 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   if (++row.streamed == chunks) streaming_.erase({row.spec.unit, upload.row, 0});
   const bool recording = recording_;
   const int64_t n = chunk.end - chunk.begin, width = grad_bytes(row);
-  const std::array<float*, 4> home{row.host.master, row.host.exp_avg, row.host.exp_avg_sq, row.host.max_exp_avg_sq};
+  struct Array {
+    void* home;
+    int64_t width;  // bytes of one element
+  };
+  const HostStates& host = row.host;
+  const std::array<Array, 4> arrays{{host.low ? Array{host.low, 2} : Array{host.master, 4},
+                                     {host.exp_avg, 4}, {host.exp_avg_sq, 4}, {host.max_exp_avg_sq, 4}}};
   const std::array<float*, 4>& visit = upload.slot->at;
+  void* const weight = offset(row.spec.weight, chunk.begin * width);
   auto record = [&](Lane lane) { return recording ? device_->record(lane) : nullptr; };
   int64_t bytes = 0;
   lock.unlock();
@@ -144,22 +154,26 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   if (row.stored) device_->wait(Lane::H2D, row.stored);  // the last step's way home
   EventPtr in_begin = record(Lane::H2D);
   for (int a = 0; a < 4; ++a) {
-    if (!home[a]) continue;
-    device_->copy(Lane::H2D, visit[a], home[a] + chunk.begin, n * sizeof(float));
-    bytes += n * static_cast<int64_t>(sizeof(float));
+    const auto& [home, size] = arrays[a];
+    if (!home) continue;
+    device_->copy(Lane::H2D, visit[a], offset(home, chunk.begin * size), n * size);
+    bytes += n * size;
   }
   EventPtr in = device_->record(Lane::H2D);
   for (const EventPtr& event : {in, row.ready, row.released}) device_->wait(Lane::STREAM_UPDATE, event);
   EventPtr update_begin = record(Lane::STREAM_UPDATE);
   device_->update(Lane::STREAM_UPDATE,
-                  {{offset(row.grad, chunk.begin * width), static_cast<Dtype>(row.spec.dtype), visit[0], visit[1], visit[2],
-                    home[3] ? visit[3] : nullptr, offset(row.spec.weight, chunk.begin * width), n, row.scalars, nonfinite_of(upload.row)}});
+                  {{offset(row.grad, chunk.begin * width), static_cast<Dtype>(row.spec.dtype), host.low ? nullptr : visit[0],
+                    host.low ? reinterpret_cast<uint16_t*>(visit[0]) : nullptr, visit[1], visit[2], host.max_exp_avg_sq ? visit[3] : nullptr,
+                    weight, n, row.scalars, nonfinite_of(upload.row)}});
   EventPtr updated = device_->record(Lane::STREAM_UPDATE);
   device_->wait(Lane::STREAM_OUT, updated);
   EventPtr out_begin = record(Lane::STREAM_OUT);
   for (int a = 0; a < 4; ++a) {
-    if (home[a]) device_->copy(Lane::STREAM_OUT, home[a] + chunk.begin, visit[a], n * sizeof(float));
+    const auto& [home, size] = arrays[a];
+    if (home) device_->copy(Lane::STREAM_OUT, offset(home, chunk.begin * size), visit[a], n * size);
   }
+  if (host.low) device_->copy(Lane::STREAM_OUT, offset(host.master, chunk.begin * width), weight, n * width);
   EventPtr out = device_->record(Lane::STREAM_OUT);
 
   lock.lock();

@@ -1,0 +1,74 @@
+"""Fp32 masters of bf16 weights on the host, in two halves: the weight itself and the low 16 bits (the format of csrc/split_adamw.h).
+
+The weight that goes to the device is half of the master already, so it rests once, not twice. Rounding to nearest even hides one bit, which
+way a tie went; the sign of `exp_avg_sq`, which is never negative, holds it. Finite masters and infinities come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, RowStates
+
+_TIE = 0x8000
+
+
+def join(high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
+    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `exp_avg_sq` [n] fp32, all on one device."""
+    tail = low.to(torch.int32) & 0xFFFF
+    went_up = (tail > _TIE) | ((tail == _TIE) & torch.signbit(exp_avg_sq))
+    return (((high.view(torch.int16).to(torch.int32) - went_up.to(torch.int32)) << 16) | tail).view(torch.float32)
+
+
+def split(master: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`high`, `low` and the signed `exp_avg_sq` of masters and second moments, [n] fp32 each; the signs that the latter had are lost."""
+    bits = master.view(torch.int32)
+    tail = bits & 0xFFFF
+    went_up = (tail == _TIE) & ((bits >> 16) & 1).to(torch.bool)
+    return master.to(torch.bfloat16), tail.to(torch.int16), torch.where(went_up, -exp_avg_sq.abs(), exp_avg_sq.abs())
+
+
+def whole_states(states: RowStates, device: torch.device) -> RowStates:
+    """The states with masters in one piece and second moments without marks: the same tensors, or copies where masters are in halves.
+
+    device   where to compute; copies stay on the states' device
+    """
+    if states.low is None:
+        return states
+    whole = RowStates(torch.empty_like(states.exp_avg), states.exp_avg, torch.empty_like(states.exp_avg_sq), states.max_exp_avg_sq, None)
+    _join_into(whole, states, device)
+    return whole
+
+
+def copy_states(source: RowStates, target: RowStates, device: torch.device) -> None:
+    """Write every state of `source` into `target`, at most one of which has its master in halves; computes on `device`."""
+    if source.low is not None:
+        _join_into(target, source, device)
+    elif target.low is not None:
+        _split_into(target, source, device)
+    else:
+        if target.master.data_ptr() != source.master.data_ptr():
+            target.master.copy_(source.master)
+        target.exp_avg_sq.copy_(source.exp_avg_sq)
+    target.exp_avg.copy_(source.exp_avg)
+    if source.max_exp_avg_sq is not None and target.max_exp_avg_sq is not None:
+        target.max_exp_avg_sq.copy_(source.max_exp_avg_sq)
+
+
+def _join_into(target: RowStates, source: RowStates, device: torch.device) -> None:
+    assert source.low is not None
+    for begin in range(0, source.master.numel(), CHUNK_PARAMS):
+        part = slice(begin, begin + CHUNK_PARAMS)
+        high, low, marked = (tensor[part].to(device) for tensor in (source.master, source.low, source.exp_avg_sq))
+        target.master[part].copy_(join(high, low, marked))
+        target.exp_avg_sq[part].copy_(marked.abs())
+
+
+def _split_into(target: RowStates, source: RowStates, device: torch.device) -> None:
+    assert target.low is not None
+    for begin in range(0, source.master.numel(), CHUNK_PARAMS):
+        part = slice(begin, begin + CHUNK_PARAMS)
+        high, low, marked = split(source.master[part].to(device), source.exp_avg_sq[part].to(device))
+        target.master[part].copy_(high)
+        target.low[part].copy_(low)
+        target.exp_avg_sq[part].copy_(marked)

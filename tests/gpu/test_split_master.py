@@ -1,0 +1,69 @@
+"""Masters in two halves on a GPU: a visit to the device leaves there and brings home the bits of the CPU kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
+from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.split_master import split, whole_states
+
+from ..cpu.adamw_operands import GROUP, different_bits, kernel_, operands
+
+DEVICE = torch.device("cuda", 0)
+LOWS = (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF, None)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory()
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "cpu"])
+@pytest.mark.parametrize("kind", ["normal", "wide", "denormal"])
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+def test_an_update_in_halves_has_the_bits_of_whole_masters(streamed: bool, kind: str, amsgrad: bool) -> None:
+    """Weight, master and moments after three steps, for ties and their neighbours, lengths with and without a tail, one off 16 bytes."""
+    scalars = AdamScalars.of(GROUP | {"amsgrad": amsgrad}, 5, decoupled=True, torch_cuda=True)
+    engine = NativeEngine(DEVICE, 2, 40 << 20, 20.0)
+    try:
+        for row, low in enumerate(LOWS):
+            n = 40_960 + row * 1237
+            whole = operands(n, row, kind, torch.bfloat16, torch.bfloat16)
+            whole = replace(whole, v=whole.v.abs(), vmax=torch.zeros(n) if amsgrad else None)
+            if low is not None:
+                whole.master.copy_(((whole.master.view(torch.int32) & ~0xFFFF) | low).view(torch.float32))
+            high, tail, marked = split(whole.master, whole.v)
+            vmax = None if whole.vmax is None else pinned(whole.vmax.clone())
+            states = RowStates(pinned(high), pinned(whole.m.clone()), pinned(marked), vmax, pinned(torch.zeros_like(high)), pinned(tail))
+            weight = high.to(DEVICE)
+            engine.add_row(RowSpec(n, row, weight))
+            if streamed:
+                engine.place_streamed(row, replace(states, slot=None))
+            else:
+                engine.place_on_host(row, states)
+            for step in range(3):
+                whole.grad.copy_(operands(n, 100 * step + row, kind, torch.bfloat16, torch.bfloat16).grad)
+                grad = whole.grad.to(DEVICE)
+                kernel_(whole, scalars)
+                if not streamed:
+                    engine.grad_offload([row], [grad])
+                    engine.arm_cpu([row])
+                    engine.arm_reload([row])
+                    engine.release([row])
+                engine.commit([CommitItem(row, scalars, grad if streamed else None, at_end=True)])
+                engine.drain([row])
+            found = whole_states(states, DEVICE)
+            assert whole.out is not None
+            assert different_bits(weight.cpu(), whole.out) == 0
+            assert different_bits(states.master, whole.out) == 0
+            assert different_bits(found.master, whole.master) == 0
+            assert different_bits(found.exp_avg, whole.m) == 0
+            assert different_bits(found.exp_avg_sq, whole.v) == 0
+            if whole.vmax is not None and states.max_exp_avg_sq is not None:
+                assert different_bits(states.max_exp_avg_sq, whole.vmax) == 0
+    finally:
+        engine.close()
