@@ -31,6 +31,7 @@ def about(model: nn.Module) -> dict[str, Any]:
         "predicted_step_s": round(plan.predicted["step_us"] / 1e6, 4) if "step_us" in plan.predicted else None,
         "engine": {"name": explanation.engine, "workers": explanation.workers},
         "memory_in_use": asdict(explanation.memory),
+        "guesses": asdict(session.engine.guess_counts()),
         "not_offloaded": len(explanation.not_offloaded),
     }
     if explanation.startup is not None:

@@ -58,7 +58,7 @@ class CommitItem:
 
     grad     the real gradient of a row updated on the device (its states resting there or streamed), None for one that went to its slot
     at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as of now
-    factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device
+    factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device, unchanged until the next commit
     """
 
     row: int
@@ -101,6 +101,21 @@ def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:
     """
     params = min(largest_params, CHUNK_PARAMS)
     return STAGING_SLOTS, arrays, -(-params // _STAGING_ALIGN_PARAMS) * _STAGING_ALIGN_PARAMS
+
+
+@dataclass(frozen=True, slots=True)
+class GuessCounts:
+    """Updates that began before the factors of their gradients were known, with those of the step before; since the engine was made.
+
+    commits   steps with such updates
+    missed    of those, where a factor came out otherwise and updates were made again
+    params    parameters updated so, and `redone` of them
+    """
+
+    commits: int = 0
+    missed: int = 0
+    params: int = 0
+    redone: int = 0
 
 
 def engine_error(message: str, names: Sequence[str]) -> EngineError:
@@ -149,6 +164,7 @@ class Engine(Protocol):
     def pending(self, row: int) -> bool: ...
     def record(self, on: bool) -> None: ...
     def take_records(self) -> list[TaskRecord]: ...
+    def guess_counts(self) -> GuessCounts: ...
     def cpu_update_us(self, row: int) -> float: ...
     def set_delay(self, stage: Stage, mean_us: float) -> None: ...
     def fail_next_update(self, row: int) -> None: ...

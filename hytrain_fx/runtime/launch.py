@@ -70,7 +70,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
 
         try:
             cores = worker_cores(workers, device) if config.pin_workers else None
-            return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores)
+            return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores, config.shadow_memory)
         except EngineError as error:
             if config.engine == "native":
                 raise

@@ -15,15 +15,27 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import MAX_FACTORS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error, staging_shape
+from hytrain_fx.runtime.engine import (
+    MAX_FACTORS,
+    CommitItem,
+    GuessCounts,
+    RowSpec,
+    RowStates,
+    Stage,
+    TaskRecord,
+    engine_error,
+    staging_shape,
+)
+from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
-SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_upload.cpp",
-           "cpu_device.cpp", "cuda_device.cpp")
+SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
+           "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
+_SHADOW_SLOT_BYTES = 4 * 4 * (256 << 10)  # four fp32 arrays of one granule (csrc/engine.h)
 
 
 class _RowSpec(Structure):
@@ -47,6 +59,14 @@ class _DeviceStates(Structure):
 
 class _StagingMemory(Structure):
     _fields_ = [("base", c_void_p), ("slot_params", c_int64), ("arrays", c_int32), ("slots", c_int32)]
+
+
+class _ShadowMemory(Structure):
+    _fields_ = [("base", c_void_p), ("slots", c_int32)]
+
+
+class _GuessCounts(Structure):
+    _fields_ = [("commits", c_int64), ("missed", c_int64), ("params", c_int64), ("redone", c_int64)]
 
 
 class _CommitItem(Structure):
@@ -91,6 +111,8 @@ class NativeEngine:
     """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
 
     worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
+    shadow_bytes   host memory for states as they were before updates with guessed factors; None: a quarter of what is available when
+                   factors first come from the device; 0: updates wait for their factors
     """
 
     name = "native"
@@ -98,7 +120,13 @@ class NativeEngine:
     splits_masters = True
 
     def __init__(
-        self, device: torch.device, workers: int, ring_bytes: int, timeout_s: float, worker_cores: Sequence[int] | None = None
+        self,
+        device: torch.device,
+        workers: int,
+        ring_bytes: int,
+        timeout_s: float,
+        worker_cores: Sequence[int] | None = None,
+        shadow_bytes: int | None = None,
     ) -> None:
         self.workers = workers
         self._device = device
@@ -125,6 +153,8 @@ class NativeEngine:
         self._rows: list[RowSpec] = []
         self._states: dict[int, RowStates] = {}
         self._staging: torch.Tensor | None = None
+        self._shadow: HostSlab | None = None
+        self._shadow_bytes = shadow_bytes
         self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}  # nodes pass the same rows in every step
         self._keep: list[object] = []  # tensors whose memory a lane may still read, until the next commit
 
@@ -220,7 +250,22 @@ class NativeEngine:
                 at.factors = (c_int32 * MAX_FACTORS)(*(factors.index(f) for f in item.factors))
         sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
         self._keep = factors.keep
+        if factors.keep and self._shadow is None:
+            self._make_shadow()
         self._call("commit", packed, len(items), sources, len(factors.sources), self._stream())
+
+    def _make_shadow(self) -> None:
+        """Pages come as slots are first used."""
+        nbytes = available_host_bytes() // 4 if self._shadow_bytes is None else self._shadow_bytes
+        slots = nbytes // _SHADOW_SLOT_BYTES
+        self._shadow = HostSlab(slots * _SHADOW_SLOT_BYTES)
+        base = self._shadow.take(self._shadow.nbytes, torch.uint8).data_ptr()
+        self._call("set_shadow", byref(_ShadowMemory(base, slots)))
+
+    def guess_counts(self) -> GuessCounts:
+        out = _GuessCounts()
+        self._call("guess_counts", byref(out))
+        return GuessCounts(out.commits, out.missed, out.params, out.redone)
 
     def expect(self, items: Sequence[CommitItem]) -> None:
         packed = (_CommitItem * len(items))()
@@ -273,7 +318,7 @@ class NativeEngine:
 
 
 class _FactorTable:
-    """Numbers the distinct factors of one commit: host values go straight to their slot, device scalars are copied there."""
+    """Numbers the distinct factors of one commit: numbers go straight to their slot, tensors are copied there by the lane to the host."""
 
     def __init__(self, slots: ctypes._Pointer[c_float]) -> None:
         self._slots = slots
@@ -288,7 +333,7 @@ class _FactorTable:
             if number == _FACTOR_CAPACITY:
                 raise EngineError(f"more than {_FACTOR_CAPACITY} different gradient factors in one step()")
             self._index[key] = number
-            if isinstance(factor, torch.Tensor) and factor.device.type != "cpu":
+            if isinstance(factor, torch.Tensor):
                 self.sources.append(factor.data_ptr())
                 self.keep.append(factor)
             else:

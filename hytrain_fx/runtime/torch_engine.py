@@ -14,7 +14,7 @@ import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, Stage, TaskRecord, engine_error
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, GuessCounts, RowSpec, RowStates, Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.host_updates import host_update
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
 from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
@@ -277,6 +277,9 @@ class TorchEngine:
             pipeline.lane_records = [lane for lane, is_done in zip(lanes, done, strict=True) if not is_done]
             taken, pipeline.records = pipeline.records, []
         return taken + [lane.timed() for lane, is_done in zip(lanes, done, strict=True) if is_done]
+
+    def guess_counts(self) -> GuessCounts:
+        return GuessCounts()  # it waits for the factors
 
     def cpu_update_us(self, row: int) -> float:
         with self._locked(failures=False):

@@ -2,6 +2,7 @@
 //   engine_nodes.cpp    what the nodes of the graphs and eager reads call
 //   engine_commit.cpp   what step() calls
 //   engine_threads.cpp  lander, workers
+//   engine_guess.cpp    updates before the factors of their gradients are known
 //   engine_upload.cpp   uploader
 #include "engine.h"
 

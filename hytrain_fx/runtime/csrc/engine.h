@@ -4,7 +4,7 @@
 //
 // A PENDING row placed on the host goes, chunk by chunk, through three threads' hands:
 //   lander   its D2H event has passed      -> landed
-//   workers  landed, armed, factors known  -> updated     lowest unit first
+//   workers  landed, armed, factors known  -> updated     lowest unit first; factors may be guessed (engine_guess.cpp)
 //   uploader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
 // A PENDING row placed on the device is one kernel on the update lane, behind its gradient and its last reader.
 // A PENDING row that is streamed goes, chunk by chunk, through the uploader's: states in, kernel as above, states out.
@@ -65,6 +65,19 @@ struct StagingMemory {
   int32_t slots;
 };
 
+// Host memory for states as they were before an update with guessed factors; slots of one granule.
+struct ShadowMemory {
+  char* base;
+  int32_t slots;
+};
+
+struct GuessCounts {  // of parameters updated before their gradients' factors were known, since the engine was made
+  int64_t commits;    // with factors that were guessed
+  int64_t missed;     // of those, with another factor than was guessed
+  int64_t params;
+  int64_t redone;     // of params
+};
+
 struct DeviceStates {
   float* master;  // the weight itself for fp32 rows
   float* exp_avg;
@@ -116,6 +129,7 @@ class Engine {
   void place_on_device(int row, const DeviceStates& states);
   void set_staging(const StagingMemory& memory);
   void place_streamed(int row, const HostStates& states);  // no slot
+  void set_shadow(const ShadowMemory& memory);             // once
 
   void grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream);
   void arm_cpu(const int32_t* rows, int n);
@@ -136,6 +150,7 @@ class Engine {
   void fail_next_update(int row) { fail_row_ = row; }
   void record(bool on);
   int take_records(TaskRecord* out, int capacity);
+  GuessCounts guess_counts();
   double cpu_update_us(int row);  // of the last finished update: workers' time over their number
 
  private:
@@ -147,6 +162,9 @@ class Engine {
     int64_t begin, end;
     int granules, taken = 0, finished = 0;
     bool landed = false, queued = false;
+    std::vector<char*> shadows;  // of the first granules, those taken with guessed factors: their states before
+    int redo = 0, redo_end = 0;  // granules to be taken again, from their shadows
+    bool undo = false;           // the guess was wrong; they are taken again when the running ones are done
   };
   struct Row {
     RowSpec spec{};
@@ -155,7 +173,8 @@ class Engine {
     DeviceStates device{};
     Phase phase = Phase::IDLE;
     uint64_t generation = 0;
-    bool armed_cpu = false, armed_reload = false, factors_known = true;
+    bool armed_cpu = false, armed_reload = false, factors_known = true, guessing = false;
+    std::array<float, kMaxFactors> guess{};
     EventPtr landing, ready, released, weight;
     EventPtr stored;               // streamed: the last copy of its states back to the host
     const void* grad = nullptr;    // streamed: what the kernels read
@@ -178,7 +197,9 @@ class Engine {
   };
   struct Landing {
     EventPtr begin, event;
-    std::vector<Part> parts;  // none: the factors of a commit
+    std::vector<Part> parts;       // none: the factors of a commit, and
+    const float* factors = nullptr;  // where they are
+    int n_factors = 0;
   };
   struct LaneRecord {
     int kind, row, chunk;  // of a copy of several chunks: the first
@@ -206,7 +227,28 @@ class Engine {
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
-  void run_granule(Row& row, const Chunk& chunk, int granule, const AdamScalars& scalars);
+  struct Task {  // what a worker does next
+    int granule;
+    bool guessed, again;
+    char* shadow;  // of either
+    AdamScalars scalars;
+  };
+  bool take_task(const Key& key, Task& task);
+  void finish_task(const Key& key);
+  void run_task(Row& row, const Chunk& chunk, const Task& task);
+  void update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars);
+  // engine_guess.cpp
+  bool may_guess(const Row& row, int n_factors) const;
+  void guess_factors(Row& row, const CommitItem& item);
+  void factors_came(const Landing& landing);
+  void settle_guess(Row& row, int index);
+  void redo_guessed(const Key& key, Chunk& chunk);
+  struct Span {
+    char* at;
+    int64_t bytes;
+    int64_t shadow;  // offset in a shadow slot
+  };
+  static std::array<Span, 5> spans(const Row& row, const Chunk& chunk, int granule, int64_t from, int64_t n);
   struct InFlight {  // on the lane to the device, in its order
     EventPtr end;
     int64_t bytes;
@@ -244,6 +286,12 @@ class Engine {
   std::set<Key> ready_, updated_, streaming_;  // streaming_: rows, chunk 0
   std::vector<StagingSlot> staging_;
   uint64_t commits_ = 0, issues_ = 0;
+  std::vector<char*> shadows_;  // free slots
+  bool can_guess_ = false;
+  int last_n_factors_ = -1;     // of the last commit that had some from the device; their values are in the other half of the slots
+  uint32_t same_ = 0;           // whether a commit's factors were those of the one before: a bit each, the latest lowest
+  int outcomes_ = 0;            // bits that count
+  GuessCounts guesses_{};
   bool stop_ = false, recording_ = false;
   std::string failure_;
   std::vector<TaskRecord> records_;

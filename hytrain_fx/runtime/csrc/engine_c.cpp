@@ -50,6 +50,12 @@ int hytrain_place_on_device(Engine* engine, int row, const hytrain_fx::DeviceSta
 int hytrain_set_staging(Engine* engine, const hytrain_fx::StagingMemory* memory) {
   return guarded([&] { engine->set_staging(*memory); });
 }
+int hytrain_set_shadow(Engine* engine, const hytrain_fx::ShadowMemory* memory) {
+  return guarded([&] { engine->set_shadow(*memory); });
+}
+int hytrain_guess_counts(Engine* engine, hytrain_fx::GuessCounts* out) {
+  return guarded([&] { *out = engine->guess_counts(); });
+}
 int hytrain_place_streamed(Engine* engine, int row, const hytrain_fx::HostStates* states) {
   return guarded([&] { engine->place_streamed(row, *states); });
 }

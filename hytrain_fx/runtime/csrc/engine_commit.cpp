@@ -37,14 +37,15 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     }
     begin_update(row, items[i]);
     row.factors_known = known_now(items[i], factors);
+    if (!row.factors_known && may_guess(row, n_factors)) guess_factors(row, items[i]);
     queue_all_ready(row, items[i].row);
   }
   for (const auto& together : launches(on_device)) commit_on_device(together, end);
-  ++commits_;
   if (on_lane) {
-    landings_.push_back({nullptr, device_->record(Lane::D2H), {}});
+    landings_.push_back({nullptr, device_->record(Lane::D2H), {}, factor_slots(), n_factors});
     landed_cv_.notify_one();
   }
+  ++commits_;
   upload_cv_.notify_one();
 }
 
@@ -89,6 +90,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   const float* slots = factor_slots();
   row.factor_base = slots;
   row.factors_known = true;
+  row.guessing = false;
   row.busy_us = 0;
 }
 

@@ -44,8 +44,8 @@ void Engine::begin_gradient(Row& row, int index, const void* grad, std::vector<P
   const int64_t size = grad_bytes(row);
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
     Chunk& chunk = row.chunks[c];
-    chunk.taken = chunk.finished = 0;
-    chunk.landed = chunk.queued = false;
+    chunk.taken = chunk.finished = chunk.redo = chunk.redo_end = 0;
+    chunk.landed = chunk.queued = chunk.undo = false;
     parts.push_back({index, c, row.generation, offset(grad, chunk.begin * size), offset(row.host.slot, chunk.begin * size),
                      (chunk.end - chunk.begin) * size});
   }

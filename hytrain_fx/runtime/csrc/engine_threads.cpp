@@ -29,7 +29,7 @@ void Engine::queue_all_ready(Row& row, int index) {
 
 void Engine::queue_if_ready(Row& row, int index, int chunk) {
   Chunk& c = row.chunks[chunk];
-  if (row.phase != Phase::PENDING || !row.armed_cpu || !row.factors_known || !c.landed || c.queued) return;
+  if (row.phase != Phase::PENDING || !row.armed_cpu || !(row.factors_known || row.guessing) || !c.landed || c.queued) return;
   c.queued = true;
   ready_.insert({row.spec.unit, index, chunk});
   work_cv_.notify_all();
@@ -48,12 +48,7 @@ void Engine::land() {
     sleep_us(lander_delay_us_);
     lock.lock();
     if (landing.parts.empty()) {
-      for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
-        if (rows_[r].phase == Phase::PENDING && !rows_[r].factors_known) {
-          rows_[r].factors_known = true;
-          queue_all_ready(rows_[r], r);
-        }
-      }
+      factors_came(landing);
       continue;
     }
     if (landing.begin) lane_records_.push_back({0, landing.parts[0].row, landing.parts[0].chunk, landing.begin, landing.event});
@@ -75,30 +70,64 @@ void Engine::work(int index) {
     const Key key = *ready_.begin();
     Row& row = rows_[key[1]];
     Chunk& chunk = row.chunks[key[2]];
-    const int granule = chunk.taken++;
-    if (chunk.taken == chunk.granules) ready_.erase(ready_.begin());
-    AdamScalars scalars = row.scalars;
-    for (int i = 0; i < row.n_factors; ++i) scalars.factors[i] = row.factor_base[row.factors[i]];
-    scalars.factor_count = static_cast<uint32_t>(row.n_factors);
+    Task task;
+    if (!take_task(key, task)) continue;
     lock.unlock();
     const double begin_us = device_->now_us();
     sleep_us(worker_delay_us_);
     if (fail_row_ == key[1]) throw std::runtime_error("injected failure in row " + std::to_string(key[1]));
-    run_granule(row, chunk, granule, scalars);
+    run_task(row, chunk, task);
     const double end_us = device_->now_us();
     lock.lock();
     row.busy_us += (end_us - begin_us) / options_.workers;
     note(1, key[1], key[2], index, begin_us, end_us);
-    if (++chunk.finished == chunk.granules) {
-      updated_.insert(key);
-      upload_cv_.notify_one();
-    }
+    ++chunk.finished;
+    finish_task(key);
   }
 }
 
-void Engine::run_granule(Row& row, const Chunk& chunk, int granule, const AdamScalars& scalars) {
-  const int64_t begin = chunk.begin + granule * kGranule;
-  const int64_t n = std::min(kGranule, chunk.end - begin);
+// The next granule of a chunk that is ready; false, with the chunk set aside until its factors are known, where there is no shadow for it.
+bool Engine::take_task(const Key& key, Task& task) {
+  Row& row = rows_[key[1]];
+  Chunk& chunk = row.chunks[key[2]];
+  task = {0, false, chunk.redo < chunk.redo_end, nullptr, row.scalars};
+  if (task.again) {
+    task.granule = chunk.redo++;
+    task.shadow = chunk.shadows[task.granule];
+  } else {
+    task.guessed = !row.factors_known;
+    if (task.guessed && shadows_.empty()) {
+      ready_.erase(key);
+      chunk.queued = false;
+      return false;
+    }
+    if (task.guessed) {
+      task.shadow = shadows_.back();
+      shadows_.pop_back();
+      chunk.shadows.push_back(task.shadow);
+    }
+    task.granule = chunk.taken++;
+  }
+  if (chunk.taken == chunk.granules && chunk.redo == chunk.redo_end) ready_.erase(key);
+  for (int i = 0; i < row.n_factors; ++i) {
+    task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_base[row.factors[i]];
+  }
+  task.scalars.factor_count = static_cast<uint32_t>(row.n_factors);
+  return true;
+}
+
+void Engine::finish_task(const Key& key) {
+  Row& row = rows_[key[1]];
+  Chunk& chunk = row.chunks[key[2]];
+  if (chunk.undo && chunk.finished == chunk.taken) redo_guessed(key, chunk);
+  if (chunk.finished < chunk.granules || !row.factors_known) return;
+  shadows_.insert(shadows_.end(), chunk.shadows.begin(), chunk.shadows.end());
+  chunk.shadows.clear();
+  updated_.insert(key);
+  upload_cv_.notify_one();
+}
+
+void Engine::update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars) {
   char* slot = offset(row.host.slot, begin * grad_bytes(row));
   const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.

@@ -1,0 +1,154 @@
+// Updates before the factors of their gradients are known. clip_grad_norm_ and GradScaler scale gradients by a number that the device has only
+// when the whole backward has run, and mostly it is the number of the step before: 1 where nothing is clipped, 1 / scale. So, once that has
+// been so for some steps, rows are updated with the last step's factors while the backward still runs.
+//
+// The states as they were go to shadow slots, the gradient stays in its slot, and no new weight leaves the host before the factors have come.
+// Where they are others, what was updated is put back from its shadow and updated again: bit for bit what it would have been without.
+#include <algorithm>
+#include <bitset>
+#include <cstring>
+
+#include "engine.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace hytrain_fx {
+namespace {
+
+constexpr int64_t kShadowBlock = 16 << 10;   // parameters saved, then updated: in the cache of one core
+constexpr int64_t kLeastParams = 64 << 10;   // a smaller row is not worth a slot
+constexpr int kRemembered = 16, kLeastOutcomes = 2;
+constexpr double kLeastSame = 0.6;  // share of commits with unchanged factors from which a guess pays: a miss costs what a hit gains
+constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float));
+
+// Past the caches: nobody reads it soon, and a plain store would read the line first.
+void stream_copy(char* to, const char* from, int64_t bytes) {
+#if defined(__SSE2__)
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    for (; bytes >= 16; bytes -= 16, to += 16, from += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    }
+    _mm_sfence();
+  }
+#endif
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+}  // namespace
+
+void Engine::set_shadow(const ShadowMemory& memory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (can_guess_) throw std::logic_error("the engine has shadow memory already");
+  for (int s = memory.slots - 1; s >= 0; --s) shadows_.push_back(memory.base + s * 4 * kArrayBytes);
+  can_guess_ = memory.slots > 0;
+}
+
+bool Engine::may_guess(const Row& row, int n_factors) const {
+  if (!can_guess_ || n_factors != last_n_factors_ || outcomes_ < kLeastOutcomes) return false;
+  if (row.spec.numel < kLeastParams) return false;
+  if (grad_bytes(row) == 2 && !row.host.low) return false;  // its new weight would take the place of the gradient
+  const uint32_t remembered = outcomes_ < kRemembered ? (1u << outcomes_) - 1 : (1u << kRemembered) - 1;
+  return static_cast<double>(std::bitset<32>(same_ & remembered).count()) >= kLeastSame * std::min(outcomes_, kRemembered);
+}
+
+void Engine::guess_factors(Row& row, const CommitItem& item) {
+  const float* last = options_.factor_slots + ((commits_ + 1) % 2) * options_.factor_capacity;
+  row.guessing = true;
+  for (int i = 0; i < item.n_factors; ++i) row.guess[i] = last[item.factors[i]];
+}
+
+void Engine::factors_came(const Landing& landing) {
+  const float* other = landing.factors == options_.factor_slots ? options_.factor_slots + options_.factor_capacity : options_.factor_slots;
+  if (landing.n_factors == last_n_factors_) {
+    const bool same = std::memcmp(landing.factors, other, static_cast<size_t>(landing.n_factors) * sizeof(float)) == 0;
+    same_ = same_ << 1 | (same ? 1u : 0u);
+    ++outcomes_;
+  } else {
+    same_ = 0;
+    outcomes_ = 0;
+  }
+  last_n_factors_ = landing.n_factors;
+  const int64_t redone = guesses_.redone;
+  bool guessed = false;
+  for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
+    Row& row = rows_[r];
+    if (row.phase != Phase::PENDING || row.factors_known) continue;
+    row.factors_known = true;
+    if (row.guessing) {
+      guessed = true;
+      settle_guess(row, r);
+    }
+    queue_all_ready(row, r);
+  }
+  guesses_.commits += guessed;
+  guesses_.missed += guesses_.redone > redone;
+}
+
+void Engine::settle_guess(Row& row, int index) {
+  row.guessing = false;
+  bool right = true;
+  for (int i = 0; i < row.n_factors; ++i) {
+    right &= std::memcmp(&row.guess[i], &row.factor_base[row.factors[i]], sizeof(float)) == 0;
+  }
+  for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
+    Chunk& chunk = row.chunks[c];
+    if (chunk.shadows.empty()) continue;
+    const Key key{row.spec.unit, index, c};
+    const int64_t params = std::min<int64_t>(static_cast<int64_t>(chunk.shadows.size()) * kGranule, chunk.end - chunk.begin);
+    guesses_.params += params;
+    if (right) {
+      finish_task(key);
+      continue;
+    }
+    guesses_.redone += params;
+    ready_.erase(key);
+    chunk.queued = chunk.undo = true;
+    finish_task(key);
+  }
+}
+
+void Engine::redo_guessed(const Key& key, Chunk& chunk) {
+  chunk.undo = false;
+  chunk.redo = 0;
+  chunk.redo_end = static_cast<int>(chunk.shadows.size());
+  chunk.finished -= chunk.redo_end;
+  ready_.insert(key);
+  work_cv_.notify_all();
+}
+
+// The arrays of `n` parameters from the one `from` places into a granule.
+std::array<Engine::Span, 5> Engine::spans(const Row& row, const Chunk& chunk, int granule, int64_t from, int64_t n) {
+  const int64_t first = chunk.begin + granule * kGranule + from, wide = sizeof(float);
+  auto span = [&](void* base, int64_t width, int64_t array) {
+    return base ? Span{offset(base, first * width), n * width, array + from * width} : Span{nullptr, 0, 0};
+  };
+  const HostStates& host = row.host;
+  return {{span(host.master, host.low ? 2 : wide, 0), span(host.low, 2, kArrayBytes / 2), span(host.exp_avg, wide, kArrayBytes),
+           span(host.exp_avg_sq, wide, 2 * kArrayBytes), span(host.max_exp_avg_sq, wide, 3 * kArrayBytes)}};
+}
+
+void Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
+  const int64_t begin = chunk.begin + task.granule * kGranule, n = std::min(kGranule, chunk.end - begin);
+  if (!task.guessed && !task.again) return update_on_host(row, begin, n, task.scalars);
+  for (int64_t from = 0; from < n; from += kShadowBlock) {
+    const int64_t count = std::min(kShadowBlock, n - from);
+    for (const Span& span : spans(row, chunk, task.granule, from, count)) {
+      if (!span.at) continue;
+      if (task.guessed) {
+        stream_copy(task.shadow + span.shadow, span.at, span.bytes);
+      } else {
+        std::memcpy(span.at, task.shadow + span.shadow, static_cast<size_t>(span.bytes));
+      }
+    }
+    update_on_host(row, begin + from, count, task.scalars);
+  }
+}
+
+GuessCounts Engine::guess_counts() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return guesses_;
+}
+
+}  // namespace hytrain_fx

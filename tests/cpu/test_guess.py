@@ -1,0 +1,153 @@
+"""Updates that begin before the factors of their gradients are known: right guesses and wrong ones give the bits of waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, Stage
+from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.split_master import whole_states
+
+from .engine_loop import GROUP, host_states
+
+# Rows of several chunks, of several granules, of one, and one too small for a guess.
+SIZES = (4_500_000, 700_000, 262_144, 70_000, 900)
+SLOT_BYTES = 4 << 20
+LATE_US = 100_000
+CPU = torch.device("cpu")
+
+
+class ClippedLoop:
+    """Rows on the host whose gradients carry a factor that the lane to the host brings late; beside them the reference."""
+
+    def __init__(self, engine: NativeEngine, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.engine, self.dtype, self.steps = engine, dtype, 0
+        self.weights = [torch.randn(size).to(dtype) for size in sizes]
+        self.reference = [host_states(weight) for weight in self.weights]
+        self.states: list[RowStates] = []
+        for row, weight in enumerate(self.weights):
+            engine.add_row(RowSpec(weight.numel(), row, weight))
+            self.states.append(host_states(weight, dtype == torch.bfloat16))
+            engine.place_on_host(row, self.states[row])
+
+    def step(self, factor: float, late_us: float = LATE_US) -> None:
+        """One backward, a commit whose factor takes `late_us` on average, and the reference's update."""
+        self.steps += 1
+        rows = list(range(len(self.weights)))
+        self.engine.wait(rows)
+        scalars = AdamScalars.of(GROUP, self.steps, decoupled=True, torch_cuda=False)
+        self.grads = [torch.randn(weight.numel()).to(self.dtype) for weight in self.weights]
+        self.before = [weight.clone() for weight in self.weights]
+        for row in reversed(rows):
+            self.engine.grad_offload([row], [self.grads[row]])
+            self.engine.arm_cpu([row])
+            self.engine.arm_reload([row])
+            self.engine.release([row])
+        self.engine.set_delay(Stage.D2H, late_us)  # gradients are small beside it
+        on_device = torch.tensor(factor)
+        self.engine.commit([CommitItem(row, scalars, factors=(on_device,)) for row in rows])
+        for row in rows:
+            state = self.reference[row]
+            scaled = replace(scalars, factors=(factor,))
+            adamw_(self.grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scaled)
+
+    def check(self) -> None:
+        """Weights, masters and moments have the reference's bits."""
+        self.engine.drain(range(len(self.weights)))
+        for row, (weight, state) in enumerate(zip(self.weights, self.reference, strict=True)):
+            found = whole_states(self.states[row], CPU)
+            assert torch.equal(weight, state.master.to(self.dtype)), f"the weight of row {row} differs"
+            assert torch.equal(found.master, state.master), f"the master of row {row} differs"
+            assert torch.equal(found.exp_avg, state.exp_avg), f"exp_avg of row {row} differs"
+            assert torch.equal(found.exp_avg_sq, state.exp_avg_sq), f"exp_avg_sq of row {row} differs"
+
+
+@contextmanager
+def running(dtype: torch.dtype, shadow_bytes: int, sizes: tuple[int, ...] = SIZES) -> Iterator[ClippedLoop]:
+    engine = NativeEngine(CPU, 3, 40 << 20, 20.0, shadow_bytes=shadow_bytes)
+    try:
+        yield ClippedLoop(engine, sizes, dtype)
+    finally:
+        engine.close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    factors=st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.37]), min_size=3, max_size=8),
+    slots=st.integers(0, 12),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
+    late_us=st.sampled_from([0, 300, 3000, 20_000]),
+    slow_worker_us=st.sampled_from([0, 0, 500]),
+)
+def test_any_guess_gives_the_bits_of_waiting(
+    factors: list[float], slots: int, dtype: torch.dtype, late_us: int, slow_worker_us: int
+) -> None:
+    """Factors that stay and factors that change, early and late, with room for all old states, for some and for none."""
+    with running(dtype, slots * SLOT_BYTES, (700_000, 300_000, 70_000, 900)) as loop:
+        loop.engine.set_delay(Stage.CPU_UPDATE, slow_worker_us)
+        for factor in factors:
+            loop.step(factor, late_us)
+        loop.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_constant_factors_are_guessed_and_a_change_is_made_good(dtype: torch.dtype) -> None:
+    """After steps with one factor updates begin before it is known; a step with another has them made again."""
+    with running(dtype, 40 * SLOT_BYTES) as loop:
+        for _ in range(6):
+            loop.step(1.0)
+            loop.check()
+        calm = loop.engine.guess_counts()
+        assert calm.commits >= 2
+        assert calm.params > 0
+        assert (calm.missed, calm.redone) == (0, 0)
+        loop.step(0.5)
+        loop.check()
+        missed = loop.engine.guess_counts()
+        assert (missed.commits, missed.missed) == (calm.commits + 1, 1)
+        assert missed.redone == missed.params - calm.params > 0
+
+
+def test_factors_that_change_all_the_time_are_not_guessed() -> None:
+    """Nothing is updated on a guess that would mostly be wrong."""
+    with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
+        for number in range(8):
+            loop.step(1.0 / (number + 1))
+        loop.check()
+        assert loop.engine.guess_counts().params == 0
+
+
+def test_no_weight_leaves_the_host_on_a_guess() -> None:
+    """While the factor is on its way every weight is the old one, however much has been updated."""
+    looked = 0
+    with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
+        for _ in range(8):
+            settled = loop.engine.guess_counts().commits
+            loop.step(1.0)
+            time.sleep(0.02)
+            unchanged = all(torch.equal(weight, old) for weight, old in zip(loop.weights, loop.before, strict=True))
+            if loop.steps > 3 and loop.engine.guess_counts().commits == settled:
+                looked += 1
+                assert unchanged
+            loop.check()
+        assert looked > 0
+        assert loop.engine.guess_counts().params > 0
+
+
+def test_without_shadow_memory_updates_wait() -> None:
+    """With shadow_bytes=0 nothing is guessed."""
+    with running(torch.bfloat16, 0) as loop:
+        for _ in range(6):
+            loop.step(1.0, 2000)
+        loop.check()
+        assert loop.engine.guess_counts().params == 0
