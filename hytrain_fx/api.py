@@ -14,7 +14,8 @@ from torch import nn
 from hytrain_fx.capture import GraphKind
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.explain.graph_text import InspectedGraph, InspectedRow, Inspection
+from hytrain_fx.explain.graph_text import InspectedGraph, Inspection
+from hytrain_fx.explain.node_figures import InspectedRow, unit_times
 from hytrain_fx.explain.report import Explanation, Measured
 from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.plan import Placement
@@ -85,18 +86,20 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def inspect(model: nn.Module) -> Inspection:
-    """Every graph captured so far, before and after each pass, and the layer-level task graph.
+    """Every graph captured so far, before and after each pass, with times as `explain` has them, and the layer-level task graph.
 
-    Raises UnsupportedError for a model that is not compiled.
+    `print` it, ask it (`diff`, `annotated`, `find`, `counts`), or `save` it as .html, .json, .txt or .svg.
+    On a GPU it waits for the device. Raises UnsupportedError for a model that is not compiled.
     """
     session = session_of(model)
     unit_of = unit_of_rows(session.units)
+    names = tuple(unit.name or "(model)" for unit in session.units)
     rows = tuple(
-        InspectedRow(name, session.units[unit_of[row]].name or "(model)", p.numel() * p.element_size(), str(session.states.placement[row]))
+        InspectedRow(name, names[unit_of[row]], p.numel() * p.element_size(), str(session.states.placement[row]), p.numel())
         for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
     )
-    graphs = tuple(InspectedGraph(graph.index, str(graph.kind), graph.rewrite.passes) for graph in session.capture.graphs)
-    return Inspection(graphs, rows, session.planning.task_graph())
+    graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
+    return Inspection(graphs, rows, session.planning.task_graph(), names, unit_times(explain(model), rows))
 
 
 class Recording:

@@ -5,42 +5,39 @@
     print(graphs.diff())                 # only the inserted nodes, in context, with unit, parameters, bytes and placement
     print(graphs.annotated(1))           # the code of graph 1, annotated
     graphs.find("h.0")                   # the nodes that act for a layer or a parameter
+    graphs.save("graphs.html")           # one page, folded by layer; also .json, .txt and .svg (the task graph)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hytrain_fx.cost_model.figures import bytes_text, time_text
+from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.graph_lines import InsertedLine, annotated_text, count_inserted, diff_text, inserted_lines
+from hytrain_fx.explain.node_figures import InspectedNode, InspectedRow, UnitTimes, describe
 from hytrain_fx.explain.tables import shortened
 from hytrain_fx.ir.task_graph import TaskGraph
 
 if TYPE_CHECKING:
-    from hytrain_fx.passes.base import PassRecord
-
-
-@dataclass(frozen=True, slots=True)
-class InspectedRow:
-    """One managed parameter: its name and its unit's, bytes of its gradient, and where it is updated now ("cpu", "gpu")."""
-
-    name: str
-    unit: str
-    grad_bytes: int
-    placement: str
+    from hytrain_fx.passes.base import NodeNote, PassRecord
 
 
 @dataclass(frozen=True)
 class InspectedGraph:
-    """One captured graph. Each record in `passes` has `name`, `notes`, `added` (nodes by operator), `duration_us`, `before` and `after`."""
+    """One captured graph. Each record in `passes` has `name`, `notes`, `added` (nodes by operator), `duration_us`, `before` and `after`.
+
+    nodes    every node after the last pass, by name in graph order: the unit whose work it is, rows it holds, reads and makes gradients of
+    """
 
     index: int
     kind: str
     passes: tuple[PassRecord, ...]
+    nodes: Mapping[str, NodeNote] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -57,6 +54,11 @@ class InspectedGraph:
         """Its text after the last pass: what Inductor compiles."""
         return self.passes[-1].after if self.passes else ""
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The texts as captured and after each pass."""
+        return (self.before, *(record.after for record in self.passes))
+
     def text(self, after: str) -> str:
         """Its text after the pass of this name. Raises ConfigError where no such pass ran."""
         for record in self.passes:
@@ -69,27 +71,21 @@ class InspectedGraph:
         return count_inserted(self.after)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundNode:
-    """One inserted node: the graph it is in, its operator, its line of code, and the parameters it acts for."""
-
-    graph: str
-    op: str
-    parameters: tuple[str, ...]
-    line: str
-
-
 @dataclass(frozen=True)
 class Inspection:
     """The graphs captured so far, in order of capture. Iterate over it, or index it by number or name.
 
     rows          the managed parameters by row number, with their placement at the time of the call
     task_graph    the layer-level DAG of a step, a networkx graph over `TaskId`s with sizes and FLOPs
+    unit_names    by the unit number that `InspectedGraph.nodes` has
+    times         what is known of each unit's times, by its name
     """
 
     graphs: tuple[InspectedGraph, ...]
     rows: tuple[InspectedRow, ...]
     task_graph: TaskGraph
+    unit_names: tuple[str, ...] = ()
+    times: Mapping[str, UnitTimes] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[InspectedGraph]:
         return iter(self.graphs)
@@ -109,17 +105,21 @@ class Inspection:
         """Inserted nodes of all graphs by operator name."""
         return sum((graph.counts() for graph in self.graphs), Counter[str]())
 
-    def annotated(self, graph: int | str | InspectedGraph) -> str:
-        """The rewritten code of a graph, with unit, parameters, bytes and placement behind each inserted node."""
+    def nodes(self, graph: int | str | InspectedGraph) -> tuple[InspectedNode, ...]:
+        """The inserted nodes of a graph, in order, with layers, shares, bytes and times."""
         found = graph if isinstance(graph, InspectedGraph) else self[graph]
-        return annotated_text(found.after, self._note)
+        return tuple(self._describe(found, node) for node in inserted_lines(found.after))
+
+    def annotated(self, graph: int | str | InspectedGraph) -> str:
+        """The rewritten code of a graph; behind each inserted node its layer, parameters, share, bytes and times."""
+        found = graph if isinstance(graph, InspectedGraph) else self[graph]
+        return annotated_text(found.after, lambda node: self._describe(found, node).note)
 
     def diff(self, context: int = 1) -> str:
         """Only what was inserted, for all graphs: each node between `context` lines of code."""
-        parts = (f"{graph.name}\n{diff_text(graph.after, self._note, context)}" for graph in self.graphs if graph.counts())
-        return "\n\n".join(parts)
+        return "\n\n".join(f"{graph.name}\n{self._diff(graph, context)}" for graph in self.graphs if graph.counts())
 
-    def find(self, name: str) -> tuple[FoundNode, ...]:
+    def find(self, name: str) -> tuple[InspectedNode, ...]:
         """The inserted nodes that act for a parameter, or for any parameter of a layer or module path.
 
         Raises ConfigError for a name that is none of these.
@@ -128,10 +128,38 @@ class Inspection:
         if not wanted:
             units = tuple(dict.fromkeys(row.unit for row in self.rows))
             raise ConfigError(f"found no managed parameter or layer {name!r}; the layers are {shortened(units, 8)}")
-        return tuple(
-            FoundNode(graph.name, node.op, tuple(self.rows[row].name for row in node.rows), node.text.strip())
-            for graph in self.graphs for node in inserted_lines(graph.after) if wanted & set(node.rows)
-        )
+        return tuple(node for graph in self.graphs for node in self.nodes(graph) if wanted & set(node.rows))
+
+    def to_json(self) -> str:
+        """Everything as JSON text: every graph's text at every stage, inserted nodes with their figures, parameters, the task graph."""
+        from hytrain_fx.explain.inspection_json import inspection_json
+
+        return inspection_json(self)
+
+    def to_html(self, search: str = "") -> str:
+        """One page that needs no other file: code folded by layer, at every stage; `search` is put in its search field."""
+        from hytrain_fx.explain.inspection_page import inspection_page
+
+        return inspection_page(self, search)
+
+    def to_svg(self) -> str:
+        """The task graph as a picture, a row for each layer."""
+        from hytrain_fx.explain.task_graph_svg import task_graph_svg
+
+        return task_graph_svg(self.task_graph, self.rows, self.times)
+
+    def to_text(self) -> str:
+        """The overview, then the annotated code of every graph."""
+        return "\n\n".join([str(self), *(f"{graph.name}\n{self.annotated(graph)}" for graph in self.graphs)])
+
+    def save(self, path: str | Path) -> Path:
+        """Write by the suffix of `path`: .html, .json, .svg or .txt. Raises ConfigError for another one."""
+        path = Path(path)
+        forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg, ".txt": self.to_text}
+        if path.suffix not in forms:
+            raise ConfigError(f"found the suffix {path.suffix!r} of {path}, expected one of {', '.join(forms)}")
+        path.write_text(forms[path.suffix](), encoding="utf-8")
+        return path
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -140,16 +168,13 @@ class Inspection:
 
     def _overview(self, graph: InspectedGraph) -> Iterator[str]:
         counts = ", ".join(f"{count} {op}" for op, count in graph.counts().items())
-        yield f"{graph.name}: {counts or 'nothing inserted'}"
+        yield f"{graph.name}: {len(graph.nodes)} nodes, of them {counts or 'nothing inserted'}"
         for record in graph.passes:
             yield f"  {record.name} ({time_text(record.duration_us)}): {'; '.join(record.notes)}"
 
-    def _note(self, node: InsertedLine) -> str:
-        if not node.rows:
-            return "no parameter"
-        rows = [self.rows[row] for row in node.rows]
-        units = shortened(tuple(dict.fromkeys(row.unit for row in rows)))
-        places = Counter(row.placement for row in rows)
-        place = " and ".join(name if len(places) == 1 else f"{count} {name}" for name, count in places.items())
-        names = shortened([row.name.removeprefix(f"{row.unit}.") for row in rows])
-        return f"{units}: {names}; {bytes_text(sum(row.grad_bytes for row in rows))}; on {place}"
+    def _diff(self, graph: InspectedGraph, context: int) -> str:
+        return diff_text(graph.after, lambda node: self._describe(graph, node).note, context)
+
+    def _describe(self, graph: InspectedGraph, node: InsertedLine) -> InspectedNode:
+        times = {} if graph.kind == "inference" else self.times  # times are those of a training step
+        return describe(graph.name, node.op, node.rows, node.text.strip(), self.rows, times)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import fx
@@ -23,7 +23,7 @@ from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.layers import Unit
 from hytrain_fx.ops import ALL_OPS
 from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import Fact, Pass, PassContext, PassRecord
+from hytrain_fx.passes.base import Fact, NodeNote, Pass, PassContext, PassRecord, note
 from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
 from hytrain_fx.passes.insert_backward_end import InsertBackwardEnd
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
@@ -50,9 +50,10 @@ DEFAULT_FORWARD_PASSES: tuple[Pass, ...] = (
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """What the passes did to one graph, in their order."""
+    """What the passes did to one graph, in their order, and what is noted of each node after the last, by name in graph order."""
 
     passes: tuple[PassRecord, ...]
+    nodes: Mapping[str, NodeNote] = field(default_factory=dict)
 
     @property
     def texts(self) -> tuple[tuple[str, str], ...]:
@@ -86,7 +87,7 @@ def rewrite(
         if dump is not None:
             write_texts(dump, number, graph, record)
     graph.module.recompile()
-    return PipelineRecord(tuple(records))
+    return PipelineRecord(tuple(records), {node.name: note(node) for node in graph.module.graph.nodes})
 
 
 def default_passes(kind: GraphKind) -> tuple[Pass, ...]:

@@ -56,8 +56,11 @@ def test_annotations_name_unit_parameters_bytes_and_placement(dumped: tuple[Insp
     assert plain == found[0].after.splitlines()
     assert text == found.annotated(found[0])
     notes = [line.partition("  # ")[2] for line in text.splitlines() if "torch.ops.hytrain_fx." in line]
-    assert notes == ["first: weight, bias; 224 B; on gpu", "body.0: weight, bias; 288 B; on cpu", "body.2: weight, bias; 288 B; on cpu",
-                     "last: weight; 32 B; on cpu"]
+    assert notes == ["first: weight, bias; on gpu; 224 B of weights", "body.0: weight, bias; on cpu; 288 B of weights",
+                     "body.2: weight, bias; on cpu; 288 B of weights", "last: weight; on cpu; 32 B of weights"]
+    offloads = [node for node in found.nodes("01.backward") if node.op == "grad_offload"]
+    assert {node.layers: node.size for node in offloads}[("first",)] == "nothing to do"
+    assert {node.layers: node.size for node in offloads}[("body.0",)] == "288 B to the host"
 
 
 def test_the_diff_holds_every_inserted_node_once(dumped: tuple[Inspection, Path]) -> None:

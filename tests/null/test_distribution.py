@@ -49,8 +49,8 @@ def wheel_names(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> set[st
 
 
 def test_the_wheel_holds_every_module_every_native_source_and_the_type_marker(wheel_names: set[str]) -> None:
-    """All .py, .h, .cpp and .cu files of the library and py.typed are installed; the engine is built from them at first use."""
-    expected = project_files({".py", *NATIVE_SOURCES}) | {"hytrain_fx/py.typed"}
+    """All .py, .h, .cpp, .cu, .html and .svg files and py.typed are installed; the engine is built from them at first use."""
+    expected = project_files({".py", ".html", ".svg", *NATIVE_SOURCES}) | {"hytrain_fx/py.typed"}
     assert any(PurePosixPath(name).suffix in NATIVE_SOURCES for name in expected)
     assert expected <= wheel_names
 
