@@ -1,8 +1,8 @@
-"""`python -m hytrain_fx`: reports without a GPU, saved plans, dump folders, the native engine.
+"""`python -m hytrain_fx`: reports without a GPU, saved plans, graphs of a script, the native engine.
 
     report     what a model would cost on a machine, for each way of placing the updates (nothing is run)
     explain    a saved plan as text
-    inspect    the graphs in a dump folder, and what each pass inserted
+    inspect    the graphs of a script or a dump folder, and what each pass inserted
     build      compile the native engine now, instead of at the first use
 """
 
@@ -12,15 +12,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from hytrain_fx.errors import HytrainError
+from hytrain_fx.inspect_command import add_inspect, split_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, or 1 when it failed with an error of this library (told on stderr)."""
-    args = _parser().parse_args(arguments)
+    own, behind = split_arguments(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    args = parser.parse_args(own, argparse.Namespace(script_arguments=behind))
+    if behind and args.command != "inspect":
+        parser.error(f"unrecognized arguments: -- {' '.join(behind)}")
     try:
         print(args.run(args))
     except (HytrainError, OSError) as error:
@@ -47,11 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--plan", required=True, type=Path, help="a file that holds the text of Plan.to_json()")
     explain.add_argument("--json", action="store_true", help="the plan as JSON, checked")
     explain.set_defaults(run=_explain)
-    inspect = commands.add_parser("inspect", help="list a dump folder")
-    inspect.add_argument("folder", type=Path, help="the folder given to compile(..., dump=...)")
-    inspect.add_argument("--diff", action="store_true", help="show the inserted nodes of each graph in their context")
-    inspect.add_argument("--json", action="store_true", help="graphs, passes and counts as JSON")
-    inspect.set_defaults(run=_inspect)
+    add_inspect(commands)
     build = commands.add_parser("build", help="compile the native engine")
     build.add_argument("--json", action="store_true", help="the path as JSON")
     build.set_defaults(run=_build)
@@ -72,15 +72,6 @@ def _explain(args: argparse.Namespace) -> str:
 
     plan = Plan.from_json(args.plan.read_text())
     return plan.to_json() if args.json else plan_text(plan)
-
-
-def _inspect(args: argparse.Namespace) -> str:
-    from hytrain_fx.explain.dump_folder import dump_diff, dump_text, read_dump
-
-    passes = read_dump(args.folder)
-    if args.json:
-        return json.dumps([asdict(dumped) | {"after": str(dumped.after)} for dumped in passes], indent=1)
-    return dump_diff(passes) if args.diff else dump_text(passes)
 
 
 def _build(args: argparse.Namespace) -> str:
