@@ -44,7 +44,7 @@ def compile(model: M, optimizer: torch.optim.Optimizer, **options: Any) -> tuple
     session = Session(model, optimizer, config)
     ours = OffloadedOptimizer(optimizer, session)
     if before is not None:
-        load_states(session, ours.param_groups, before)
+        load_states(session, ours, before)
     return model, ours
 
 

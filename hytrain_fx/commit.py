@@ -19,14 +19,14 @@ from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.step_nodes import SessionNodes
+from hytrain_fx.step_nodes import SessionNodes, is_in_slot, is_used
 from hytrain_fx.torch_private import get_grad
 
 
 class CommitBuilder:
     """Builds the items of one `step()` and counts each row's steps.
 
-    decoupled   True for AdamW's weight decay, False for Adam's (L2)
+    decoupled   True for AdamW's weight decay, False for Adam's (L2), unless the group says otherwise
     """
 
     def __init__(self, table: ParameterTable, states: StateStore, nodes: SessionNodes, *, decoupled: bool) -> None:
@@ -59,7 +59,7 @@ class CommitBuilder:
                 if step not in by_step:
                     by_step[step] = self._scalars(group, step)
                 on_host = placement[row] is Placement.CPU
-                if on_host and type(grad) is GradStandIn and grad.grad_state.is_at_source():
+                if on_host and type(grad) is GradStandIn and is_in_slot(grad):
                     items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
                     self._nodes.standins.leave(row, grad)
                 elif not on_host and self._nodes.is_untouched(row, grad):
@@ -84,7 +84,8 @@ class CommitBuilder:
         return items
 
     def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
-        return AdamScalars.of(group, step, decoupled=self._decoupled, torch_cuda=self._table.device.type == "cuda")
+        decoupled = self._decoupled or bool(group.get("decoupled_weight_decay"))
+        return AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=self._table.device.type == "cuda")
 
     def _row(self, parameter: torch.Tensor) -> int:
         row = self._table.row_of.get(id(parameter))
@@ -94,9 +95,9 @@ class CommitBuilder:
 
     def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
         if isinstance(grad, GradStandIn):
-            if grad.materialized is not None or grad.zeroed:
+            if not is_in_slot(grad) and not is_used(grad):
                 grad = grad.grad_state.materialize()
-            elif not grad.grad_state.source.is_live():
+            elif is_used(grad):
                 raise GradientConsumedError(
                     f"step() was called again for {self._table.names[row]} without a new gradient: the last step() has used it. "
                     "Call zero_grad() and backward() before the next step()"

@@ -73,10 +73,6 @@ class GradState:
         self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
         self.on_materialize = on_materialize
 
-    def is_at_source(self) -> bool:
-        """Whether the gradient still is what its source holds, times the factors."""
-        return self.real is None and type(self.source) is not ZeroSource and self.source.is_live()
-
     def copy_out(self) -> Tensor:
         """A fresh real tensor with the gradient's present values; the state stays as it is. Raises GradientConsumedError."""
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be edited later

@@ -63,7 +63,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for hook in before:
             state_dict = hook(self, state_dict) or state_dict
         self.session.drain()
-        load_states(self.session, self.param_groups, state_dict)
+        load_states(self.session, self, state_dict)
         for hook in after:
             hook(self)
 

@@ -53,10 +53,13 @@ class OutsideWrites:
         with without_torch_function():
             self._forms = [_Form.of(p) for p in table.parameters]
             self._memory = self._memory_now()
+            self._moved: set[int] = set()  # rows in other memory, whose masters may be of what the old one held
             self._versions = list(map(_version_of, table.parameters))
 
     def follow_memory(self) -> set[int]:
-        """Use the memory that parameters have now, and what is in it; the rows whose memory is another one. About 0.2 us a parameter.
+        """Use the memory that parameters have now; the rows whose memory is another one. About 0.2 us a parameter.
+
+        What is in it becomes the masters at `follow` only: 16-bit weights that come back until then go on from the masters they had.
 
         Raises UnsupportedError, and changes nothing, where dtype, shape, device or order of memory are others.
         """
@@ -71,14 +74,15 @@ class OutsideWrites:
             for row in moved:
                 self._engine.set_weight(row, self._table.parameters[row].detach())
                 self._states.follow_memory(row)
-                self._states.follow_weight(row)
             self._memory = now
+            self._moved.update(moved)
             return set(moved)
 
     def follow(self, touched: Collection[int]) -> set[int]:
         """Take written weights for the masters; the rows that were, or may have been, written. Raises UnsupportedError."""
         with torch.no_grad(), without_torch_function():
-            written = self.follow_memory()
+            self.follow_memory()
+            written, self._moved = self._moved, set()
             now = list(map(_version_of, self._table.parameters))
             if now != self._versions:
                 written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)

@@ -147,7 +147,7 @@ class Planning:
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
         session = self._session
-        if not (self._due or self._renumbered) or self.recording or any(p.grad is not None for p in session.table.parameters):
+        if not (self._due or self._renumbered) or self.recording or session.nodes.any_in_place():
             return
         begin_s = time.perf_counter()
         if self._due:

@@ -1,6 +1,7 @@
 """One compiled model: its parameters, graphs, engine and plan, from the first call to `close`.
 
-    enter_forward   a new plan is put in force; parameters become plain; weights of rows that eager code reads are waited for
+    enter_forward   a new plan is put in force; parameters become plain
+    (eager code)    of a forward that is not one graph: all weights are waited for
     (the graphs)    nodes call `SessionNodes`
     leave_forward   parameters are guarded again
     step            commits: hyper-parameters fixed, updates begin (or continue) behind the launching thread
@@ -126,7 +127,8 @@ class Session:
             for row in rows:
                 self.nodes.unit_of[row] = number
         of = self.config
-        set_compiled_call(model, CallGate(partial(compiled_call_of, model, self.capture.backend, of.dynamic, of.mode, of.options), self))
+        compile_call = partial(compiled_call_of, model, self.capture.backend, of.dynamic, of.mode, of.options, self.before_eager_code)
+        set_compiled_call(model, CallGate(compile_call, self))
         self._guarded = guard_type(_touch_of(weakref.ref(self)))
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row)))
@@ -170,16 +172,22 @@ class Session:
         if self._depth > 1:
             return
         self.touched |= self._writes.follow_memory()
-        with self._clock.phase(Phase.PLAN):
-            self.planning.before_forward()
+        if torch.is_grad_enabled():  # in an evaluation weights may be there that are not the training's (an average of them)
+            with self._clock.phase(Phase.PLAN):
+                self.planning.before_forward()
+            self.nodes.parts.call_begins()
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
-        if self.eager_rows:
-            self.engine.drain(sorted(self.eager_rows))
         unguard_all(self.table.parameters)
         self.marks.mark(Mark.FORWARD_BEGIN)
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
+
+    def before_eager_code(self) -> None:
+        """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
+        self.engine.wait(self._all_rows)
+        self.nodes.let_go_of_all()
+        self.touched.update(self._all_rows)
 
     def leave_forward(self) -> None:
         """After the compiled call."""
@@ -223,6 +231,8 @@ class Session:
     def step(self) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now."""
         with torch.no_grad(), without_torch_function():
+            if self.nodes.parts.open:
+                self.nodes.end_sums()  # of a backward that ended in an error
             self.follow_written_weights()
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             self.engine.commit(items)
@@ -231,6 +241,7 @@ class Session:
             increment_versions([self.table.parameters[row] for row in rows])
             self._writes.note(rows)
         self.touched.clear()
+        self.nodes.parts.used_eagerly.intersection_update(self.eager_rows)
         self._guard_all()
         self._end_step()
 
@@ -262,6 +273,7 @@ class Session:
             for group in self.groups:
                 for parameter in group["params"]:
                     set_grad(parameter, None)
+        self.nodes.parts.open.clear()
         self.engine.discard(self._all_rows)
         self.nodes.consumed.update(self._all_rows)
 
@@ -275,6 +287,8 @@ class Session:
         row = self.table.row_of[id(parameter)]
         self.engine.drain([row])
         self.touched.add(row)
+        if torch.is_grad_enabled():
+            self.nodes.parts.used_eagerly.add(row)
 
     def place(self, plan: Plan) -> None:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
@@ -291,7 +305,9 @@ class Session:
 
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""
-        return self._probe.us_per_param()
+        device = self.table.device
+        with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):  # random numbers are the training's own
+            return self._probe.us_per_param()
 
     def follow_written_weights(self) -> None:
         """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
@@ -336,6 +352,7 @@ def _eager_gradient_of(session: weakref.ref[Session], row: int) -> Any:
         found = session()
         if found is not None and found.nodes.is_eager(row):  # torch calls it for the graphs' None gradients too
             found.eager_rows.add(row)
+            found.nodes.parts.used_eagerly.add(row)
 
     return on_gradient
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]
     return found
 
 
-def load_states(session: Session, groups: Sequence[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-    """Write a checkpoint's states and group options into a drained session.
+def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Write a checkpoint's states and group options into a drained session and the groups of its optimizer.
 
     Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
     """
-    saved_groups = state_dict["param_groups"]
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
     if found != expected:
         raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
@@ -51,9 +52,16 @@ def load_states(session: Session, groups: Sequence[dict[str, Any]], state_dict: 
             _check_row(session, row, entry)
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
     for group, saved in zip(groups, saved_groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        _load_options(group, saved, optimizer.defaults)
     for row, entry in saved_of_row.items():
         _load_row(session, row, entry)
+
+
+def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
+    """The options of the checkpoint, and those of the optimizer that it lacks: what a scheduler has put there since (`initial_lr`) goes."""
+    for key in group.keys() - saved.keys() - set(known) - {"params", "param_names"}:
+        del group[key]
+    group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
 
 
 def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:

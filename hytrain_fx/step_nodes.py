@@ -3,6 +3,7 @@
     grad_offload   row on the host: gradient to the engine, `.grad` becomes a stand-in
                    row updated on the device, or `.grad` already a real tensor: gradient added to the real `.grad`
                    a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the graph to return
+                   one of several parts of a backward, behind an earlier gradient: see `grad_parts`
     all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
 
 This runs on the thread that launches the GPU's work, which must stay ahead of it: a unit's rows are handled at once where they are alike.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -22,6 +23,7 @@ from torch import nn
 from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import DroppedNodeError, UnsupportedError
 from hytrain_fx.grad_destinations import NOWHERE_ELSE, Elsewhere
+from hytrain_fx.grad_parts import BackwardParts
 from hytrain_fx.grad_rows import RowGroup, like_parameter, norm_of_each
 from hytrain_fx.grad_sources import HeldGradient, Norm, RowGradient, StandIns
 from hytrain_fx.grad_standin import GradStandIn
@@ -47,6 +49,7 @@ class SessionNodes:
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.unit_of: list[int] = [0] * len(table)
         self.standins = StandIns()
+        self.parts = BackwardParts(self.end_sums)
         self._engine = engine
         self._states = states
         self._marks = marks
@@ -70,12 +73,13 @@ class SessionNodes:
             rows, grads = self._keep_returned(rows, grads)
             group = self._group(rows)
             group.place(self._states.placement)
+        again = self.parts.arrive(rows)
         with without_torch_function():
-            if group.fits(grads) and all(grad is None for grad in map(get_grad, group.parameters)):
+            if not self.parts.open and group.fits(grads) and all(grad is None for grad in map(get_grad, group.parameters)):
                 self._take_first(group, grads)
             else:
                 with torch.no_grad():
-                    self._take_each(group, grads)
+                    self._take_each(group, grads, again)
 
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
@@ -220,7 +224,35 @@ class SessionNodes:
         made, version = self._own.get(row, (None, 0))
         return made is not None and made() is grad and version == grad._version
 
+    def any_in_place(self) -> bool:
+        """Whether a gradient that `step()` may yet take rests where the present placement has it: in a slot, or ready on the device."""
+        with without_torch_function():
+            found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
+            return any(is_in_slot(grad) if isinstance(grad, GradStandIn) else self.is_untouched(row, grad) for row, grad in found)
+
+    def end_sums(self) -> None:
+        """Add what came in a backward that has ended to the gradients that were there before it."""
+        sums = dict(self.parts.open)
+        self.parts.open.clear()
+        with torch.no_grad(), without_torch_function():
+            for row, of in sums.items():
+                parameter = self.table.parameters[row]
+                if parameter.grad is not None:
+                    of.parts.add_(parameter.grad)
+                parameter.grad = of.before
+                self._take_late(row, of.parts)
+
     # ---- taking gradients ----
+
+    def _take_late(self, row: int, grad: torch.Tensor) -> None:
+        """A gradient that comes behind the nodes of its row."""
+        group = self._group([row])
+        group.place(self._states.placement)
+        self._take_each(group, [grad], [row])
+        self._own.pop(row, None)  # the events that the nodes have recorded do not cover it
+        if group.on_host:
+            self._engine.arm_cpu([row])
+            self._engine.arm_reload([row])
 
     def _group(self, rows: Sequence[int]) -> RowGroup:
         key = tuple(rows)
@@ -247,12 +279,14 @@ class SessionNodes:
         if group.on_host:
             self._send(*group.picked(group.on_host, grads))
 
-    def _take_each(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
-        """Gradients of any form, added to what the rows have."""
+    def _take_each(self, group: RowGroup, grads: Sequence[torch.Tensor], again: Collection[int]) -> None:
+        """Gradients of any form, added to what the rows have. `again`: rows whose `.grad` is of this backward."""
         new: list[int] = []
         given = list(grads)
         for i, row in enumerate(group.rows):
             self.require_strided(row, given[i])
+            if row not in again and self._laid_aside(row, given[i]):
+                continue
             given[i], is_new = self._add(row, given[i])
             if is_new:
                 new.append(i)
@@ -264,12 +298,25 @@ class SessionNodes:
             laid_out = [like_parameter(g, p, copy=False) for g, p in zip(given, group.parameters, strict=True)]
             self._send(*group.picked(on_host, laid_out))
 
+    def _laid_aside(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this part waits for the end of the backward, because `.grad` is of an earlier one and more parts may come."""
+        parameter = self.table.parameters[row]
+        held = parameter.grad
+        if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_used(held)):
+            return False
+        self.parts.lay_aside(row, held, like_parameter(grad, parameter, copy=True))
+        parameter.grad = None  # autograd puts there what comes from eager code
+        return True
+
     def _add(self, row: int, grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Add a gradient to a real `.grad`, or to the one in the slot; the sum, and whether it has yet to be put somewhere."""
         parameter = self.table.parameters[row]
+        if row in self.parts.open:
+            self.parts.open[row].parts.add_(grad)
+            return grad, False
         held = parameter.grad
         if isinstance(held, GradStandIn):
-            if held.materialized is None and not held.grad_state.source.is_live():
+            if is_used(held):
                 return grad, False  # step() has used it, so the sum cannot be known: `.grad` stays what says so to whoever asks
             if is_clean(held):
                 return held.grad_state.source.fetch().add_(grad), True
@@ -316,6 +363,17 @@ class SessionNodes:
             for row in rows:
                 if self.held.pop(row, None) is not None:
                     self.standins.end_loan(row)
+
+
+def is_in_slot(standin: GradStandIn) -> bool:
+    """Whether the values are in the row's slot, so that an update on the host finds them there."""
+    state = standin.grad_state
+    return state.real is None and type(state.source) is RowGradient and state.source.is_live()
+
+
+def is_used(standin: GradStandIn) -> bool:
+    """Whether step() has used the gradient, so that its values are gone."""
+    return standin.materialized is None and not standin.grad_state.source.is_live()
 
 
 def is_clean(standin: GradStandIn) -> bool:

@@ -135,7 +135,7 @@ def accumulator(leaf: Tensor) -> Node:
 
 def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
     """Whether the backward that runs on this thread runs all of these; True outside of a backward."""
-    if torch._C._current_graph_task_id() == -1:
+    if running_backward() == -1:
         return True
     try:
         return all(map(_private("torch._C", "_will_engine_execute_node"), accumulators))
@@ -150,6 +150,16 @@ def leaf_gradient(accumulator: Node) -> LeafGradient:
     except RuntimeError:  # its way to say that a leaf's gradient is captured
         return LeafGradient.RETURNED
     return LeafGradient.ACCUMULATED if runs else LeafGradient.UNWANTED
+
+
+def running_backward() -> int:
+    """Which backward runs on this thread: a number of its own, -1 outside of one."""
+    return int(_private("torch._C", "_current_graph_task_id")())
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have `call` called when the backward that runs on this thread has added all gradients; never if it ends in an error."""
+    _private("torch.autograd.variable", "Variable")._execution_engine.queue_callback(call)
 
 
 Edit = Callable[[Sequence[Any]], Sequence[Any]]
@@ -241,9 +251,16 @@ def _private(module: str, name: str) -> Any:
 
 
 def compiled_call_of(
-    model: nn.Module, backend: Callable[..., Any], dynamic: bool | None, mode: str | None, options: dict[str, Any]
+    model: nn.Module,
+    backend: Callable[..., Any],
+    dynamic: bool | None,
+    mode: str | None,
+    options: dict[str, Any],
+    on_eager: Callable[[], None],
 ) -> Callable[..., Any]:
     """The compiled call of `model`, as `model.compile(...)` makes it; each one captures its own graphs.
+
+    `on_eager` is called before a run that is not one graph from end to end: a graph break, or Dynamo gave up (recompile limit).
 
     `Module.compile` compiles `_call_impl`. Dynamo skips that frame, and the forward too where it is torch's own (nn.Sequential): the model
     would run uncompiled. So a frame of ours stands before it, with a code object of its own: recompiles are counted and limited by code
@@ -254,9 +271,16 @@ def compiled_call_of(
     def own_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         return backend(gm, example_inputs, **kwargs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is plain Python, and so is what it calls.
+    def run_model(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            on_eager()
         return model._call_impl(*args, **kwargs)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_model(*args, **kwargs)
+
+    _private("torch._dynamo.eval_frame", "skip_code")(run_model.__code__)
     # The name is part of what automatic dynamic shapes are remembered by.
     code = call.__code__.replace(co_name=f"call_{type(model).__name__}")
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)

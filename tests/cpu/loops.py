@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,12 @@ class HandAdam(torch.optim.Optimizer):
         whole = torch.optim.AdamW([torch.zeros(1)], **hyper).defaults
         self._decoupled = decoupled
         super().__init__(params, whole)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, saved in state_dict["state"].items():
+            self.state[parameters[number]] = copy.deepcopy(saved)  # torch's casts masters to the parameters' dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -116,7 +123,7 @@ class Twins:
         self.plain, self.batches = make()
         torch.manual_seed(0)
         self.ours, _ = make()
-        self.plain.compile()
+        self.plain.compile(dynamic=options.get("dynamic"))
         self.first = weights(self.plain)
         trained = [p for p in self.ours.parameters() if p.requires_grad]
         _, self.optimizer = hytrain_fx.compile(self.ours, torch.optim.AdamW(trained, **HYPER), **options)
@@ -133,11 +140,8 @@ class Twins:
         for model in (self.plain, self.ours):
             model.zero_grad()
             model.load_state_dict(self.first)
-        for group, first in zip(self.optimizer.param_groups, self._groups, strict=True):
-            for key in group.keys() - first.keys() - {"params"}:
-                del group[key]
         empty = self.optimizer.state_dict()
-        packed = [{**saved, **first, **hyper} for saved, first in zip(empty["param_groups"], self._groups, strict=True)]
+        packed = [{"params": saved["params"], **first, **hyper} for saved, first in zip(empty["param_groups"], self._groups, strict=True)]
         self.optimizer.load_state_dict({"state": {}, "param_groups": packed})
         return HandAdam([p for p in self.plain.parameters() if p.requires_grad], **{**HYPER, **hyper}), self.optimizer
 
@@ -155,10 +159,18 @@ class Twins:
 
 
 def compare(
-    make: Make, loop: Loop, *, decoupled: bool = True, hyper: dict[str, Any] | None = None, rtol: float = 0.0, **options: Any
+    make: Make,
+    loop: Loop,
+    *,
+    decoupled: bool = True,
+    hyper: dict[str, Any] | None = None,
+    groups: Callable[[Any], list[dict[str, Any]]] | None = None,
+    rtol: float = 0.0,
+    **options: Any,
 ) -> list[float]:
     """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone.
 
+    `groups` makes the optimizer's groups, where it is to have more than one.
     `rtol` is for models whose gradients themselves differ in the last bits, because Inductor fuses the two graphs differently.
     """
     hyper = {**HYPER, **(hyper or {})}
@@ -168,12 +180,12 @@ def compare(
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, batches = make()
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained: list[Any] = groups(model) if groups is not None else [p for p in model.parameters() if p.requires_grad]
         optimizer: Any = HandAdam(trained, decoupled=decoupled, **hyper) if not ours else kind(trained, **hyper)
         if ours:
             hytrain_fx.compile(model, optimizer, **options)
         else:
-            model.compile()
+            model.compile(dynamic=options.get("dynamic"))
         torch.manual_seed(1)
         results.append((loop(model, optimizer, batches), weights(model)))
         if ours:
