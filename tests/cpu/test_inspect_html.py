@@ -178,7 +178,7 @@ def test_a_browser_searches_and_shows_stages(model: tuple[Inspection, Counted], 
     file.write_text(model[0].to_html("layers.7").replace("</body>", choose))
     run = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
                           file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-    assert '<span id="found">1 layers, 6 parameters</span>' in run.stdout
+    assert '<span id="found">layers: 1, parameters: 6</span>' in run.stdout
     page = Page(run.stdout)
     assert [fold.summary.split()[0] for fold in page.of("layer") if "away" not in fold.classes] == ["layers.7"]
     forward, backward = page.of("graph")
