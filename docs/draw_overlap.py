@@ -14,7 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hytrain_fx.cost_model.device import analytic_profile, find_device
+from hytrain_fx.cost_model.device import analytic_profile
+from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.cost_model.planner import plan
 from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.cost_model.simulate import Discipline, simulate

@@ -1,6 +1,7 @@
 """`python -m hytrain_fx`: reports without a GPU, saved plans, graphs of a script, the native engine.
 
     report     what a model would cost on a machine, for each way of placing the updates (nothing is run)
+    profile    this machine's rates, measured, as a file for `report --device`
     explain    a saved plan as text
     inspect    the graphs of a script or a dump folder, and what each pass inserted
     build      compile the native engine now, instead of at the first use
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from hytrain_fx.errors import HytrainError
 from hytrain_fx.inspect_command import add_inspect, split_arguments
+from hytrain_fx.offline.command import add_profile, add_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,17 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hytrain_fx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    report = commands.add_parser("report", help="predict a model on a machine")
-    report.add_argument("--model", required=True, help="config.json, its folder, or a registered shape (llama-7b, ...)")
-    report.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a JSON file")
-    report.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
-    report.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
-    report.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
-    report.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
-    form = report.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="all figures as JSON")
-    form.add_argument("--markdown", action="store_true", help="Markdown (the default)")
-    report.set_defaults(run=_report)
+    add_report(commands)
+    add_profile(commands)
     explain = commands.add_parser("explain", help="print a saved plan")
     explain.add_argument("--plan", required=True, type=Path, help="a file that holds the text of Plan.to_json()")
     explain.add_argument("--json", action="store_true", help="the plan as JSON, checked")
@@ -56,14 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--json", action="store_true", help="the path as JSON")
     build.set_defaults(run=_build)
     return parser
-
-
-def _report(args: argparse.Namespace) -> str:
-    from hytrain_fx.cost_model.report import report
-
-    budget_bytes = None if args.budget_gb is None else int(args.budget_gb * 1e9)
-    made = report(args.model, args.device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes)
-    return made.to_json() if args.json else made.to_markdown()
 
 
 def _explain(args: argparse.Namespace) -> str:

@@ -241,6 +241,11 @@ def size_hint(size: object, otherwise: int = 1) -> int:
     return int(hint) if hint is not None else otherwise
 
 
+def fake_tensors() -> Any:
+    """A FakeTensorMode: within it tensors are computed without memory or values, also those that its `from_tensor` gives for others."""
+    return _private("torch._subclasses.fake_tensor", "FakeTensorMode")()
+
+
 def _private(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hytrain_fx.cost_model.device import DeviceSpec
 from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
@@ -46,18 +47,16 @@ class Footprint:
 
     def fits(self, device: DeviceSpec) -> bool:
         """Whether both tiers hold it, with a margin on each."""
-        return self.device_bytes <= DEVICE_SHARE * device.memory_bytes and self.host_bytes <= HOST_SHARE * device.host_memory_bytes
+        return self.device_bytes <= DEVICE_SHARE * device.memory_bytes and self.host_fits(device)
+
+    def host_fits(self, device: DeviceSpec) -> bool:
+        """Whether the host holds its part, with a margin."""
+        return self.host_bytes <= HOST_SHARE * device.host_memory_bytes
 
 
 def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) -> int:
     """What the forward keeps for the backward: with `recompute` each layer's input and the inside of one layer at a time."""
-    saved = [2 * u.saved_values * tokens for u in shape.units]
-    if not recompute:
-        return sum(saved)
-    layers = [u for u in shape.units if u.attention_width]
-    inputs = sum(2 * u.output_values * tokens for u in layers)
-    others = sum(2 * u.saved_values * tokens for u in shape.units if not u.attention_width)
-    return inputs + others + max((2 * u.saved_values * tokens for u in layers), default=0)
+    return sum(_kept_bytes(shape, tokens, recompute)) + _recomputed_bytes(shape, tokens, recompute)
 
 
 def ring_bytes(shape: ModelShape) -> int:
@@ -68,21 +67,51 @@ def ring_bytes(shape: ModelShape) -> int:
 def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:
     """Bytes when the first `k` units are updated on the device and of the others `streamed_params` are streamed, the rest is updated by
     the CPU. Staging slots count as states on the device.
+
+    Gradients and activations are those of the moment in the backward when most of the device is in use: activations go as gradients
+    come, so the two are never there in full together.
     """
     on_device = sum(u.params for u in shape.units[:k])
     on_host = shape.params - on_device
     by_cpu = on_host - streamed_params
-    gradients = GRAD_BYTES * (on_device + streamed_params) + (ring_bytes(shape) if by_cpu else 0)
     staging = STAGING_SLOTS * STAGING_PARAMS if streamed_params else 0
-    return Footprint(WEIGHT_BYTES * shape.params, gradients, STATE_BYTES * (on_device + staging),
-                     activation_bytes(shape, tokens, recompute), STATE_BYTES * on_host, SLOT_BYTES * by_cpu)
+    gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1))
+    return Footprint(WEIGHT_BYTES * shape.params, gradients + (ring_bytes(shape) if by_cpu else 0), STATE_BYTES * (on_device + staging),
+                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES * on_host, SLOT_BYTES * by_cpu)
 
 
 def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
-    """Device memory left for states: each parameter resident there also keeps its gradient there."""
-    base = footprint(shape, tokens, 0, recompute).device_bytes
-    free = max(DEVICE_SHARE * device.memory_bytes - base, 0.0)
-    return int(free * STATE_BYTES / (STATE_BYTES + GRAD_BYTES))
+    """Device memory left for states: as many leading units as fit within it fit beside their gradients, too."""
+    limit = DEVICE_SHARE * device.memory_bytes
+    of_states = [0, *accumulate(STATE_BYTES * u.params for u in shape.units)]
+    left = [limit - footprint(shape, tokens, k, recompute).device_bytes for k in range(len(of_states))]
+    k = next((k for k, free in enumerate(left) if free < 0), len(left)) - 1
+    if k < 0:
+        return 0
+    budget = of_states[k] + left[k]
+    return int(budget if k + 1 == len(left) else min(budget, of_states[k + 1] - 1))
+
+
+def _kept_bytes(shape: ModelShape, tokens: int, recompute: bool) -> list[int]:
+    """What each unit keeps until its backward."""
+    return [2 * (u.output_values if recompute and u.attention_width else u.saved_values) * tokens for u in shape.units]
+
+
+def _recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
+    """The inside of one layer at a time."""
+    return max((2 * u.saved_values * tokens for u in shape.units if u.attention_width), default=0) if recompute else 0
+
+
+def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float) -> tuple[int, int]:
+    """Gradients that stay on the device, and activations, at the end of that unit's backward where their sum is largest."""
+    activations = sum(_kept_bytes(shape, tokens, recompute))
+    gradients = 0
+    fullest = (0, activations)  # the backward begins
+    for u, kept in zip(reversed(shape.units), reversed(_kept_bytes(shape, tokens, recompute)), strict=True):
+        gradients += int(GRAD_BYTES * u.params * (1.0 if u.index < k else streamed_share))
+        fullest = max(fullest, (gradients, activations), key=sum)
+        activations -= kept
+    return fullest
 
 
 def largest_params(device: DeviceSpec, activations_bytes: int) -> dict[str, float]:

@@ -43,6 +43,8 @@ Stream = float | Literal["auto"]
 GUARD = 1.05
 # Of the share that is best by capacities alone: a little less often ends earlier, as copies of states yield to gradients and weights.
 _SHARES_TRIED = (1.0, 0.93)
+# Where copies and updates share the host's memory, both are slower than the rates that the share was solved with.
+_SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.93, 0.85, 0.75, 0.6)
 STREAMED = "windowed, streamed"  # the name of that plan in `compare`
 
 
@@ -152,7 +154,8 @@ class _Maker:
         k, share = self._mix(without.k)
         if share == 0.0:
             return without
-        tried = [self.settle(self._mixed(k, share * part)) for part in _SHARES_TRIED]
+        parts = _SHARES_TRIED if self.profile.host_memory_gb_per_s is None else _SHARES_TRIED_IN_SHARED_MEMORY
+        tried = [self.settle(self._mixed(k, share * part)) for part in parts]
         streamed = min(tried, key=lambda made: made.predicted["step_us"])
         step_us, streamed_us = without.predicted["step_us"], streamed.predicted["step_us"]
         if streamed_us <= (1 - LEAST_GAIN) * step_us:

@@ -9,9 +9,10 @@ of Llama (also Mistral, Qwen2, Qwen3), GPT-2 and BERT.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ class UnitShape:
     """One unit. `params` elements; `matmul_params` those that each token is multiplied with.
 
     `attention_width` is heads * head_dim of its attention (0 = none), `saved_values` the activations it keeps for the backward
-    per token (16-bit values), `output_values` what it hands on per token.
+    per token (16-bit values; of the known families as torch's min-cut partitioner keeps them, dropout left out), `output_values` what it
+    hands on per token.
     """
 
     index: int
@@ -49,6 +51,34 @@ class ModelShape:
     def params(self) -> int:
         """All parameters, in elements."""
         return sum(u.params for u in self.units)
+
+    @property
+    def layers(self) -> int:
+        """Length of the longest run of equal units with parameters to multiply by; 0 where none has a neighbour like it."""
+        begin, end = self._run()
+        return end - begin if end - begin > 1 else 0
+
+    def with_layers(self, layers: int) -> ModelShape:
+        """This model with so many of its repeated layers. Raises ConfigError where none repeat or for less than one."""
+        begin, end = self._run()
+        if not self.layers or layers < 1:
+            raise ConfigError(f"found {layers} layers for {self.name!r}, which repeats {self.layers}; expected at least 1 of a model that "
+                              "repeats some")
+        stem = self.units[begin].name.rstrip("0123456789")
+        first = int(self.units[begin].name.removeprefix(stem) or 0)
+        run = tuple(replace(self.units[begin], name=f"{stem}{first + i}") for i in range(layers))
+        units = (*self.units[:begin], *run, *self.units[end:])
+        return replace(self, units=tuple(replace(u, index=i) for i, u in enumerate(units)))
+
+    def _run(self) -> tuple[int, int]:
+        """Begin and end of that run."""
+        runs, begin = [(0, 0)], 0
+        for _, same in itertools.groupby(self.units, key=lambda u: replace(u, index=0, name="")):
+            count = len(list(same))
+            if self.units[begin].matmul_params:
+                runs.append((begin, begin + count))
+            begin += count
+        return max(runs, key=lambda run: run[1] - run[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +174,7 @@ def _llama(c: Mapping[str, Any], name: str, family: str) -> _Layers:
         name, c["num_hidden_layers"], hidden, vocab, c.get("max_position_embeddings", 2048),
         embedding_params=vocab * hidden, layer_params=matmul + bias + norms, layer_matmul_params=matmul,
         head_params=hidden + (0 if tied else vocab * hidden), head_matmul_params=vocab * hidden,
-        attention_width=width, saved_values=2 * hidden + 2 * width + 2 * kv_width + 2 * inner, causal=True)
+        attention_width=width, saved_values=4 * hidden + 2 * width + 2 * kv_width + 3 * inner, causal=True)
 
 
 def _gpt2(c: Mapping[str, Any], name: str) -> _Layers:
@@ -156,7 +186,7 @@ def _gpt2(c: Mapping[str, Any], name: str) -> _Layers:
         name, c["n_layer"], hidden, vocab, context,
         embedding_params=(vocab + context) * hidden, layer_params=matmul + 9 * hidden + inner, layer_matmul_params=matmul,
         head_params=2 * hidden + (0 if tied else vocab * hidden), head_matmul_params=vocab * hidden,
-        attention_width=hidden, saved_values=6 * hidden + inner, causal=True)
+        attention_width=hidden, saved_values=8 * hidden + 3 * inner, causal=True)
 
 
 def _bert(c: Mapping[str, Any], name: str) -> _Layers:
@@ -169,4 +199,4 @@ def _bert(c: Mapping[str, Any], name: str) -> _Layers:
         embedding_params=(vocab + context + c.get("type_vocab_size", 2) + 2) * hidden,
         layer_params=matmul + 9 * hidden + inner, layer_matmul_params=matmul,
         head_params=transform + vocab + (0 if tied else vocab * hidden + vocab), head_matmul_params=(vocab + hidden) * hidden,
-        attention_width=hidden, saved_values=6 * hidden + inner, causal=False)
+        attention_width=hidden, saved_values=8 * hidden + 2 * inner, causal=False)

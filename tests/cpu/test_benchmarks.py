@@ -24,7 +24,7 @@ from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import Launch, measure, run_case
-from hytrain_fx.cost_model.device import find_device
+from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.explain.intervals import Interval, length, union
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}

@@ -35,19 +35,23 @@ class ClippedLoop:
         self.weights = [torch.randn(size).to(dtype) for size in sizes]
         self.reference = [host_states(weight) for weight in self.weights]
         self.states: list[RowStates] = []
+        self.unchanged: bool | None = None
         for row, weight in enumerate(self.weights):
             engine.add_row(RowSpec(weight.numel(), row, weight))
             self.states.append(host_states(weight, dtype == torch.bfloat16))
             engine.place_on_host(row, self.states[row])
 
-    def step(self, factor: float, late_us: float = LATE_US) -> None:
-        """One backward, a commit whose factor takes `late_us` on average, and the reference's update."""
+    def step(self, factor: float, late_us: float = LATE_US, look_after_s: float | None = None) -> None:
+        """One backward, a commit whose factor takes `late_us` on average, and the reference's update.
+
+        `unchanged` is then whether the weights were the old ones `look_after_s` after the commit, None where the factor had come by then.
+        """
         self.steps += 1
         rows = list(range(len(self.weights)))
         self.engine.wait(rows)
         scalars = AdamScalars.of(GROUP, self.steps, decoupled=True, torch_cuda=False)
         self.grads = [torch.randn(weight.numel()).to(self.dtype) for weight in self.weights]
-        self.before = [weight.clone() for weight in self.weights]
+        before = [weight.clone() for weight in self.weights]
         for row in reversed(rows):
             self.engine.grad_offload([row], [self.grads[row]])
             self.engine.arm_cpu([row])
@@ -56,6 +60,11 @@ class ClippedLoop:
         self.engine.set_delay(Stage.D2H, late_us)  # gradients are small beside it
         on_device = torch.tensor(factor)
         self.engine.commit([CommitItem(row, scalars, factors=(on_device,)) for row in rows])
+        if look_after_s is not None:
+            settled = self.engine.guess_counts().commits
+            time.sleep(look_after_s)
+            unchanged = all(torch.equal(weight, old) for weight, old in zip(self.weights, before, strict=True))
+            self.unchanged = unchanged if self.engine.guess_counts().commits == settled else None
         for row in rows:
             state = self.reference[row]
             scaled = replace(scalars, factors=(factor,))
@@ -132,13 +141,9 @@ def test_no_weight_leaves_the_host_on_a_guess() -> None:
     looked = 0
     with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
         for _ in range(8):
-            settled = loop.engine.guess_counts().commits
-            loop.step(1.0)
-            time.sleep(0.02)
-            unchanged = all(torch.equal(weight, old) for weight, old in zip(loop.weights, loop.before, strict=True))
-            if loop.steps > 3 and loop.engine.guess_counts().commits == settled:
-                looked += 1
-                assert unchanged
+            loop.step(1.0, late_us=400_000, look_after_s=0.05)
+            assert loop.unchanged is not False
+            looked += loop.steps > 3 and loop.unchanged is True
             loop.check()
         assert looked > 0
         assert loop.engine.guess_counts().params > 0

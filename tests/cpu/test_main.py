@@ -9,6 +9,7 @@ import pytest
 
 from hytrain_fx.__main__ import main
 from hytrain_fx.cost_model.report import report
+from hytrain_fx.explain.offline_markdown import markdown
 from hytrain_fx.explain.plan_text import plan_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime import build
@@ -26,8 +27,8 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_report_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     """Markdown by default, JSON on request, with the budget in powers of 1000."""
     expected = report("llama-1.3b", "h200", 4096, budget_bytes=2_500_000_000)
-    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5") == expected.to_markdown() + "\n"
-    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--markdown") == expected.to_markdown() + "\n"
+    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5") == markdown(expected) + "\n"
+    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--markdown") == markdown(expected) + "\n"
     assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--json") == expected.to_json() + "\n"
     other = report("llama-1.3b", "h200", 4096, sequence=512, recompute=True)
     assert output(capsys, "report", *MODEL, "--sequence", "512", "--recompute", "--json") == other.to_json() + "\n"
@@ -75,4 +76,4 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert left.value.code == 0
     told = capsys.readouterr().out
-    assert all(f"    {name} " in told for name in ("report", "explain", "inspect", "build"))
+    assert all(f"    {name} " in told for name in ("report", "profile", "explain", "inspect", "build"))

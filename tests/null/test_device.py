@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.device import DeviceSpec, analytic_profile, find_device, known_devices
+from hytrain_fx.cost_model.device import SOURCE_KINDS, DeviceSpec, analytic_profile
+from hytrain_fx.cost_model.named_devices import find_device, known_devices
 from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.errors import ConfigError
 
@@ -19,11 +21,12 @@ H200 = find_device("h200")
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
 def test_known_devices_say_where_their_figures_come_from(name: str) -> None:
-    """Each device is found by its name in any case, survives JSON, and says measured, data sheet or assumed."""
+    """Each device is found by its name in any case and survives JSON; each of its figures is measured, of a data sheet, or estimated."""
     spec = find_device(name.upper())
     assert spec.name == name
     assert DeviceSpec.from_json(spec.to_json()) == spec
-    assert any(word in spec.source for word in ("measured", "data sheet", "white paper", "assumed"))
+    assert set(spec.sources) == set(spec.figures())
+    assert all(source.split(":")[0] in SOURCE_KINDS[:3] for source in spec.sources.values())
 
 
 @pytest.mark.parametrize(("model", "step_s", "forward_s"), [("llama-3.1b", 0.309, 0.101), ("llama-7b", 0.628, None)])
@@ -37,8 +40,8 @@ def test_h200_figures_meet_the_measured_steps(model: str, step_s: float, forward
 def test_updates_and_copies_follow_the_rates() -> None:
     """Update and copy times are parameters and 16-bit bytes over the device's rates."""
     p = analytic_profile(SHAPE, H200, 4096)
-    assert p.cpu_update_us == pytest.approx(1e6 * SHAPE.params / 4.1e9)
-    assert p.alpha == pytest.approx(4.1 / 122.6)
+    assert p.cpu_update_us == pytest.approx(1e6 * SHAPE.params / 5.9e9)
+    assert p.alpha == pytest.approx(5.9 / 122.6)
     assert p.d2h_us == pytest.approx(1e6 * 2 * SHAPE.params / 47.9e9)
     assert [u.params for u in p.units] == [u.params for u in SHAPE.units]
     assert (p.steps, p.tokens, p.device) == (0, 4096, "h200")
@@ -76,6 +79,22 @@ def test_a_device_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(replace(H200, name="mine").to_json())
     assert find_device(path).name == "mine"
+    raw = json.loads(path.read_text())
+    del raw["sources"], raw["host_memory_gb_per_s"], raw["about"]
+    path.write_text(json.dumps(raw))
+    mine = find_device(path)
+    assert mine.host_memory_gb_per_s is None
+    assert {source.split(":")[0] for source in mine.sources.values()} == {"given"}
+
+
+def test_a_device_in_another_host() -> None:
+    """The host's rates and their sources come from the other machine, all else stays."""
+    laptop = find_device("cpu-laptop")
+    mixed = H200.on_host_of(laptop)
+    host = {"cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s"}
+    for name, value in mixed.figures().items():
+        assert value == (laptop if name in host else H200).figures()[name]
+        assert mixed.sources[name] == (laptop if name in host else H200).sources[name]
 
 
 def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
@@ -83,9 +102,12 @@ def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nor a device of that name; the names are h200"):
         find_device("tpu")
     path = tmp_path / "bad.json"
-    path.write_text('{"name": "x"}')
-    with pytest.raises(ConfigError, match="expected a JSON object with name, achieved_flops"):
-        find_device(path)
+    for text in ('{"name": "x"}', "[]", "{", '{"name": "x", "sources": 3}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="expected a JSON object with name, achieved_flops"):
+            find_device(path)
+    with pytest.raises(ConfigError, match="as the source of memory_bytes"):
+        replace(H200, sources={**H200.sources, "memory_bytes": "heard of"})
     with pytest.raises(ConfigError, match="d2h_bytes_per_s=0"):
         replace(H200, d2h_bytes_per_s=0)
     with pytest.raises(ConfigError, match="found 0 tokens"):

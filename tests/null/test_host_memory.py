@@ -81,13 +81,15 @@ def replace_us(job: Job, us: float) -> Job:
 @given(profile=streaming_profiles(), k=st.integers(0, 8), share=SHARES)
 @settings(deadline=None)
 def test_plenty_is_as_unknown(profile: Profile, k: int, share: float) -> None:
-    """With more bandwidth than anything wants, schedule and solved step are those of a profile that does not know it."""
+    """With more bandwidth than anything wants, a schedule is that of a profile that does not know it, and the solved step is no longer:
+    more shares are tried.
+    """
     plenty = with_bandwidth(profile, PLENTY_GB_PER_S)
     p = mixed_plan(profile, k, share)
     before, now = simulate(profile, p, DISCIPLINE), simulate(plenty, p, DISCIPLINE)
     assert now.makespan_us == pytest.approx(before.makespan_us)
     solved, unknown = (plan(of, stream="auto", discipline=DISCIPLINE) for of in (plenty, profile))
-    assert solved.predicted["step_us"] == pytest.approx(unknown.predicted["step_us"], rel=0.02)
+    assert solved.predicted["step_us"] <= unknown.predicted["step_us"] * 1.02
     assert solved.predicted["host_memory_idle_share"] > 0.99
     assert "host_memory_idle_share" not in unknown.predicted
     assert "host_memory_gb_per_s" not in unknown.inputs

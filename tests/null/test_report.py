@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.device import find_device
+from hytrain_fx.cost_model.device import DeviceSpec
 from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
 from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
 from hytrain_fx.cost_model.memory import activation_bytes, footprint, largest_params, states_budget_bytes
-from hytrain_fx.cost_model.report import SYSTEMS, report
+from hytrain_fx.cost_model.named_devices import find_device
+from hytrain_fx.cost_model.report import report
 from hytrain_fx.cost_model.shapes import read_shape
+from hytrain_fx.cost_model.systems import OURS, SYSTEMS
 from hytrain_fx.errors import ConfigError, PlanError
+from hytrain_fx.explain.offline_markdown import markdown
 from hytrain_fx.ir.plan import validate
+from hytrain_fx.ir.profile import Profile
 
 SHAPE = read_shape("llama-7b")
 H200 = find_device("h200")
@@ -35,13 +39,17 @@ def test_systems_keep_their_order() -> None:
 def test_markdown_and_json_carry_the_same_figures() -> None:
     """The text names every system, unit and note; the JSON holds the unrounded figures."""
     r = report("llama-10b", "h200", 8192, sequence=2048)
-    text, raw = r.to_markdown(), json.loads(r.to_json())
+    text, raw = markdown(r), json.loads(r.to_json())
     assert all(f"| {system.name} |" in text for system in SYSTEMS)
     assert all(f"- {row.unit} {row.unit_name}: {row.reason}" in text for row in r.plan.rows)
-    assert "capped by memory: " in text
+    assert any(f"\n{row.system}: {note}" in text for row in r.rows for note in row.notes)
+    assert all(f"| {name} | " in text and source in text for name, source in r.device.sources.items())
     assert raw["rows"][5]["step_us"] == r.rows[5].step_us
     assert raw["plan"]["k"] == r.plan.k == r.rows[5].k
     assert raw["params"] == r.params == read_shape("llama-10b").params
+    assert raw["sweep"]["tokens"][0]["steps_us"] == r.sweep.tokens[0].steps_us
+    assert DeviceSpec.from_json(json.dumps(raw["device"])) == r.device
+    assert Profile.from_json(json.dumps(raw["profile"])) == r.profile
 
 
 def test_what_does_not_fit_is_shown_as_such() -> None:
@@ -57,7 +65,7 @@ def test_tokens_that_hide_all_updates() -> None:
     """From the stated micro-batch on, equal layers stall only for what the first and last of them cannot hide."""
     r = report(SHAPE, H200, 8192)
     tokens = int(1.1 * r.hidden_from_tokens["waits per layer"])
-    assert tokens == pytest.approx(1.1 * 525e12 / 4.1e9 / 6, rel=1e-3)
+    assert tokens == pytest.approx(1.1 * 525e12 / 5.9e9 / 6, rel=1e-3)
     few, enough = (report(SHAPE, H200, n, budget_bytes=0).rows[4] for n in (tokens // 4, tokens))
     assert enough.stall_us < 0.1 * enough.step_us
     assert few.stall_us > 0.5 * few.step_us
@@ -66,8 +74,8 @@ def test_tokens_that_hide_all_updates() -> None:
 def test_budget_is_obeyed() -> None:
     """With no device memory for states the solved systems keep k=0."""
     r = report(SHAPE, H200, 8192, budget_bytes=0)
-    assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, 0, len(SHAPE.units)]
-    assert r.rows[5].stream_share > 0.3  # the budget bounds resident states; streamed ones only pass through
+    assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, 0, 0, len(SHAPE.units)]
+    assert r.rows[5].stream_share > 0.25  # the budget bounds resident states; streamed ones only pass through
     with pytest.raises(PlanError, match="budget of -1"):
         report(SHAPE, H200, 8192, budget_bytes=-1)
     with pytest.raises(ConfigError, match="no-such-model"):
@@ -89,7 +97,8 @@ def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool, sha
     assert with_streams.gpu_states_bytes - m.gpu_states_bytes == (12 * STAGING_SLOTS * STAGING_PARAMS if streamed else 0)
     assert m.gpu_states_bytes + m.host_states_bytes == 12 * SHAPE.params
     assert m.weights_bytes == 2 * SHAPE.params
-    assert m.device_bytes + m.host_bytes - m.activations_bytes >= 16 * SHAPE.params
+    assert m.gradients_bytes <= 2 * SHAPE.params + 640_000_000
+    assert m.activations_bytes <= activation_bytes(SHAPE, tokens, recompute)
     assert activation_bytes(SHAPE, tokens, True) < activation_bytes(SHAPE, tokens, False)
 
 
@@ -101,6 +110,55 @@ def test_the_budget_fits_the_device(tokens: int, memory: int) -> None:
     budget = states_budget_bytes(SHAPE, device, tokens)
     k = max(k for k in range(len(SHAPE.units) + 1) if 12 * sum(u.params for u in SHAPE.units[:k]) <= budget)
     assert k == 0 or footprint(SHAPE, tokens, k).fits(device)
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """The device is fullest where the backward begins with many tokens, and where it ends with few: never with all of both."""
+    n = len(SHAPE.units)
+    many, few = footprint(SHAPE, 32768, n), footprint(SHAPE, 16, n)
+    assert many.gradients_bytes == 2 * SHAPE.units[-1].params
+    assert many.activations_bytes == activation_bytes(SHAPE, 32768)
+    assert few.gradients_bytes == 2 * SHAPE.params
+    assert few.activations_bytes < 0.1 * activation_bytes(SHAPE, 16)
+
+
+@pytest.mark.parametrize(("k", "streamed", "device_gb"), [(0, 0.29, 29.9), (7, 0.28, 39.2), (28, 0.0, 66.7)])
+def test_memory_of_the_measured_model(k: int, streamed: float, device_gb: float) -> None:
+    """3.14 G parameters and 8192 tokens on the H200: peaks of device memory within 2% of those measured."""
+    shape = read_shape("llama-3.1b")
+    on_host = sum(u.params for u in shape.units[k:])
+    assert footprint(shape, 8192, k, streamed_params=int(streamed * on_host)).device_bytes / 1e9 == pytest.approx(device_gb, rel=0.02)
+
+
+def test_idle_shares_are_those_of_the_schedule() -> None:
+    """Each resource is idle for a share of the step; all on the device leaves host and link idle, the chosen plan uses both."""
+    r = report(SHAPE, H200, 8192, budget_bytes=0, sweep=False)
+    assert all(0 <= share <= 1 for row in r.rows for share in row.idle_shares.values())
+    assert set(r.ours.idle_shares) == {"gpu", "cpu", "d2h", "h2d", "host_memory"}
+    assert r.rows[-1].idle_shares == {"gpu": pytest.approx(0, abs=1e-9), "cpu": 1, "d2h": 1, "h2d": 1, "host_memory": 1}
+    assert r.ours.idle_shares["host_memory"] < 0.1
+    unknown = report(SHAPE, replace(H200, host_memory_gb_per_s=None), 8192, sweep=False)
+    assert "host_memory" not in unknown.ours.idle_shares
+
+
+def test_interleaving_after_the_backward() -> None:
+    """As Deep Optimizer States: nothing is updated beside computing, so the step is longer than ours and shorter than without overlap."""
+    rows = {row.system: row for row in report(SHAPE, H200, 8192, budget_bytes=0, sweep=False).rows}
+    after = rows["Deep Optimizer States, after the backward"]
+    assert rows[OURS].step_us < after.step_us < rows["ZeRO-Offload, no overlap"].step_us
+    assert after.stream_share > 0.2
+
+
+def test_without_a_sweep_there_are_no_points() -> None:
+    """The sweep has the report's own case among its points, predicted within 3% of it, and can be left out."""
+    r = report(SHAPE, H200, 8192, sequence=2048)
+    for points in (r.sweep.tokens, r.sweep.sizes):
+        (own,) = [p for p in points if (p.tokens, p.params) == (8192, SHAPE.params)]
+        assert own.steps_us == pytest.approx({row.system: row.step_us for row in r.rows}, rel=0.03)
+        assert own.fits == {row.system: row.fits for row in r.rows}
+    assert [p.tokens for p in r.sweep.tokens] == [2048, 4096, 8192, 16384, 32768]
+    assert [p.layers for p in r.sweep.sizes] == [8, 16, 32, 64, 128]
+    assert not report(SHAPE, H200, 8192, sweep=False).sweep.tokens
 
 
 def test_largest_models() -> None:
