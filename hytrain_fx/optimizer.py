@@ -9,26 +9,31 @@ import torch
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session import Session
-from hytrain_fx.state_dict import load_states, read_states
+from hytrain_fx.state_dict import ParameterStates, load_states, read_states
 from hytrain_fx.torch_private import load_state_dict_hooks
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Adam or AdamW whose states rest on host and device as the plan says.
 
-    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` is empty: the states
-    are read with `state_dict()`, which has `torch.optim.AdamW`'s keys, and for 16-bit parameters `master` besides.
+    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` has `torch.optim.AdamW`'s
+    keys, and for 16-bit parameters `master` besides, as copies made when asked for (`ParameterStates`).
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         self.session = session
+        self._states: Any = ParameterStates(session)
+        self.state = self._states  # type: ignore[assignment]
         self._original = original
         _hand_over(original, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: fixes the hyper-parameters and returns while updates run. Raises EngineError, GradientConsumedError."""
+        if self.state is not self._states:
+            raise UnsupportedError("optimizer.state was replaced, which would have no effect; empty it with optimizer.state.clear(), "
+                                   "or write it with optimizer.load_state_dict() or optimizer.state[parameter] = {...}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -47,11 +52,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
         self.session.drain()
-        self.state.update(read_states(self.session))
+        self.state = read_states(self.session)  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self.state = self._states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.
@@ -85,4 +90,4 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
     # A scheduler made before compile() looks for its mark on step() and warns where it is gone; ours notes the call in its place.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     original.step = step  # type: ignore[method-assign]
-    original.state.clear()
+    original.state = ours.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,22 +14,72 @@ from hytrain_fx.session import Session
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
+class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state`: by parameter `step`, the moments, and `master` for 16-bit parameters, read from wherever they rest.
+
+    As torch's, it has no entry before a parameter's first step, and gives an empty one where it is asked. An entry is a copy on the
+    CPU whose tensors refuse writes in place, which would be lost: assign an entry instead. Deleting one makes it as before the first step.
+    Raises KeyError where a parameter that is not managed is assigned to or deleted, ValueError where what is assigned does not fit.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __len__(self) -> int:
+        return sum(steps > 0 for steps in self._session.builder.steps)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (p for p in self._session.table.parameters if p in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        row = self._session.table.row_of.get(id(parameter))
+        return row is not None and self._session.builder.steps[row] > 0
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if parameter not in self:
+            return {}
+        row = self._at_rest(parameter)
+        with torch.inference_mode():  # torch refuses to write to what is made here
+            return _read_row(self._session, row)
+
+    def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+        row = self._at_rest(parameter)
+        _check_row(self._session, row, entry)
+        _load_row(self._session, row, entry)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        _load_row(self._session, self._at_rest(parameter), None)
+
+    def clear(self) -> None:
+        """Make every parameter as before its first step; the weights stay."""
+        for parameter in list(self):
+            del self[parameter]
+
+    def _at_rest(self, parameter: torch.Tensor) -> int:
+        row = self._session.table.row_of[id(parameter)]
+        self._session.drain()
+        self._session.follow_written_weights()
+        return row
+
+
 def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """By parameter: `step`, the moments, and `master` for 16-bit parameters; copies on the CPU. The session must be drained."""
-    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    """Every entry of `ParameterStates` as copies of its own. The session must be drained."""
     session.follow_written_weights()
-    for row, parameter in enumerate(session.table.parameters):
-        if session.builder.steps[row] == 0:
-            continue  # torch, too, has no state for a parameter before its first step
-        states = session.states.whole(row)
-        entry = {"step": torch.tensor(float(session.builder.steps[row]))}
-        for name in _MOMENTS:
-            if (flat := getattr(states, name)) is not None:
-                entry[name] = _shaped(flat, parameter)
-        if parameter.dtype != torch.float32:
-            entry["master"] = _shaped(states.master, parameter)
-        found[parameter] = entry
-    return found
+    rows = (row for row, steps in enumerate(session.builder.steps) if steps > 0)
+    return {session.table.parameters[row]: _read_row(session, row) for row in rows}
+
+
+def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
+    states, parameter = session.states.whole(row), session.table.parameters[row]
+    entry = {"step": torch.tensor(float(session.builder.steps[row]))}
+    for name in _MOMENTS:
+        if (flat := getattr(states, name)) is not None:
+            entry[name] = _shaped(flat, parameter)
+    if parameter.dtype != torch.float32:
+        entry["master"] = _shaped(states.master, parameter)
+    return entry
 
 
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -89,8 +139,6 @@ def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:
     for name in (*needed, "master"):
         if name in saved and saved[name].shape != expected:
             raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
-
-
     if bool((saved["exp_avg_sq"] < 0).any()):
         raise ValueError(f"exp_avg_sq of {name_of_row} has negative elements in the checkpoint; it is a mean of squares")
 
