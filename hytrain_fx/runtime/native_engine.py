@@ -179,9 +179,10 @@ class NativeEngine:
     def _stream(self) -> c_void_p:
         return c_void_p(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None)
 
-    def add_row(self, spec: RowSpec) -> None:
+    def add_row(self, spec: RowSpec) -> int:
         self._rows.append(spec)
         self._call("add_row", byref(_RowSpec(spec.numel, spec.unit, _DTYPES[spec.weight.dtype], spec.weight.data_ptr())))
+        return len(self._rows) - 1
 
     def set_unit(self, row: int, unit: int) -> None:
         self._call("set_unit", row, unit)

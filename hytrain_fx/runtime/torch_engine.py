@@ -68,9 +68,10 @@ class TorchEngine:
 
     # ---- the table of rows ----
 
-    def add_row(self, spec: RowSpec) -> None:
+    def add_row(self, spec: RowSpec) -> int:
         with self._locked(failures=False) as pipeline:
             pipeline.rows.append(Row.of(len(pipeline.rows), spec))
+            return len(pipeline.rows) - 1
 
     def set_unit(self, row: int, unit: int) -> None:
         with self._locked(failures=False):

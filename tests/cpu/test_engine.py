@@ -112,7 +112,7 @@ def test_weights_reach_the_device_lowest_unit_first(make_engine: MakeEngine) -> 
     with make_engine(workers=1) as engine:
         loop = EngineLoop(engine, (4096,) * 6, torch.float32)
         engine.record(True)
-        engine.set_delay(Stage.CPU_UPDATE, 3_000)
+        engine.set_delay(Stage.CPU_UPDATE, 50_000)
         loop.step()
         engine.drain(range(6))
         sent = [r.row for r in sorted(engine.take_records(), key=lambda r: r.begin_us) if r.stage is Stage.H2D]

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
-import copy, gc, os, pickle, sys, threading
+import copy, gc, os, pickle, sys, threading, time
 import torch
 from torch import nn
 import hytrain_fx
@@ -20,7 +20,21 @@ from hytrain_fx.api import session_of
 torch.set_num_threads(1)
 
 def threads():
-    return {t for t in os.listdir("/proc/self/task")}
+    # Of the engine, by name: Inductor and autograd have threads that come and go.
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found.append(open(f"/proc/self/task/{task}/comm").read().strip())
+        except OSError:
+            pass  # it has ended
+    return [name for name in found if name.startswith("hytrain-")]
+
+def all_ended():
+    # A thread that was joined may still be listed for a moment.
+    deadline_s = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline_s:
+        time.sleep(1e-3)
+    return not threads()
 
 def make():
     torch.manual_seed(0)
@@ -46,34 +60,27 @@ def run(body: str, timeout_s: float = 120.0) -> str:
 
 
 def test_close_leaves_no_thread() -> None:
-    """The threads after close() are those before compile(); compiling, training and closing again does not add up."""
+    """No thread of the engine is left after close(), however often a model is compiled, trained and closed."""
     run("""
-        model, optimizer = make()
-        plain, its = make()
-        train(torch.compile(plain), its)   # starts whatever torch itself starts
-        before = threads()
         for _ in range(2):
             model, optimizer = make()
             model, optimizer = hytrain_fx.compile(model, optimizer, workers=3)
-            assert len(threads()) >= len(before) + 5
+            assert len([name for name in threads() if name.startswith("hytrain-cpu-")]) == 3, threads()
             train(model, optimizer)
             hytrain_fx.close(model)
-            assert threads() == before, (threads(), before)
+            assert all_ended(), threads()
     """)
 
 
 def test_a_dropped_model_takes_its_threads_along() -> None:
     """A model that goes out of scope without close() stops its engine when it is collected."""
     run("""
-        plain, its = make()
-        train(torch.compile(plain), its)
-        before = threads()
         model, optimizer = make()
         train(*hytrain_fx.compile(model, optimizer))
-        assert threads() != before
+        assert threads()
         del model, optimizer
         gc.collect()
-        assert threads() == before
+        assert all_ended(), threads()
     """)
 
 

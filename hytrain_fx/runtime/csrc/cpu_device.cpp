@@ -47,7 +47,7 @@ class CpuEvent : public Event {
 
 class LaneThread {
  public:
-  LaneThread() : random_(12345), thread_([this] { run(); }) {}
+  LaneThread() : random_(12345), thread_([this] { run(); }) { name_thread(thread_, "hytrain-lane"); }
   ~LaneThread() {
     enqueue([this] { stop_ = true; });
     thread_.join();

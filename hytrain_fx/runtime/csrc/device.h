@@ -4,16 +4,22 @@
 // The engine's logic is the same for both, so a race that a GPU would show is one that a CPU test can provoke.
 #pragma once
 
+#include <pthread.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "split_adamw.h"
 
 namespace hytrain_fx {
+
+// As `top -H`, profilers and debuggers show it; at most 15 characters.
+inline void name_thread(std::thread& thread, const std::string& name) { pthread_setname_np(thread.native_handle(), name.c_str()); }
 
 enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3, STREAM_UPDATE = 4, STREAM_OUT = 5 };
 constexpr int kLanes = 6;

@@ -17,7 +17,9 @@ Engine::Engine(const EngineOptions& options)
       worker_cores_(options.worker_cores, options.worker_cores ? options.worker_cores + options.workers : nullptr),
       ring_(options.ring, options.ring_bytes) {
   threads_.emplace_back([this] { guarded("copy to the host", &Engine::land); });
+  name_thread(threads_.back(), "hytrain-lander");
   threads_.emplace_back([this] { guarded("copy to the device", &Engine::upload); });
+  name_thread(threads_.back(), "hytrain-upload");
   for (int i = 0; i < options_.workers; ++i) {
     threads_.emplace_back([this, i] {
       try {
@@ -26,6 +28,7 @@ Engine::Engine(const EngineOptions& options)
         fail(std::string("CPU update: ") + error.what());
       }
     });
+    name_thread(threads_.back(), "hytrain-cpu-" + std::to_string(i));
   }
 }
 
@@ -57,7 +60,7 @@ void Engine::set_weight(int row, void* weight) {
   r.spec.weight = weight;
 }
 
-int Engine::add_row(const RowSpec& spec) {
+void Engine::add_row(const RowSpec& spec) {
   std::lock_guard<std::mutex> lock(mutex_);
   Row row;
   row.spec = spec;
@@ -67,7 +70,6 @@ int Engine::add_row(const RowSpec& spec) {
     row.chunks.push_back(chunk);
   }
   rows_.push_back(std::move(row));
-  return static_cast<int>(rows_.size()) - 1;
 }
 
 Engine::Row& Engine::at(int row) {

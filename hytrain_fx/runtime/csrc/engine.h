@@ -122,7 +122,7 @@ class Engine {
   explicit Engine(const EngineOptions& options);
   ~Engine();
 
-  int add_row(const RowSpec& spec);
+  void add_row(const RowSpec& spec);  // numbered in the order of the calls
   void set_unit(int row, int unit);
   void set_weight(int row, void* weight);
   void place_on_host(int row, const HostStates& states);
