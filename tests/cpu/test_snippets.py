@@ -1,0 +1,141 @@
+"""README.md and every page of docs/ do what they show: their code runs in the order of the page, their commands are accepted.
+
+Of a page, in its order and in one empty folder, run
+
+    ```python blocks        what a reader sees
+    <!-- python ... -->     what a page takes as given (a tiny model, a file), and what must hold behind a block
+    python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` is read by its own parser, not run
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks import __main__ as benchmarks_line
+from hytrain_fx import errors
+from hytrain_fx.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A visible or a hidden block of Python, or a line of a code block that starts with a command.
+PIECE = re.compile(
+    r"^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->"
+    r"|^(?:    )?(?:\$ )?python -m (?P<program>hytrain_fx|benchmarks) (?P<line>[^\n]*)",
+    re.MULTILINE | re.DOTALL,
+)
+QUICKLY = {"profile": ("--seconds", "0.02", "--megabytes", "64")}  # what is added to a command, for the test's sake
+LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
+
+
+def pieces_of(page: Path) -> list[re.Match[str]]:
+    """What is to be run, in order."""
+    return list(PIECE.finditer(page.read_text()))
+
+
+def python_of(piece: re.Match[str]) -> str | None:
+    """The source of a block, None for a command."""
+    return piece["shown"] if piece["shown"] is not None else piece["hidden"]
+
+
+def script_of(page: str) -> str:
+    """The first visible block of a page of docs/."""
+    return next(piece["shown"] for piece in pieces_of(ROOT / "docs" / f"{page}.md") if piece["shown"])
+
+
+PAGES_THAT_RUN = [page for page in PAGES if pieces_of(page)]
+
+
+@pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=lambda page: page.stem)
+def test_the_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Block after block and command after command.
+
+    A hidden block may look at `printed` (all output so far) and `shown` (the last visible block), and take another page's first
+    block with `script_of("quick_start")`.
+    """
+    monkeypatch.chdir(tmp_path)
+    for _, module, _ in benchmarks_line.COMMANDS:
+        monkeypatch.setattr(module, "run", lambda arguments: {})
+    torch._dynamo.reset()
+    monkeypatch.setattr("sys.argv", [page.name])
+    module = ModuleType(f"snippets_of_{page.stem}")  # a class of a snippet is looked up in its module
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = vars(module)
+    names |= {"printed": "", "shown": "", "script_of": script_of}
+    for piece in pieces_of(page):
+        source = python_of(piece)
+        if source is not None:
+            line = page.read_text().count("\n", 0, piece.start()) + 1
+            exec(compile("\n" * line + source, str(page), "exec"), names)
+            names["shown"] = piece["shown"] or names["shown"]
+        else:
+            run = main if piece["program"] == "hytrain_fx" else benchmarks_line.main
+            arguments = shlex.split(piece["line"], comments=True)
+            assert run([*arguments, *QUICKLY.get(arguments[0], ())]) == 0, piece[0]
+        names["printed"] += capsys.readouterr().out
+
+
+def test_every_python_block_is_found() -> None:
+    """No page has a fence of Python that the pattern overlooks, indented or in another spelling."""
+    fences = {page.name: len(re.findall(r"^\s*[`~]{3,}\s*\{?\.?py", page.read_text(), re.MULTILINE)) for page in PAGES}
+    assert fences == {page.name: sum(piece["shown"] is not None for piece in pieces_of(page)) for page in PAGES}
+    assert fences["README.md"] == 2
+
+
+def test_the_links_of_all_pages_lead_somewhere() -> None:
+    """Every relative link and picture is a file or folder of the repository, and its anchor a heading of that page."""
+    wrong = []
+    for page in PAGES:
+        for target, anchor in LINK.findall(page.read_text()):
+            found = page.parent / target
+            if not found.exists() or (anchor and anchor[1:] not in anchors_of(found)):
+                wrong.append(f"{page.name}: {target}{anchor}")
+    assert wrong == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made from the words."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """Every message in a table headed `message` is in one string of the library, anything in the place of each …; torch's own apart."""
+    texts = list(strings_of_the_library())
+    wrong = []
+    for table in re.findall(r"^\| message \|.*\n\|---.*\n((?:\|.*\n)+)", TROUBLESHOOTING.read_text(), re.MULTILINE):
+        for row in table.splitlines():
+            messages = re.findall(r"`([^`]+)`", row.split("|")[1])
+            assert messages, row
+            patterns = [re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL) for message in messages]
+            if "torch's own" not in row and not all(any(pattern.search(text) for text in texts) for pattern in patterns):
+                wrong.append(row)
+    assert wrong == []
+
+
+def test_every_kind_of_error_is_on_the_page() -> None:
+    """Troubleshooting speaks of each class of `hytrain_fx.errors`, by name or by a message that only it has."""
+    said_by_message = {"ConfigError", "UnsupportedError", "EngineError", "PlanError"}
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.HytrainError)}
+    assert {name for name in kinds - said_by_message if name not in TROUBLESHOOTING.read_text()} == set()
+
+
+def strings_of_the_library() -> Iterator[str]:
+    """Every string of the library's Python, an expression inside one as a space; and every line of the engine's C++."""
+    for path in (ROOT / "hytrain_fx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else " " for part in node.values)
+    for path in (ROOT / "hytrain_fx" / "runtime" / "csrc").iterdir():
+        yield from path.read_text().splitlines()
