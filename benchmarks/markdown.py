@@ -55,6 +55,16 @@ def startup_table(results: Results) -> str:
     return f"## Start-up, seconds\n\n{table(head, lines)}" if found else ""
 
 
+def energy_table(results: Results) -> str:
+    """Joules a step and millijoules a token of GPU and CPU packages, or why they are not counted. Empty where no row tells of it."""
+    names = [f"{tier}_joules_per_{of}" for of in ("step", "token") for tier in ("gpu", "cpu")]
+    found = [(case, row) for case, row in results.all_measured() if "energy_absent" in row]
+    lines = [[f"`{case.key}`", *(_joules(row[name], 1000 if name.endswith("token") else 1) for name in names),
+              "; ".join(f"{tier}: {why}" for tier, why in row["energy_absent"].items()) or "-"] for case, row in found]
+    head = ("row", "GPU, J a step", "CPU packages, J a step", "GPU, mJ a token", "CPU packages, mJ a token", "not counted")
+    return f"## Energy\n\nWhole boards and packages, idle power included.\n\n{table(head, lines)}" if found else ""
+
+
 def failures(results: Results) -> str:
     """The rows that failed and why. Empty without one."""
     lines = [f"- `{case.key}`: {row['error']}" for case in results.cases() if (row := results.get(case)) is not None and "error" in row]
@@ -90,6 +100,10 @@ def _letters(results: Results) -> dict[str, str]:
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _joules(value: Any, factor: int) -> str:
+    return "-" if value is None else f"{value * factor:.4g}"
 
 
 def _gb(value: Any) -> str:

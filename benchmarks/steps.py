@@ -22,6 +22,7 @@ from torch import nn
 
 from benchmarks import own_modes, peers
 from benchmarks.case import MODES, CannotRun, Case
+from benchmarks.energy import Meter, meter_of
 from benchmarks.idle import idle_share, kernel_time
 from benchmarks.llama import batches, build
 from benchmarks.machine import machine
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.finish()
     row["build_s"], row["first_step_s"] = round(built_s - began_s, 2), round(time.perf_counter() - built_s, 2)
     warmup = WARMUP_STEPS.get(case.mode, OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
-    row |= timed(trainer, tokens, warmup, arguments.window, device)
+    row |= timed(trainer, tokens, warmup, arguments.window, device, meter_of(device), case.tokens)
     about = dict(trainer.about())
     in_use = about.get("memory_in_use", {})
     row |= memory(device, in_use.get("pinned_bytes", in_use.get("host_bytes", 0))) | about
@@ -94,17 +95,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return row | (_looked_into(model, trainer, tokens, arguments) if case.mode == "ours" else {})
 
 
-def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window: int, device: torch.device) -> dict[str, Any]:
-    """Three windows of `window` steps: median, each, and the spread over the median. Peaks of device memory are those of the windows."""
+def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window: int, device: torch.device, meter: Meter,
+          step_tokens: int) -> dict[str, Any]:
+    """Three windows of `window` steps: median, each, and the spread over the median. Peaks of device memory are those of the windows.
+
+    Energy is that of all three windows, for each step and each of its `step_tokens` (`benchmarks.energy`).
+    """
     for _ in range(warmup):
         trainer.step(next(tokens))
     trainer.finish()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    before = meter.read()
     seconds = [_window_s(trainer, tokens, window) for _ in range(WINDOWS)]
+    energy = meter.row(before, meter.read(), WINDOWS * window, step_tokens)
     median = statistics.median(seconds)
     return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
-            "spread": round((max(seconds) - min(seconds)) / median, 4)}
+            "spread": round((max(seconds) - min(seconds)) / median, 4), **energy}
 
 
 def _window_s(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> float:

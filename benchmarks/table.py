@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cases import CASE_SETS, CaseSet, named, rows_of
-from benchmarks.markdown import claims_table, failures, machines, rows_table, startup_table
+from benchmarks.markdown import claims_table, energy_table, failures, machines, rows_table, startup_table
 from benchmarks.plots import draw_step_times
 from benchmarks.results import Results
 from benchmarks.runner import Launch, measure
@@ -73,7 +73,8 @@ def markdown(results: Results, case_sets: Sequence[CaseSet]) -> str:
         size, batch, sequence, checkpointing = group
         title = f"{size}, {batch} x {sequence} tokens" + (", activations recomputed" if checkpointing else "")
         parts.append(f"## {title}\n\n{rows_table(results, cases)}")
-    parts += [section for section in (claims_table(results, case_sets), startup_table(results), failures(results)) if section]
+    sections = (claims_table(results, case_sets), energy_table(results), startup_table(results), failures(results))
+    parts += [section for section in sections if section]
     return "\n\n".join(parts) + "\n"
 
 

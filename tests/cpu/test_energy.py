@@ -1,0 +1,169 @@
+"""Energy of a run: counters that wrap, a powercap tree and an NVML made by hand, and what is told where there is none."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.case import Case
+from benchmarks.energy import Counter, Meter, meter_of
+from benchmarks.markdown import energy_table
+from benchmarks.results import Results
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+UUID = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+class FakeNvmlError(Exception):
+    """What NVML raises."""
+
+
+class FakeNvml:
+    """pynvml as far as it is used: one GPU whose counter shows `millijoules`."""
+
+    NVMLError = FakeNvmlError
+
+    def __init__(self, millijoules: int = 0) -> None:
+        self.millijoules, self.begun, self.counts = millijoules, False, True
+
+    def nvmlInit(self) -> None:
+        self.begun = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if not self.begun or uuid != f"GPU-{UUID}":
+            raise FakeNvmlError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if not self.counts:
+            raise FakeNvmlError("Not Supported")
+        return self.millijoules
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that its GPU has UUID."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+
+
+def powercap_of(folder: Path, packages: dict[str, tuple[int, int]]) -> Path:
+    """A powercap tree: package -> (count, range). A core zone inside, a psys zone and the same packages over mmio stand beside them."""
+    for number, (name, (count, most)) in enumerate(packages.items()):
+        for zone, label in ((f"intel-rapl:{number}", name), (f"intel-rapl:{number}:0", "core"), (f"intel-rapl-mmio:{number}", name)):
+            write_zone(folder / zone, label, count, most)
+    write_zone(folder / f"intel-rapl:{len(packages)}", "psys", 7, 1000)
+    return folder
+
+
+def write_zone(zone: Path, name: str, count: int, most: int) -> None:
+    """The files of one zone."""
+    zone.mkdir(parents=True, exist_ok=True)
+    for file, value in (("name", name), ("energy_uj", count), ("max_energy_range_uj", most)):
+        (zone / file).write_text(f"{value}\n")
+
+
+@given(modulus=st.integers(2, 1 << 64), begin=st.integers(0, 1 << 64), spent=st.lists(st.integers(0, 1 << 64), min_size=1, max_size=5))
+def test_a_counter_that_starts_again_gives_the_right_difference(modulus: int, begin: int, spent: list[int]) -> None:
+    """Whatever its count at the begin and however often it wraps in all: less than one range between two readings is counted right."""
+    spent = [amount % modulus for amount in spent]
+    shown: Iterator[int] = iter([(begin + sum(spent[:reading])) % modulus for reading in range(len(spent) + 1)])
+    counter = Counter(lambda: next(shown), 1.0, modulus)
+    counts = [counter.count() for _ in range(len(spent) + 1)]
+    assert [counter.spent_j(a, b) for a, b in itertools.pairwise(counts)] == [float(amount) for amount in spent]
+
+
+def test_packages_are_counted_once_and_summed_over_a_wrap(tmp_path: Path) -> None:
+    """Two packages, one of which starts again: not their cores, not the platform, not the same packages over mmio."""
+    tree = powercap_of(tmp_path, {"package-0": (900_000, 1_000_000), "package-1": (0, 2_000_000)})
+    meter = meter_of(CPU, tree)
+    before = meter.read()
+    powercap_of(tmp_path, {"package-0": (100_000, 1_000_000), "package-1": (600_000, 2_000_000)})
+    row = meter.row(before, meter.read(), steps=4, tokens=10)
+    assert row["cpu_joules_per_step"] == pytest.approx((0.2 + 0.6) / 4)
+    assert row["cpu_joules_per_token"] == pytest.approx((0.2 + 0.6) / 40)
+    assert (row["gpu_joules_per_step"], row["gpu_joules_per_token"]) == (None, None)
+    assert row["energy_absent"] == {"gpu": "no GPU trains"}
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_the_gpu_is_found_by_its_uuid_and_counted_in_millijoules(tmp_path: Path) -> None:
+    """GPU and packages stand in figures of their own; with both there is nothing absent."""
+    nvml = FakeNvml(5_000)
+    meter = meter_of(GPU, powercap_of(tmp_path, {"package-0": (0, 10)}), nvml)
+    before = meter.read()
+    nvml.millijoules += 3_000
+    assert meter.row(before, meter.read(), steps=2, tokens=5) == {
+        "gpu_joules_per_step": 1.5, "gpu_joules_per_token": 0.3, "cpu_joules_per_step": 0.0, "cpu_joules_per_token": 0.0,
+        "energy_absent": {}}
+
+
+def test_no_powercap_is_told(tmp_path: Path) -> None:
+    """A machine without RAPL, as most virtual ones: null, and the folder that was looked into."""
+    row = meter_of(CPU, tmp_path / "powercap").row({}, {}, 1, 1)
+    assert row["cpu_joules_per_step"] is None
+    assert str(tmp_path / "powercap") in row["energy_absent"]["cpu"]
+
+
+def test_a_counter_that_may_not_be_read_is_told(tmp_path: Path) -> None:
+    """The reason names the file; reading it fails here because it is a folder."""
+    tree = powercap_of(tmp_path, {"package-0": (0, 10)})
+    (tree / "intel-rapl:0" / "energy_uj").unlink()
+    (tree / "intel-rapl:0" / "energy_uj").mkdir()
+    meter = meter_of(CPU, tree)
+    assert meter.counters == {}
+    assert "it needs root, or read access to" in meter.absent["cpu"]
+
+
+def test_a_range_of_nothing_is_no_counter(tmp_path: Path) -> None:
+    """A zone with a range of 0 would make every difference a division by 0."""
+    assert "a range of 0 uJ" in meter_of(CPU, powercap_of(tmp_path, {"package-0": (0, 0)})).absent["cpu"]
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_gpu_that_nvml_does_not_count_is_told(tmp_path: Path) -> None:
+    """An old GPU or a part of one, one that NVML does not know, and no pynvml: each has its own reason."""
+    silent, lost = FakeNvml(), FakeNvml()
+    silent.counts = False
+    lost.nvmlInit = lambda: None  # type: ignore[method-assign]
+    assert "does not count this GPU's energy: Not Supported" in meter_of(GPU, tmp_path, silent).absent["gpu"]
+    assert "does not find this GPU: Not Found" in meter_of(GPU, tmp_path, lost).absent["gpu"]
+
+
+def test_without_pynvml_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package is optional."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "pip install nvidia-ml-py" in meter_of(GPU, tmp_path).absent["gpu"]
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_counter_lost_in_the_run_costs_the_figure_and_not_the_row(tmp_path: Path) -> None:
+    """Step times that were measured stay."""
+    nvml = FakeNvml()
+    meter = meter_of(GPU, tmp_path, nvml)
+    before = meter.read()
+    nvml.counts = False
+    row = meter.row(before, meter.read(), 1, 1)
+    assert row["gpu_joules_per_step"] is None
+    assert row["energy_absent"]["gpu"] == "its counter could not be read any more"
+
+
+def test_the_table_has_joules_or_the_reason(tmp_path: Path) -> None:
+    """Joules a step, millijoules a token; where nothing counts a dash and why. Rows from before have no line."""
+    results = Results(tmp_path / "results.json")
+    counted = Meter({"gpu": (Counter(lambda: 0, 1.0, 100),)}, {"cpu": "no RAPL"}).row({"gpu": (90,)}, {"gpu": (10,)}, steps=10, tokens=8)
+    for size, energy in (("1b", counted), ("3b", {})):
+        case = Case("floor", size)
+        row: dict[str, Any] = {**case.values(), "machine": {}, "step_s": 1.0, **energy}
+        results.put(case, row)
+    text = energy_table(results)
+    assert "| `floor 1b 4x2048` | 2 | - | 250 | - | cpu: no RAPL |" in text
+    assert "3b" not in text
