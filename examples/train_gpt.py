@@ -167,7 +167,7 @@ def main() -> None:
     ours_s = time.perf_counter() - started
 
     print(f"\n{compare(plain, ours)}")
-    print(f"with compilation: plain {plain_s:.1f} s, hytrain_fx {ours_s:.1f} s\n")
+    print(f"with compilation, whose start the first run pays: plain {plain_s:.1f} s, hytrain_fx {ours_s:.1f} s (not step times)\n")
     print(hytrain_fx.explain(model))
     hytrain_fx.close(model)
 
