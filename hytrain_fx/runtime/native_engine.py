@@ -6,6 +6,7 @@ The library has no dependency on torch's binaries, so it builds in seconds and s
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import replace
@@ -156,7 +157,7 @@ class NativeEngine:
         self._shadow: HostSlab | None = None
         self._shadow_bytes = shadow_bytes
         self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}  # nodes pass the same rows in every step
-        self._keep: list[object] = []  # tensors whose memory a lane may still read, until the next commit
+        self._keep: deque[list[object]] = deque(maxlen=2)  # by commit: factors that the lane to the host may still read
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
         function = getattr(self._library, f"hytrain_{name}")
@@ -250,7 +251,7 @@ class NativeEngine:
                 at.n_factors = len(item.factors)
                 at.factors = (c_int32 * MAX_FACTORS)(*(factors.index(f) for f in item.factors))
         sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
-        self._keep = factors.keep
+        self._keep.append(factors.keep)
         if factors.keep and self._shadow is None:
             self._make_shadow()
         self._call("commit", packed, len(items), sources, len(factors.sources), self._stream())
@@ -315,7 +316,8 @@ class NativeEngine:
             self._call("destroy")
             self._handle = c_void_p()
             self._factors.unpin()
-            self._rows, self._states, self._keep = [], {}, []
+            self._rows, self._states = [], {}
+            self._keep.clear()
 
 
 class _FactorTable:

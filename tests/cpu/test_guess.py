@@ -149,6 +149,37 @@ def test_no_weight_leaves_the_host_on_a_guess() -> None:
         assert loop.engine.guess_counts().params > 0
 
 
+def test_a_row_that_sits_out_keeps_its_factors() -> None:
+    """A row whose update takes longer than two steps of others is scaled by its own step's factor, not by a later one's."""
+    engine = NativeEngine(CPU, 1, 40 << 20, 20.0, shadow_bytes=0)
+    weights = [torch.ones(1_500_000), torch.ones(300)]  # six tasks, one
+    states = [host_states(weight) for weight in weights]
+    expected = host_states(weights[0])
+    scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+    for row, weight in enumerate(weights):
+        engine.add_row(RowSpec(weight.numel(), 1 - row, weight))  # the small one goes first
+        engine.place_on_host(row, states[row])
+    grads = [torch.full_like(weight, 1e-4) for weight in weights]
+
+    def step(row: int, factor: float) -> None:
+        engine.grad_offload([row], [grads[row]])
+        engine.arm_cpu([row])
+        engine.arm_reload([row])
+        engine.release([row])
+        engine.commit([CommitItem(row, scalars, factors=(torch.tensor(factor),))])
+
+    engine.set_delay(Stage.CPU_UPDATE, 10_000)
+    step(0, 0.25)
+    for _ in range(3):
+        engine.wait([1])
+        step(1, 1e-3)
+    engine.drain([0, 1])
+    engine.close()
+    adamw_(grads[0], expected.master, expected.exp_avg, expected.exp_avg_sq, None, replace(scalars, factors=(0.25,)))
+    assert torch.equal(states[0].exp_avg, expected.exp_avg)
+    assert torch.equal(weights[0], expected.master)
+
+
 def test_without_shadow_memory_updates_wait() -> None:
     """With shadow_bytes=0 nothing is guessed."""
     with running(torch.bfloat16, 0) as loop:

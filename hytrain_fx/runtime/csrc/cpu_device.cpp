@@ -119,7 +119,7 @@ class CpuDevice : public Device {
     on->enqueue([=] {
       on->delay();
       for (const DeviceUpdate& u : rows) {
-        if (!all_finite(u.grad, u.dtype, u.numel)) *static_cast<volatile int32_t*>(u.nonfinite.at) = u.nonfinite.mark;
+        if (!all_finite(u.grad, u.dtype, u.numel)) __atomic_store_n(u.nonfinite.at, u.nonfinite.mark, __ATOMIC_RELAXED);
         if (u.low) {
           split_adamw_chunk(static_cast<const uint16_t*>(u.grad), static_cast<uint16_t*>(u.out), u.low, u.exp_avg, u.exp_avg_sq,
                             u.max_exp_avg_sq, u.numel, u.scalars);

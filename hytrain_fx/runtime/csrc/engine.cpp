@@ -133,7 +133,7 @@ void Engine::fail(const std::string& message) {
 
 void Engine::throw_if_failed() {
   if (failure_.empty()) {
-    const int32_t bad = *static_cast<volatile int32_t*>(options_.nonfinite);
+    const int32_t bad = __atomic_load_n(options_.nonfinite, __ATOMIC_RELAXED);  // written by the device
     if (bad) failure_ = nonfinite_message(bad - 1);
   }
   if (!failure_.empty()) throw std::runtime_error("the engine has failed: " + failure_);

@@ -28,9 +28,14 @@
 
 namespace hytrain_fx {
 
-constexpr int64_t kChunk = 4 << 20;      // parameters in one copy, the grain of preemption
+#ifdef HYTRAIN_FX_SMALL_CHUNKS  // scripts/race_check: as many tasks of few parameters
+constexpr int64_t kChunk = 1 << 10, kGranule = 256, kLeastGuessed = 300;
+#else
+constexpr int64_t kChunk = 4 << 20;           // parameters in one copy, the grain of preemption
+constexpr int64_t kGranule = 256 << 10;       // parameters one worker takes at a time
+constexpr int64_t kLeastGuessed = 64 << 10;   // a row of fewer is not worth a shadow
+#endif
 constexpr int64_t kCopyBytes = 32 << 20;  // of gradients in one copy: few enough copies that no stream's queue fills up and blocks the launching thread
-constexpr int64_t kGranule = 256 << 10;  // parameters one worker takes at a time
 
 // Byte offsets into untyped memory.
 inline const char* offset(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
@@ -144,7 +149,7 @@ class Engine {
   void fetch(int row, void* dst, void* stream);
   void discard(const int32_t* rows, int n);
   bool pending(int row);
-  float* factor_slots();  // the half that the next commit reads
+  float* factor_slots();  // the half that the next commit reads; waits until the commit before the last has read it
 
   void set_delay(int stage, double mean_us);
   void fail_next_update(int row) { fail_row_ = row; }
@@ -183,8 +188,9 @@ class Engine {
     uint64_t issue = 0;  // number of the H2D copy behind `weight`: the lane is in order, so of several rows the latest will do
     AdamScalars scalars{};
     int n_factors = 0;
-    std::array<int, kMaxFactors> factors{};
-    const float* factor_base = nullptr;
+    std::array<int, kMaxFactors> factors{};        // by slot
+    std::array<float, kMaxFactors> factor_values{};  // once known: later commits use the slots again
+    uint64_t commit = 0;
     double busy_us = 0, last_busy_us = 0;
     std::vector<Chunk> chunks;
   };
@@ -200,6 +206,7 @@ class Engine {
     std::vector<Part> parts;       // none: the factors of a commit, and
     const float* factors = nullptr;  // where they are
     int n_factors = 0;
+    uint64_t commit = 0;
   };
   struct LaneRecord {
     int kind, row, chunk;  // of a copy of several chunks: the first
@@ -227,6 +234,8 @@ class Engine {
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
+  float* half_of(uint64_t commit) { return options_.factor_slots + (commit % 2) * options_.factor_capacity; }
+  static void take_factors(Row& row, const float* slots);
   struct Task {  // what a worker does next
     int granule;
     bool guessed, again;
@@ -235,8 +244,8 @@ class Engine {
   };
   bool take_task(const Key& key, Task& task);
   void finish_task(const Key& key);
-  void run_task(Row& row, const Chunk& chunk, const Task& task);
-  void update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars);
+  void run_task(Row& row, int index, const Chunk& chunk, const Task& task);
+  void update_on_host(Row& row, int index, int64_t begin, int64_t n, const AdamScalars& scalars);
   // engine_guess.cpp
   bool may_guess(const Row& row, int n_factors) const;
   void guess_factors(Row& row, const CommitItem& item);
@@ -281,14 +290,15 @@ class Engine {
   Ring ring_;
   std::mutex mutex_;  // guards everything below but the contents of slabs
   std::condition_variable landed_cv_, work_cv_, upload_cv_, issued_cv_;
-  std::vector<Row> rows_;
+  std::deque<Row> rows_;  // not moved when one is added: threads read a row that they work on without the lock
   std::deque<Landing> landings_;
   std::set<Key> ready_, updated_, streaming_;  // streaming_: rows, chunk 0
   std::vector<StagingSlot> staging_;
   uint64_t commits_ = 0, issues_ = 0;
   std::vector<char*> shadows_;  // free slots
   bool can_guess_ = false;
-  int last_n_factors_ = -1;     // of the last commit that had some from the device; their values are in the other half of the slots
+  std::vector<float> last_factors_;            // of the last commit that had some from the device and whose have come
+  std::array<bool, 2> factors_on_way_{};       // by half of the slots
   uint32_t same_ = 0;           // whether a commit's factors were those of the one before: a bit each, the latest lowest
   int outcomes_ = 0;            // bits that count
   GuessCounts guesses_{};

@@ -15,13 +15,15 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   EventPtr end = device_->record_compute(stream);
   std::unique_lock<std::mutex> lock(mutex_);
   throw_if_failed();
+  if (factors_on_way_[commits_ % 2]) throw std::logic_error("internal: the slots for factors are in use");
+  float* const slots = half_of(commits_);
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
     if (!factors[i]) continue;
     if (!on_lane) device_->wait(Lane::D2H, end);
     on_lane = true;
-    device_->copy(Lane::D2H, factor_slots() + i, factors[i], sizeof(float));
+    device_->copy(Lane::D2H, slots + i, factors[i], sizeof(float));
   }
   std::vector<const CommitItem*> on_device;
   for (int i = 0; i < n; ++i) {
@@ -37,12 +39,14 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     }
     begin_update(row, items[i]);
     row.factors_known = known_now(items[i], factors);
+    if (row.factors_known) take_factors(row, slots);
     if (!row.factors_known && may_guess(row, n_factors)) guess_factors(row, items[i]);
     queue_all_ready(row, items[i].row);
   }
   for (const auto& together : launches(on_device)) commit_on_device(together, end);
   if (on_lane) {
-    landings_.push_back({nullptr, device_->record(Lane::D2H), {}, factor_slots(), n_factors});
+    landings_.push_back({nullptr, device_->record(Lane::D2H), {}, slots, n_factors, commits_});
+    factors_on_way_[commits_ % 2] = true;
     landed_cv_.notify_one();
   }
   ++commits_;
@@ -87,8 +91,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   row.scalars = item.scalars;
   row.n_factors = item.n_factors;
   std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
-  const float* slots = factor_slots();
-  row.factor_base = slots;
+  row.commit = commits_;
   row.factors_known = true;
   row.guessing = false;
   row.busy_us = 0;
@@ -160,6 +163,18 @@ void Engine::commit_streamed(const CommitItem& item, const EventPtr& end) {
   streaming_.insert({row.spec.unit, item.row, 0});
 }
 
-float* Engine::factor_slots() { return options_.factor_slots + (commits_ % 2) * options_.factor_capacity; }
+void Engine::take_factors(Row& row, const float* slots) {
+  for (int i = 0; i < row.n_factors; ++i) row.factor_values[i] = slots[row.factors[i]];
+}
+
+float* Engine::factor_slots() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const int half = static_cast<int>(commits_ % 2);
+  if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), [&] { return !factors_on_way_[half] || !failure_.empty(); })) {
+    throw std::runtime_error("the factors of the step before the last had not come after " + std::to_string(options_.timeout_s) + " s");
+  }
+  throw_if_failed();
+  return half_of(commits_);
+}
 
 }  // namespace hytrain_fx

@@ -18,7 +18,6 @@ namespace hytrain_fx {
 namespace {
 
 constexpr int64_t kShadowBlock = 16 << 10;   // parameters saved, then updated: in the cache of one core
-constexpr int64_t kLeastParams = 64 << 10;   // a smaller row is not worth a slot
 constexpr int kRemembered = 16, kLeastOutcomes = 2;
 constexpr double kLeastSame = 0.6;  // share of commits with unchanged factors from which a guess pays: a miss costs what a hit gains
 constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float));
@@ -46,35 +45,34 @@ void Engine::set_shadow(const ShadowMemory& memory) {
 }
 
 bool Engine::may_guess(const Row& row, int n_factors) const {
-  if (!can_guess_ || n_factors != last_n_factors_ || outcomes_ < kLeastOutcomes) return false;
-  if (row.spec.numel < kLeastParams) return false;
+  if (!can_guess_ || n_factors != static_cast<int>(last_factors_.size()) || outcomes_ < kLeastOutcomes) return false;
+  if (row.spec.numel < kLeastGuessed) return false;
   if (grad_bytes(row) == 2 && !row.host.low) return false;  // its new weight would take the place of the gradient
   const uint32_t remembered = outcomes_ < kRemembered ? (1u << outcomes_) - 1 : (1u << kRemembered) - 1;
   return static_cast<double>(std::bitset<32>(same_ & remembered).count()) >= kLeastSame * std::min(outcomes_, kRemembered);
 }
 
 void Engine::guess_factors(Row& row, const CommitItem& item) {
-  const float* last = options_.factor_slots + ((commits_ + 1) % 2) * options_.factor_capacity;
   row.guessing = true;
-  for (int i = 0; i < item.n_factors; ++i) row.guess[i] = last[item.factors[i]];
+  for (int i = 0; i < item.n_factors; ++i) row.guess[i] = last_factors_[item.factors[i]];
 }
 
 void Engine::factors_came(const Landing& landing) {
-  const float* other = landing.factors == options_.factor_slots ? options_.factor_slots + options_.factor_capacity : options_.factor_slots;
-  if (landing.n_factors == last_n_factors_) {
-    const bool same = std::memcmp(landing.factors, other, static_cast<size_t>(landing.n_factors) * sizeof(float)) == 0;
+  if (landing.n_factors == static_cast<int>(last_factors_.size())) {
+    const bool same = std::memcmp(landing.factors, last_factors_.data(), last_factors_.size() * sizeof(float)) == 0;
     same_ = same_ << 1 | (same ? 1u : 0u);
     ++outcomes_;
   } else {
     same_ = 0;
     outcomes_ = 0;
   }
-  last_n_factors_ = landing.n_factors;
+  last_factors_.assign(landing.factors, landing.factors + landing.n_factors);
   const int64_t redone = guesses_.redone;
   bool guessed = false;
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
     Row& row = rows_[r];
-    if (row.phase != Phase::PENDING || row.factors_known) continue;
+    if (row.phase != Phase::PENDING || row.factors_known || row.commit != landing.commit) continue;
+    take_factors(row, landing.factors);
     row.factors_known = true;
     if (row.guessing) {
       guessed = true;
@@ -84,13 +82,15 @@ void Engine::factors_came(const Landing& landing) {
   }
   guesses_.commits += guessed;
   guesses_.missed += guesses_.redone > redone;
+  factors_on_way_[landing.commit % 2] = false;
+  issued_cv_.notify_all();
 }
 
 void Engine::settle_guess(Row& row, int index) {
   row.guessing = false;
   bool right = true;
   for (int i = 0; i < row.n_factors; ++i) {
-    right &= std::memcmp(&row.guess[i], &row.factor_base[row.factors[i]], sizeof(float)) == 0;
+    right &= std::memcmp(&row.guess[i], &row.factor_values[i], sizeof(float)) == 0;
   }
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
     Chunk& chunk = row.chunks[c];
@@ -129,9 +129,9 @@ std::array<Engine::Span, 5> Engine::spans(const Row& row, const Chunk& chunk, in
            span(host.exp_avg_sq, wide, 2 * kArrayBytes), span(host.max_exp_avg_sq, wide, 3 * kArrayBytes)}};
 }
 
-void Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
+void Engine::run_task(Row& row, int index, const Chunk& chunk, const Task& task) {
   const int64_t begin = chunk.begin + task.granule * kGranule, n = std::min(kGranule, chunk.end - begin);
-  if (!task.guessed && !task.again) return update_on_host(row, begin, n, task.scalars);
+  if (!task.guessed && !task.again) return update_on_host(row, index, begin, n, task.scalars);
   for (int64_t from = 0; from < n; from += kShadowBlock) {
     const int64_t count = std::min(kShadowBlock, n - from);
     for (const Span& span : spans(row, chunk, task.granule, from, count)) {
@@ -142,7 +142,7 @@ void Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
         std::memcpy(span.at, task.shadow + span.shadow, static_cast<size_t>(span.bytes));
       }
     }
-    update_on_host(row, begin + from, count, task.scalars);
+    update_on_host(row, index, begin + from, count, task.scalars);
   }
 }
 

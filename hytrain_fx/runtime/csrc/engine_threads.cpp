@@ -76,7 +76,7 @@ void Engine::work(int index) {
     const double begin_us = device_->now_us();
     sleep_us(worker_delay_us_);
     if (fail_row_ == key[1]) throw std::runtime_error("injected failure in row " + std::to_string(key[1]));
-    run_task(row, chunk, task);
+    run_task(row, key[1], chunk, task);
     const double end_us = device_->now_us();
     lock.lock();
     row.busy_us += (end_us - begin_us) / options_.workers;
@@ -110,7 +110,7 @@ bool Engine::take_task(const Key& key, Task& task) {
   }
   if (chunk.taken == chunk.granules && chunk.redo == chunk.redo_end) ready_.erase(key);
   for (int i = 0; i < row.n_factors; ++i) {
-    task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_base[row.factors[i]];
+    task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_values[i];
   }
   task.scalars.factor_count = static_cast<uint32_t>(row.n_factors);
   return true;
@@ -127,12 +127,12 @@ void Engine::finish_task(const Key& key) {
   upload_cv_.notify_one();
 }
 
-void Engine::update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars) {
+void Engine::update_on_host(Row& row, int index, int64_t begin, int64_t n, const AdamScalars& scalars) {
   char* slot = offset(row.host.slot, begin * grad_bytes(row));
   const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
   if (!all_finite(slot, dtype, n)) {
-    throw std::runtime_error(nonfinite_message(static_cast<int>(&row - rows_.data())));
+    throw std::runtime_error(nonfinite_message(index));
   }
   float* const m = row.host.exp_avg + begin;
   float* const v = row.host.exp_avg_sq + begin;

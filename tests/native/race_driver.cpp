@@ -1,0 +1,391 @@
+// Drives the engine through its C interface, on the CPU device and without Python, for a thread sanitizer to watch (scripts/race_check).
+//
+// Random steps: rows of every dtype and placement, units that sit out, delays in every stage, factors that come late and are guessed, gradients
+// dropped and made anew, rows that move, records taken on the way. What the engine makes of it is compared, bit for bit, with adamw_chunk called
+// in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
+//
+//     race_driver STEPS SEED
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "engine.h"
+
+using namespace hytrain_fx;
+
+extern "C" {
+const char* hytrain_error();
+int hytrain_create(const EngineOptions*, Engine**);
+int hytrain_destroy(Engine*);
+int hytrain_add_row(Engine*, const RowSpec*);
+int hytrain_place_on_host(Engine*, int, const HostStates*);
+int hytrain_place_on_device(Engine*, int, const DeviceStates*);
+int hytrain_place_streamed(Engine*, int, const HostStates*);
+int hytrain_set_staging(Engine*, const StagingMemory*);
+int hytrain_set_shadow(Engine*, const ShadowMemory*);
+int hytrain_set_unit(Engine*, int, int);
+int hytrain_set_weight(Engine*, int, void*);
+int hytrain_guess_counts(Engine*, GuessCounts*);
+int hytrain_grad_offload(Engine*, const int32_t*, const void* const*, int, void*);
+int hytrain_arm_cpu(Engine*, const int32_t*, int);
+int hytrain_arm_gpu(Engine*, const int32_t*, int, void*);
+int hytrain_arm_reload(Engine*, const int32_t*, int);
+int hytrain_release(Engine*, const int32_t*, int, void*);
+int hytrain_commit(Engine*, const CommitItem*, int, const void* const*, int, void*);
+int hytrain_expect(Engine*, const CommitItem*, int);
+int hytrain_wait(Engine*, const int32_t*, int, void*);
+int hytrain_drain(Engine*, const int32_t*, int);
+int hytrain_fetch(Engine*, int, void*, void*);
+int hytrain_discard(Engine*, const int32_t*, int);
+int hytrain_pending(Engine*, int, int*);
+int hytrain_factor_slots(Engine*, float**);
+int hytrain_set_delay(Engine*, int, double);
+int hytrain_record(Engine*, int);
+int hytrain_take_records(Engine*, TaskRecord*, int, int*);
+int hytrain_cpu_update_us(Engine*, int, double*);
+}
+
+namespace {
+
+enum Where { kHost, kDevice, kStreamed };
+using Floats = std::vector<float>;
+using Halves = std::vector<uint16_t>;
+
+constexpr int kWorkers = 3, kFactorCapacity = 16, kStages = 8, kRecords = 4096, kStagingSlots = 3, kShadowSlots = 6;
+
+void check(int status) {
+  if (status == 0) return;
+  std::fprintf(stderr, "race_driver: %s\n", hytrain_error());
+  std::exit(1);
+}
+
+struct Reference {  // whole, updated in order on the main thread
+  Floats master, m, v;
+};
+
+struct TrainedRow {
+  int64_t n;
+  Dtype dtype;
+  int unit;
+  Where where = kHost;
+  std::vector<char> weight, slot, grad;
+  Halves high, low;
+  Floats master, m, v;
+  Reference reference;
+  int steps = 0;
+  int64_t width() const { return dtype == Dtype::kF32 ? 4 : 2; }
+  bool split() const { return dtype == Dtype::kBF16 && where != kDevice; }
+};
+
+std::vector<char> narrowed(const Floats& values, Dtype dtype) {
+  std::vector<char> bytes(values.size() * (dtype == Dtype::kF32 ? 4 : 2));
+  detail::write_weight(values.data(), bytes.data(), dtype, 0, static_cast<int64_t>(values.size()));
+  return bytes;
+}
+
+class Run {
+ public:
+  explicit Run(unsigned seed) : random_(seed) {
+    EngineOptions options{};
+    options.workers = kWorkers;
+    options.device_ordinal = -1;
+    options.timeout_s = 60;
+    options.ring = ring_.data();
+    options.ring_bytes = ring_.size();
+    options.factor_slots = slots_.data();
+    options.factor_capacity = kFactorCapacity;
+    options.nonfinite = &nonfinite_;
+    check(hytrain_create(&options, &engine_));
+    StagingMemory staging{staging_.data(), kChunk, 3, kStagingSlots};
+    check(hytrain_set_staging(engine_, &staging));
+    ShadowMemory shadow{shadow_.data(), kShadowSlots};
+    check(hytrain_set_shadow(engine_, &shadow));
+    for (int r = 0; r < 9; ++r) add(r);
+  }
+  ~Run() { check(hytrain_destroy(engine_)); }
+
+  void step() {
+    if (chance(10)) delays();
+    if (chance(15)) move();
+    if (chance(20)) check(hytrain_record(engine_, chance(50)));
+    std::vector<int> rows = taking_part();
+    for (int unit = 0; unit < 3; ++unit) wait(of_unit(rows, unit));
+    const bool ahead = chance(10);
+    std::vector<CommitItem> items = prepare(rows);
+    if (ahead) expect(items);
+    std::thread backward([&] { this->backward(rows, ahead); });  // autograd's thread, on a GPU
+    backward.join();
+    commit(items, ahead);
+    look();
+  }
+
+  void finish() {
+    std::vector<int32_t> all = every();
+    check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
+    for (TrainedRow& row : rows_) compare_states(row);
+    GuessCounts counts{};
+    check(hytrain_guess_counts(engine_, &counts));
+    std::printf("guessed %lld of which wrong %lld, parameters %lld of which again %lld\n", static_cast<long long>(counts.commits),
+                static_cast<long long>(counts.missed), static_cast<long long>(counts.params), static_cast<long long>(counts.redone));
+  }
+
+ private:
+  bool chance(int percent) { return static_cast<int>(random_() % 100) < percent; }
+  Floats normal(int64_t n, float scale) {
+    Floats values(static_cast<size_t>(n));
+    for (float& value : values) value = scale * (static_cast<float>(random_() % 2001) / 1000.0f - 1.0f);
+    return values;
+  }
+  std::vector<int32_t> every() const {
+    std::vector<int32_t> all;
+    for (size_t r = 0; r < rows_.size(); ++r) all.push_back(static_cast<int32_t>(r));
+    return all;
+  }
+
+  void add(int number) {
+    TrainedRow row;
+    const int64_t sizes[] = {2 * kChunk + 3 * kGranule + 7, kChunk, kGranule + 1, 5};
+    row.n = sizes[random_() % 4];
+    row.dtype = static_cast<Dtype>(number % 3);
+    row.unit = number / 3;
+    row.reference = {normal(row.n, 1), Floats(row.n, 0.0f), Floats(row.n, 0.0f)};
+    row.weight = narrowed(row.reference.master, row.dtype);
+    rows_.push_back(std::move(row));
+    TrainedRow& kept = rows_.back();
+    RowSpec spec{kept.n, kept.unit, static_cast<int32_t>(kept.dtype), kept.weight.data()};
+    check(hytrain_add_row(engine_, &spec));
+    place(number, static_cast<Where>(random_() % 3));
+  }
+
+  // New memory, as a move in the library has; the old is freed at once.
+  void place(int number, Where where) {
+    TrainedRow& row = rows_[number];
+    row.where = where;
+    row.m = row.reference.m;
+    row.v = row.reference.v;
+    Floats master = row.reference.master;
+    std::vector<char> slot(row.n * row.width());
+    if (row.split()) {
+      row.high.resize(row.n);
+      row.low.resize(row.n);
+      Floats v = row.v;
+      detail::split_master(master.data(), v.data(), row.high.data(), row.low.data(), row.v.data(), row.n);
+    }
+    HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr, row.m.data(), row.v.data(),
+                    nullptr, slot.data()};
+    if (where == kHost) {
+      check(hytrain_place_on_host(engine_, number, &host));
+    } else if (where == kStreamed) {
+      host.slot = nullptr;
+      check(hytrain_place_streamed(engine_, number, &host));
+    } else {
+      float* at = row.dtype == Dtype::kF32 ? reinterpret_cast<float*>(row.weight.data()) : master.data();
+      DeviceStates device{at, row.m.data(), row.v.data(), nullptr};
+      check(hytrain_place_on_device(engine_, number, &device));
+    }
+    row.master = std::move(master);
+    row.slot = std::move(slot);
+  }
+
+  void move() {
+    std::vector<int32_t> all = every();
+    check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
+    for (int number = 0; number < static_cast<int>(rows_.size()); ++number) {
+      compare_states(rows_[number]);
+      if (chance(40)) place(number, static_cast<Where>(random_() % 3));
+      if (chance(5)) check(hytrain_set_unit(engine_, number, rows_[number].unit = static_cast<int>(random_() % 3)));
+      if (chance(5) && !(rows_[number].where == kDevice && rows_[number].dtype == Dtype::kF32)) {
+        std::vector<char> other = rows_[number].weight;
+        check(hytrain_set_weight(engine_, number, other.data()));
+        rows_[number].weight = std::move(other);
+      }
+    }
+  }
+
+  void delays() {
+    for (int stage = 0; stage < kStages; ++stage) check(hytrain_set_delay(engine_, stage, chance(70) ? 0.0 : static_cast<double>(random_() % (chance(10) ? 5000 : 300))));
+  }
+
+  std::vector<int> taking_part() {
+    std::vector<int> rows;
+    if (chance(40)) absent_ = chance(60) ? static_cast<int>(random_() % 3) : -1;  // else as in the step before: its update may take several
+    for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
+      if (rows_[r].unit != absent_ && !chance(3)) rows.push_back(r);
+    }
+    return rows;
+  }
+
+  std::vector<int32_t> of_unit(const std::vector<int>& rows, int unit) const {
+    std::vector<int32_t> found;
+    for (int r : rows) {
+      if (rows_[r].unit == unit) found.push_back(r);
+    }
+    return found;
+  }
+
+  void wait(const std::vector<int32_t>& rows) {
+    if (rows.empty()) return;
+    check(hytrain_wait(engine_, rows.data(), static_cast<int>(rows.size()), nullptr));
+    for (int32_t r : rows) compare(rows_[r].weight, narrowed(rows_[r].reference.master, rows_[r].dtype), "a weight");
+  }
+
+  std::vector<CommitItem> prepare(const std::vector<int>& rows) {
+    std::vector<CommitItem> items;
+    for (int r : rows) {
+      TrainedRow& row = rows_[r];
+      row.grad = narrowed(normal(row.n, 0.1f), row.dtype);
+      CommitItem item{};
+      item.row = r;
+      item.at_end = chance(5);
+      if (row.where != kHost) item.grad = row.grad.data();
+      AdamScalars& s = item.scalars;
+      s.decay = 0.999f;
+      s.lerp = 0.1f;
+      s.beta2 = 0.95f;
+      s.one_minus_beta2 = 0.05f;
+      s.bias2_sqrt = 1.0f - 1.0f / static_cast<float>(row.steps + 2);
+      s.eps = 1e-8f;
+      s.neg_step_size = -0.01f;
+      items.push_back(item);
+    }
+    return items;
+  }
+
+  void expect(const std::vector<CommitItem>& items) {
+    std::vector<CommitItem> hosted;
+    for (const CommitItem& item : items) {
+      if (rows_[item.row].where == kHost) hosted.push_back(item);
+    }
+    check(hytrain_expect(engine_, hosted.data(), static_cast<int>(hosted.size())));
+  }
+
+  void backward(const std::vector<int>& rows, bool committed) {
+    for (int unit = 2; unit >= 0; --unit) {
+      const std::vector<int32_t> of = of_unit(rows, unit);
+      if (of.empty()) continue;
+      const int n = static_cast<int>(of.size());
+      std::vector<int32_t> hosted;
+      for (int32_t r : of) {
+        if (rows_[r].where == kHost) hosted.push_back(r);
+      }
+      if (!committed && chance(5) && !hosted.empty()) {  // made, dropped by zero_grad(), made again
+        offload(hosted, true);
+        check(hytrain_discard(engine_, hosted.data(), static_cast<int>(hosted.size())));
+      }
+      if (!hosted.empty()) offload(hosted, false);
+      check(hytrain_arm_cpu(engine_, of.data(), n));
+      check(hytrain_arm_gpu(engine_, of.data(), n, nullptr));
+      check(hytrain_arm_reload(engine_, of.data(), n));
+      if (committed || !chance(5)) check(hytrain_release(engine_, of.data(), n, nullptr));
+    }
+  }
+
+  void offload(const std::vector<int32_t>& rows, bool other) {
+    std::vector<std::vector<char>> buffers;
+    std::vector<const void*> grads;
+    for (int32_t r : rows) {
+      buffers.push_back(rows_[r].grad);
+      if (other) std::memset(buffers.back().data(), 1, buffers.back().size());
+    }
+    for (const std::vector<char>& buffer : buffers) grads.push_back(buffer.data());
+    check(hytrain_grad_offload(engine_, rows.data(), grads.data(), static_cast<int>(rows.size()), nullptr));
+  }
+
+  void commit(std::vector<CommitItem>& items, bool ahead) {
+    float* slots = nullptr;
+    check(hytrain_factor_slots(engine_, &slots));
+    const bool late = chance(60);
+    if (chance(20)) clip_ = 1.0f / static_cast<float>(1 + random_() % 4);
+    float* const factor = &factors_[step_ % factors_.size()];
+    *factor = clip_;
+    const void* sources[] = {late ? factor : nullptr};
+    if (!late) slots[0] = clip_;
+    std::vector<CommitItem> given;
+    for (CommitItem& item : items) {
+      const bool hosted = rows_[item.row].where == kHost;
+      const bool scaled = hosted && !ahead;
+      if (scaled) {
+        if (chance(3)) fetch(item.row);
+        item.n_factors = 1;
+      }
+      if (!ahead || !hosted) given.push_back(item);
+      update(item, scaled);
+    }
+    check(hytrain_commit(engine_, given.data(), static_cast<int>(given.size()), sources, 1, nullptr));
+    ++step_;
+  }
+
+  void update(const CommitItem& item, bool scaled) {
+    TrainedRow& row = rows_[item.row];
+    AdamScalars scalars = item.scalars;
+    scalars.factor_count = scaled ? 1 : 0;
+    scalars.factors[0] = clip_;
+    Reference& r = row.reference;
+    adamw_chunk(row.grad.data(), row.dtype, r.master.data(), r.m.data(), r.v.data(), nullptr, nullptr, row.dtype, row.n, scalars);
+    ++row.steps;
+  }
+
+  void fetch(int r) {
+    std::vector<char> out(rows_[r].grad.size());
+    check(hytrain_fetch(engine_, r, out.data(), nullptr));
+    compare(out, rows_[r].grad, "a gradient");
+  }
+
+  void look() {
+    if (chance(10)) {
+      int taken = 0;
+      check(hytrain_take_records(engine_, records_.data(), kRecords, &taken));
+    }
+    const int r = static_cast<int>(random_() % rows_.size());
+    double us = 0;
+    int pending = 0;
+    if (chance(10)) check(hytrain_cpu_update_us(engine_, r, &us));
+    if (chance(10)) check(hytrain_pending(engine_, r, &pending));
+  }
+
+  void compare_states(const TrainedRow& row) const {
+    const Reference& r = row.reference;
+    compare(row.weight, narrowed(r.master, row.dtype), "a weight");
+    Floats master = row.master, v = row.v;
+    if (row.split()) detail::join_master(row.high.data(), row.low.data(), row.v.data(), master.data(), v.data(), row.n);
+    if (!(row.where == kDevice && row.dtype == Dtype::kF32)) compare(master, r.master, "a master");
+    compare(row.m, r.m, "exp_avg");
+    compare(v, r.v, "exp_avg_sq");
+  }
+
+  template <class T>
+  static void compare(const std::vector<T>& found, const std::vector<T>& expected, const char* what) {
+    if (std::memcmp(found.data(), expected.data(), expected.size() * sizeof(T)) == 0) return;
+    std::fprintf(stderr, "race_driver: %s differs from the reference\n", what);
+    std::exit(1);
+  }
+
+  std::mt19937 random_;
+  std::vector<char> ring_ = std::vector<char>(2 * 4 * (kChunk + 1024));
+  Floats slots_ = Floats(2 * kFactorCapacity);
+  Floats staging_ = Floats(kStagingSlots * 3 * kChunk);
+  std::vector<char> shadow_ = std::vector<char>(kShadowSlots * 4 * 4 * kGranule);
+  std::vector<TaskRecord> records_ = std::vector<TaskRecord>(kRecords);
+  Floats factors_ = Floats(64);  // as a caching allocator: not handed out again while one may be read
+  int32_t nonfinite_ = 0;
+  float clip_ = 1.0f;
+  int absent_ = -1;
+  size_t step_ = 0;
+  std::deque<TrainedRow> rows_;
+  Engine* engine_ = nullptr;
+};
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 3) {
+    std::fprintf(stderr, "usage: race_driver STEPS SEED\n");
+    return 2;
+  }
+  const int steps = std::atoi(arguments[1]);
+  Run run(static_cast<unsigned>(std::atoi(arguments[2])));
+  for (int step = 0; step < steps; ++step) run.step();
+  run.finish();
+  std::printf("%d steps, every bit as the reference's\n", steps);
+  return 0;
+}
