@@ -17,7 +17,7 @@ NATIVE_SOURCES = {".h", ".cpp", ".cu"}
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
-    """Build "sdist" or "wheel" of the tree `source` into `target`, with the setuptools that is installed."""
+    """Build "sdist", "wheel" or "editable" of the tree `source` into `target`, with the setuptools that is installed."""
     target.mkdir(exist_ok=True)
     call = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
     run = subprocess.run([sys.executable, "-c", call], cwd=source, capture_output=True, text=True, check=False)
@@ -67,3 +67,11 @@ def test_the_sdist_has_no_links_and_carries_the_tests(sdist: Path) -> None:
     assert not (sdist / "passes").exists()
     assert not (sdist / "cost_model").exists()
     assert all((sdist / name).is_file() for name in ("LICENSE", "README.md", "scripts/test", "examples/train_gpt.py", "tests/conftest.py"))
+
+
+def test_an_editable_install_is_a_path_and_no_import_hook(sdist: Path, tmp_path: Path) -> None:
+    """Python asks hooks last: beside a folder `hytrain_fx` (the clone) a script would import that folder, which has no `compile`."""
+    with zipfile.ZipFile(build("editable", sdist, tmp_path / "editable")) as archive:
+        (pth,) = [name for name in archive.namelist() if name.endswith(".pth")]
+        assert not any(name.endswith(".py") for name in archive.namelist())
+        assert archive.read(pth).decode().strip() == str(sdist)
