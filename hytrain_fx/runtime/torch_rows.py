@@ -79,6 +79,7 @@ class Row:
         """Rest the states here from now on. Raises EngineError in the middle of a step."""
         if self.phase is not Phase.IDLE:
             raise EngineError(f"row {self.index} is moved while in use")
+        self.generation += 1  # a dropped gradient of the old place may yet be noted as landed
         maximum, slot = states.max_exp_avg_sq, states.slot
         self.states = RowStates(
             flat_alias(states.master),

@@ -250,6 +250,24 @@ def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine:
         assert torch.equal(slot, landed)
 
 
+def test_the_dropped_gradient_of_an_earlier_place_updates_nothing(make_engine: MakeEngine) -> None:
+    """A row moved to the device while the landing of a dropped gradient is not yet noted is updated there once, from its own gradient."""
+    with make_engine() as engine:
+        loop = EngineLoop(engine, (5_000,), torch.float32)
+        engine.set_delay(Stage.LANDING, 20_000)
+        engine.grad_offload([0], [torch.ones(5_000)])
+        engine.arm_cpu([0])
+        engine.arm_reload([0])
+        engine.discard([0])
+        kept = loop.states[0].master.clone()
+        engine.place_on_device(0, device_states(loop.weights[0]))
+        loop.on_device = frozenset({0})
+        loop.step()
+        time.sleep(0.1)  # the landing is noted while the update on the device counts as in flight
+        loop.check()
+        assert torch.equal(loop.states[0].master, kept), "the states of the earlier place were written"
+
+
 def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -> None:
     """On the device a unit's large weights, released early, are one launch; what the end of the backward releases is another, after all."""
     with running("native") as engine:

@@ -115,6 +115,10 @@ class Run {
     if (ahead) expect(items);
     std::thread backward([&] { this->backward(rows, ahead); });  // autograd's thread, on a GPU
     backward.join();
+    if (!ahead && chance(8)) {  // a step left out: the next one may find its rows moved before the last gradient was noted as landed
+      const std::vector<int32_t> all = every();
+      return check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));
+    }
     commit(items, ahead);
     look();
   }

@@ -87,32 +87,32 @@ void Engine::finish_landing(int row) {
   if (landing) landing->sync();
 }
 
+// The copy of a gradient that was dropped has ended, but the lander may note it yet: not for the row in its new place.
+Engine::Row& Engine::place(int row, Place place) {
+  Row& r = at(row);
+  if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
+  ++r.generation;
+  r.place = place;
+  return r;
+}
+
 void Engine::place_on_host(int row, const HostStates& states) {
   finish_landing(row);
   std::lock_guard<std::mutex> lock(mutex_);
-  Row& r = at(row);
-  if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
-  r.place = Place::HOST;
-  r.host = states;
+  place(row, Place::HOST).host = states;
 }
 
 void Engine::place_on_device(int row, const DeviceStates& states) {
   finish_landing(row);
   std::lock_guard<std::mutex> lock(mutex_);
-  Row& r = at(row);
-  if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
-  r.place = Place::DEVICE;
-  r.device = states;
+  place(row, Place::DEVICE).device = states;
 }
 
 void Engine::place_streamed(int row, const HostStates& states) {
   finish_landing(row);
   std::lock_guard<std::mutex> lock(mutex_);
-  Row& r = at(row);
-  if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
   if (staging_.empty()) throw std::logic_error("row " + std::to_string(row) + " is to be streamed, but there is no staging memory");
-  r.place = Place::STREAMED;
-  r.host = states;
+  place(row, Place::STREAMED).host = states;
 }
 
 // ---- failure, measurement, tests ----

@@ -225,6 +225,7 @@ class Engine {
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void finish_landing(int row);
+  Row& place(int row, Place place);
   static const void* new_weight(const Row& row);
   void check_committable(const CommitItem& item);
   void begin_update(Row& row, const CommitItem& item);
