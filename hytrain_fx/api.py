@@ -82,6 +82,7 @@ def explain(model: nn.Module) -> Explanation:
         node_runs=dict(session.nodes.runs),
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
         spent_us=_spent_us(session),
+        optimizer=() if session.rule is None else session.rule.notes,
     )
 
 

@@ -29,7 +29,7 @@ class Config:
     replan_every   steps within which a change of their length is followed: times are measured anew and states move where that pays;
                    0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
-    engine         which engine runs the updates
+    engine         which engine runs the updates of Adam and AdamW; other optimizers run on "torch"
     workers        CPU update threads, None = physical cores less the launching threads
     pin_workers    keep each CPU update thread on a core of its own, where cores are known and free. Off: where other threads want those
                    cores too, one held-up worker holds up its unit (8% of a step on a virtual machine of 16 cores)

@@ -14,7 +14,8 @@ from torch import nn
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.runtime.states import is_dense
 
-SUPPORTED_OPTIMIZERS = (torch.optim.AdamW, torch.optim.Adam)
+ADAM_KINDS = (torch.optim.AdamW, torch.optim.Adam)
+"""Updated by the engines' own kernels; the classes themselves, not what is derived from them."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,8 +60,12 @@ def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> Parameter
 def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    if type(optimizer) not in SUPPORTED_OPTIMIZERS:
-        raise UnsupportedError(f"optimizer is a {type(optimizer).__name__}; supported are torch.optim.AdamW and torch.optim.Adam")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    within = getattr(optimizer, "optimizer", None)
+    if isinstance(within, torch.optim.Optimizer):
+        raise UnsupportedError(f"optimizer is a {type(optimizer).__name__} around a {type(within).__name__}; "
+                               "compile first, then wrap what is returned (accelerator.prepare, for one)")
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise UnsupportedError("differentiable=True needs the update inside autograd; make the optimizer without it")

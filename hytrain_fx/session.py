@@ -35,11 +35,14 @@ from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
 from hytrain_fx.outside_writes import OutsideWrites
-from hytrain_fx.parameters import ParameterTable, build_table
+from hytrain_fx.parameters import ADAM_KINDS, ParameterTable, build_table
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.planning import Planning
+from hytrain_fx.rule_commit import RuleCommitBuilder
+from hytrain_fx.rules.probe import RuleProbe
+from hytrain_fx.rules.rule import UpdateRule
 from hytrain_fx.runtime.engine import Engine, RowSpec
-from hytrain_fx.runtime.launch import make_engine, ring_bytes_for
+from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
@@ -63,6 +66,9 @@ class Session:
         self._clock = StartupClock()
         self.config = config
         self.table: ParameterTable = build_table(model, optimizer)
+        self.rule = None if type(optimizer) in ADAM_KINDS else UpdateRule(optimizer, self.table.parameters, self.table.names)
+        if self.rule is not None:
+            self.config = config = torch_engine_config(config, self.rule.name)
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self.units = group_units(model, self.table.names)
         self.marks = StepMarks(self.table.device)
@@ -90,7 +96,7 @@ class Session:
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.states = self._make_states(optimizer)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
-        self.builder = CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
+        self.builder = self._make_builder(optimizer)
         self.planning = Planning(self)
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters)
@@ -101,6 +107,11 @@ class Session:
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
 
+    def _make_builder(self, optimizer: torch.optim.Optimizer) -> CommitBuilder:
+        if self.rule is not None:
+            return RuleCommitBuilder(self.table, self.states, self.nodes, self.rule)
+        return CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
+
     def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
         unit_of = unit_of_rows(self.units)
         amsgrad = [False] * len(self.table)
@@ -110,10 +121,11 @@ class Session:
                     amsgrad[self.table.row_of[id(parameter)]] = bool(group.get("amsgrad"))
         for row, parameter in enumerate(self.table.parameters):
             self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), self.table.names[row]))
-        self._probe = UpdateProbe(self.engine, self.table.parameters)
-        ring_bytes = ring_bytes_for(self.table.parameters, self.config)
-        self.resources = Resources(self.table.parameters, amsgrad, ring_bytes, self._clock)
-        return StateStore(self.table.parameters, [unit_of[row] for row in range(len(self.table))], amsgrad, self.engine)
+        parameters, rule, rows = self.table.parameters, self.rule, range(len(self.table))
+        self._probe = UpdateProbe(self.engine, parameters) if rule is None else RuleProbe(self.engine, parameters, rule)
+        own_bytes = None if rule is None else [rule.own_bytes(row) for row in rows]
+        self.resources = Resources(parameters, amsgrad, ring_bytes_for(parameters, self.config), self._clock, own_bytes)
+        return StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
 
     def _allocate(self, placement: Sequence[Placement]) -> None:
         self.resources.announce(placement)

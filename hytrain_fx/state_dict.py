@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from hytrain_fx.own_entries import OwnEntries
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session import Session
+from hytrain_fx.torch_private import without_torch_function
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -26,14 +29,14 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._session = session
 
     def __len__(self) -> int:
-        return sum(steps > 0 for steps in self._session.builder.steps)
+        return sum(_has_entry(self._session, row) for row in range(len(self._session.table)))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (p for p in self._session.table.parameters if p in self)
 
     def __contains__(self, parameter: object) -> bool:
         row = self._session.table.row_of.get(id(parameter))
-        return row is not None and self._session.builder.steps[row] > 0
+        return row is not None and _has_entry(self._session, row)
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if parameter not in self:
@@ -44,7 +47,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
-        _check_row(self._session, row, entry)
+        _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
         _load_row(self._session, row, entry)
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
@@ -67,12 +70,28 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Every entry of `ParameterStates` as copies of its own. The session must be drained."""
     session.follow_written_weights()
-    rows = (row for row, steps in enumerate(session.builder.steps) if steps > 0)
+    rows = filter(partial(_has_entry, session), range(len(session.table)))
     return {session.table.parameters[row]: _read_row(session, row) for row in rows}
 
 
+def _has_entry(session: Session, row: int) -> bool:
+    """As torch, too, has no state for a parameter before its first step."""
+    entries = _own_entries(session)
+    return session.builder.steps[row] > 0 if entries is None else entries.has(row)
+
+
+def _own_entries(session: Session) -> OwnEntries | None:
+    """What reads and writes the states of another optimizer than Adam and AdamW."""
+    if session.rule is None:
+        return None
+    return OwnEntries(session.rule, session.states, session.table.parameters, session.table.names)
+
+
 def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
-    states, parameter = session.states.whole(row), session.table.parameters[row]
+    with without_torch_function():
+        states, parameter = session.states.whole(row), session.table.parameters[row]
+        if (own := _own_entries(session)) is not None:
+            return own.read(row)
     entry = {"step": torch.tensor(float(session.builder.steps[row]))}
     for name in _MOMENTS:
         if (flat := getattr(states, name)) is not None:
@@ -92,14 +111,16 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     if found != expected:
         raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
     saved_of_row: dict[int, dict[str, Any] | None] = {}
+    group_of_row: dict[int, dict[str, Any]] = {}
     for group, saved in zip(groups, saved_groups, strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
             row = session.table.row_of.get(id(parameter))
             if row is not None:
                 saved_of_row[row] = state_dict["state"].get(number)
+                group_of_row[row] = group | saved
     for row, entry in saved_of_row.items():
         if entry is not None:
-            _check_row(session, row, entry)
+            _check_row(session, row, entry, group_of_row[row])
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
     for group, saved in zip(groups, saved_groups, strict=True):
         _load_options(group, saved, optimizer.defaults)
@@ -115,6 +136,9 @@ def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collec
 
 
 def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
+    if (own := _own_entries(session)) is not None:
+        own.load(row, saved)
+        return
     states, parameter = session.states[row], session.table.parameters[row]
     if saved is None:
         session.builder.steps[row] = 0
@@ -130,7 +154,10 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     session.states.write(row, RowStates(_flat(master, parameter), first, second, largest, None))
 
 
-def _check_row(session: Session, row: int, saved: dict[str, Any]) -> None:
+def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
+    if (own := _own_entries(session)) is not None:
+        own.check(row, saved, group)
+        return
     needed = [name for name in _MOMENTS if getattr(session.states[row], name) is not None]
     missing = [name for name in ("step", *needed) if name not in saved]
     if missing:

@@ -10,7 +10,9 @@ import importlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any, Final, cast
 
 import torch
@@ -231,6 +233,52 @@ def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Calla
             raise UnsupportedError(f"torch {torch.__version__} has no Optimizer.{attribute}; hytrain_fx was run on torch 2.11 and 2.13")
         kinds.append(tuple(hooks.values()))
     return kinds[0], kinds[1]
+
+
+def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Within it every torch operation goes to `call(operation, args, kwargs)`, which returns its result; there it may run it."""
+    mode: Any = _private("torch.utils._python_dispatch", "TorchDispatchMode")
+
+    class Operations(mode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+            return call(func, args, kwargs or {})
+
+    return cast(AbstractContextManager[Any], Operations())
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operation's schema says of its arguments, by position or name: which take any number, which tensors are written."""
+
+    numbers: frozenset[int | str]
+    written: frozenset[int | str]
+
+
+@cache
+def signature_of(operation: Any) -> Signature:
+    """The signature of an operation as `every_operation` hands it out."""
+    numeric = (_private("torch._C", "NumberType"), _private("torch._C", "TensorType"))
+    numbers: set[int | str] = set()
+    written: set[int | str] = set()
+    for position, argument in enumerate(operation._schema.arguments):
+        keys = (position, argument.name)
+        of = argument.type.getElementType() if argument.type.kind() in ("OptionalType", "ListType") else argument.type
+        if isinstance(of, numeric):
+            numbers.update(keys)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.update(keys)
+    return Signature(frozenset(numbers), frozenset(written))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Which memory a tensor is a view of, as a number: the same for two tensors that share it, also where they are on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The `step` that the optimizer's class has, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
 def size_hint(size: object, otherwise: int = 1) -> int:

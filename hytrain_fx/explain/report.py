@@ -66,6 +66,7 @@ class Explanation:
     not_offloaded    parameter name -> why its gradient does not go to the host inside a graph
     spent_us         what was done once: passes, solving
     startup          time from compile() to the first full-speed step, by phase
+    optimizer        how updates run that are not Adam's or AdamW's, in sentences
     """
 
     plan: Plan
@@ -82,6 +83,7 @@ class Explanation:
     not_offloaded: Mapping[str, str] = field(default_factory=dict)
     spent_us: Mapping[str, float] = field(default_factory=dict)
     startup: Startup | None = None
+    optimizer: tuple[str, ...] = ()
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -130,6 +132,7 @@ class Explanation:
             "history": [{"source": plan.source, "k": plan.k, "predicted": plan.predicted} for plan in self.history],
             "device": self.device,
             "engine": {"name": self.engine, "workers": self.workers},
+            "optimizer": list(self.optimizer),
             "steps_done": self.steps_done,
             "step": {
                 "predicted": {"step_us": schedule.makespan_us, "stall_us": schedule.stall_us} if schedule else None,

@@ -45,7 +45,7 @@ def _head(e: Explanation) -> str:
         lines.append("No times have been profiled: this is where the updates run now, nothing is predicted.")
     else:
         lines.append(f"profiled in {e.profile.steps} steps on {e.profile.host}")
-    return "\n".join([*lines, *(f"note: {text}" for text in e.plan.notes)])
+    return "\n".join([*lines, *(f"note: {text}" for text in (*e.optimizer, *e.plan.notes))])
 
 
 def _step(e: Explanation) -> str:

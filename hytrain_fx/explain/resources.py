@@ -26,12 +26,21 @@ class Resources:
 
     parameters    the managed parameters by row
     amsgrad       by row
+    own_bytes     by row: what another optimizer than Adam and AdamW keeps; None for these two
     ring_bytes    what the engine's ring takes
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], amsgrad: Sequence[bool], ring_bytes: int, clock: StartupClock) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        amsgrad: Sequence[bool],
+        ring_bytes: int,
+        clock: StartupClock,
+        own_bytes: Sequence[int] | None = None,
+    ) -> None:
         self.clock = clock
-        self._rows = [RowSize(p.numel(), p.element_size(), third) for p, third in zip(parameters, amsgrad, strict=True)]
+        own: Sequence[int | None] = [None] * len(parameters) if own_bytes is None else own_bytes
+        self._rows = [RowSize(p.numel(), p.element_size(), third, of) for p, third, of in zip(parameters, amsgrad, own, strict=True)]
         self._device = parameters[0].device
         self._ring_bytes = ring_bytes
 
@@ -59,7 +68,7 @@ class Resources:
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             weights_bytes=sum(row.weight_bytes for row in self._rows),
             staging_bytes=estimate.staging_bytes,
-            pinned_bytes=host_bytes if self._device.type == "cuda" else 0,
+            pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
             estimate=estimate,
         )
 
@@ -79,4 +88,5 @@ def _sizes(states: RowStates) -> list[int]:
     """Bytes of each piece of memory; the halves of a master are one."""
     master_bytes = states.master.nbytes + (0 if states.low is None else states.low.nbytes)
     others = (states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
-    return [master_bytes, *(tensor.nbytes for tensor in others if tensor is not None)]
+    own_bytes = 0 if states.own is None else states.own.nbytes
+    return [master_bytes, own_bytes, *(tensor.nbytes for tensor in others if tensor is not None)]

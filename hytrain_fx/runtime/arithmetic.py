@@ -20,7 +20,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 
@@ -130,6 +130,10 @@ class AdamScalars:
             flags=sum(int(flag) for flag, on in switches if on),
             factors=tuple(_f32(factor) for factor in factors),
         )
+
+
+AT_REST: Final = AdamScalars(1.0, l2=0.0, lerp=0.0, beta2=1.0, one_minus_beta2=0.0, neg_step_size=0.0, bias2_sqrt=1.0, eps=1.0, flags=0)
+"""Of a step that changes nothing: of rows that another optimizer updates."""
 
 
 def adamw_(

@@ -16,6 +16,7 @@ import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.own_states import OwnStates
 
 # Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
 CHUNK_PARAMS = 4 << 20
@@ -41,7 +42,8 @@ class RowStates:
     """Where one row's optimizer states rest: flat tensors, all on the host or all on the device.
 
     For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype. With `low` the master is in
-    two halves (split_master.py), and the signs of `exp_avg_sq` are part of it.
+    two halves (split_master.py), and the signs of `exp_avg_sq` are part of it. Rows of other optimizers than Adam and AdamW have `own`
+    states in the place of the moments, which are empty.
     """
 
     master: torch.Tensor  # [numel] fp32; with `low` bf16, the new weight
@@ -50,6 +52,18 @@ class RowStates:
     max_exp_avg_sq: torch.Tensor | None  # [numel] fp32, with amsgrad
     slot: torch.Tensor | None  # [numel] gradient in, without `low` 16-bit weight out; None on the device and for streamed rows
     low: torch.Tensor | None = None  # [numel] int16, bf16 rows on the host
+    own: OwnStates | None = None
+
+
+class RowStep(Protocol):
+    """One step of one row of any optimizer, its numbers fixed: updates whole tensors where they rest.
+
+    gradient   [numel] in the weight's dtype; it may be written to
+    factors    multiplications of the gradient, in order, each rounded to its dtype
+    out        [numel] the new weight, for 16-bit weights; may be the memory of the gradient
+    """
+
+    def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Sequence[float], out: torch.Tensor | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,7 @@ class CommitItem:
     grad     the real gradient of a row updated on the device (its states resting there or streamed), None for one that went to its slot
     at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as of now
     factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device, unchanged until the next commit
+    step     what to run for a row of another optimizer than Adam and AdamW, in the place of `scalars`
     """
 
     row: int
@@ -66,6 +81,7 @@ class CommitItem:
     grad: torch.Tensor | None = None
     at_end: bool = False
     factors: tuple[float | torch.Tensor, ...] = field(default=())
+    step: RowStep | None = None
 
 
 class Stage(IntEnum):

@@ -6,12 +6,13 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 import torch
 
 from hytrain_fx.config import Config
-from hytrain_fx.errors import EngineError
+from hytrain_fx.errors import EngineError, UnsupportedError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores, worker_cores
@@ -55,6 +56,20 @@ def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config) -> int:
 
 def _may_stream(config: Config) -> bool:
     return config.stream != 0 or (config.plan is not None and config.plan.numel(Placement.STREAM) > 0)
+
+
+def torch_engine_config(config: Config, optimizer: str) -> Config:
+    """The options for another optimizer than Adam and AdamW, whose steps the torch engine runs.
+
+    Raises UnsupportedError where another engine, or streaming, is asked for.
+    """
+    asked = f"engine={config.engine!r}" if config.engine in ("native", "deepspeed") else None
+    if config.stream not in ("auto", 0) or (config.plan is not None and config.plan.numel(Placement.STREAM)):
+        asked = "streamed states"
+    if asked is not None:
+        raise UnsupportedError(f"{asked} with {optimizer}: that is for Adam and AdamW; other optimizers run on engine=\"torch\", "
+                               "with states on the CPU or on the device: leave engine and stream at their defaults")
+    return replace(config, engine="torch", stream=0.0)
 
 
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:

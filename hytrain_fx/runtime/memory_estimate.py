@@ -23,11 +23,15 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it."""
+    """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it.
+
+    own_bytes    what another optimizer than Adam and AdamW keeps in the place of moments
+    """
 
     numel: int
     itemsize: int
     amsgrad: bool = False
+    own_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -36,7 +40,9 @@ class RowSize:
 
     @property
     def fp32_tensors(self) -> int:
-        """Tensors that make up its states: master, two moments, with amsgrad three."""
+        """Tensors that make up its states: master, two moments, with amsgrad three; another optimizer's master."""
+        if self.own_bytes is not None:
+            return 1
         return 4 if self.amsgrad else 3
 
 
@@ -105,7 +111,7 @@ def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, 
         host_states_bytes=host_states,
         host_slots_bytes=slots,
         host_streamed_bytes=streamed,
-        pinned_bytes=host_states + slots + streamed if pinned else 0,
+        pinned_bytes=host_states + slots + streamed - sum(row.own_bytes or 0 for row in of[Placement.CPU]) if pinned else 0,
     )
 
 
@@ -117,9 +123,9 @@ def staging_bytes(streamed: Sequence[RowSize]) -> int:
 
 
 def _host_bytes(rows: Iterable[RowSize]) -> int:
-    return sum(row.fp32_tensors * padded_bytes(row.numel * FP32_BYTES) for row in rows)
+    return sum(row.fp32_tensors * padded_bytes(row.numel * FP32_BYTES) + (row.own_bytes or 0) for row in rows)
 
 
 def _device_bytes(row: RowSize) -> int:
     """An fp32 weight is its own master."""
-    return (row.fp32_tensors - (row.itemsize == FP32_BYTES)) * row.numel * FP32_BYTES
+    return (row.fp32_tensors - (row.itemsize == FP32_BYTES)) * row.numel * FP32_BYTES + (row.own_bytes or 0)

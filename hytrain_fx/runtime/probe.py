@@ -12,7 +12,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates, Stage
 
 # Large enough that launching is no part of the rate, small beside what the device holds.
-_MAX_PARAMS = 16 << 20
+MAX_PARAMS = 16 << 20
 _RUNS, _COLD_RUNS = 7, 2
 _COPY_BYTES, _COPIES = 16 << 20, 3
 _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -21,10 +21,10 @@ _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 class UpdateProbe:
     """A row of its own, as large as the model's largest tensor, with states only while it is timed."""
 
-    def __init__(self, engine: Engine, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, parameters: Sequence[torch.Tensor], most_params: int = MAX_PARAMS) -> None:
         largest = max(parameters, key=lambda p: p.numel())
         self._engine = engine
-        self._numel = min(largest.numel(), _MAX_PARAMS)
+        self._numel = min(largest.numel(), most_params)
         self._like = largest.detach()
 
     def us_per_param(self) -> float:
@@ -32,19 +32,25 @@ class UpdateProbe:
         device, dtype = self._like.device, self._like.dtype
         weight, grad = (torch.rand(self._numel, device=device).to(dtype) for _ in range(2))
         row = self._engine.add_row(RowSpec(self._numel, 0, weight))  # rows are not taken out again; a later probe adds its own
-        first, second = (torch.zeros(self._numel, device=device) for _ in range(2))
-        master = weight if dtype == torch.float32 else weight.float()
-        self._engine.place_on_device(row, RowStates(master, first, second, None, None))
+        states = self._states(weight if dtype == torch.float32 else weight.float())
+        self._engine.place_on_device(row, states)
         self._engine.record(True)
-        runs = [self._run_us(row, grad) for _ in range(_RUNS)][_COLD_RUNS:]
+        runs = [self._run_us(self._item(row, states, grad)) for _ in range(_RUNS)][_COLD_RUNS:]
         self._engine.record(False)
         return statistics.median(runs) / self._numel
 
-    def _run_us(self, row: int, grad: torch.Tensor) -> float:
+    def _states(self, master: torch.Tensor) -> RowStates:
+        first, second = torch.zeros_like(master), torch.zeros_like(master)
+        return RowStates(master, first, second, None, None)
+
+    def _item(self, row: int, states: RowStates, grad: torch.Tensor) -> CommitItem:
         numbers = AdamScalars.of(_GROUP, 1, decoupled=True, torch_cuda=grad.device.type == "cuda")
-        self._engine.commit([CommitItem(row, numbers, grad, at_end=True)])
-        self._engine.drain([row])
-        spent = [r for r in self._engine.take_records() if r.row == row and r.stage is Stage.GPU_UPDATE]
+        return CommitItem(row, numbers, grad, at_end=True)
+
+    def _run_us(self, item: CommitItem) -> float:
+        self._engine.commit([item])
+        self._engine.drain([item.row])
+        spent = [r for r in self._engine.take_records() if r.row == item.row and r.stage is Stage.GPU_UPDATE]
         return sum(r.end_us - r.begin_us for r in spent)
 
 

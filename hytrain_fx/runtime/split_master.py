@@ -51,6 +51,8 @@ def copy_states(source: RowStates, target: RowStates, device: torch.device) -> N
             target.master.copy_(source.master)
         target.exp_avg_sq.copy_(source.exp_avg_sq)
     target.exp_avg.copy_(source.exp_avg)
+    if source.own is not None and target.own is not None:
+        target.own.take(source.own, target.master.device)
     if source.max_exp_avg_sq is not None and target.max_exp_avg_sq is not None:
         target.max_exp_avg_sq.copy_(source.max_exp_avg_sq)
 

@@ -17,6 +17,7 @@ import torch
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
 from hytrain_fx.runtime.masters import load_masters
+from hytrain_fx.runtime.own_states import OwnStates
 from hytrain_fx.runtime.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
 from hytrain_fx.runtime.split_master import copy_states, whole_states
 
@@ -43,11 +44,20 @@ class StateStore:
     weights   the parameters' own tensors by row
     unit_of   unit of each row: the rows of a unit share one slab
     amsgrad   by row: whether the running maximum of `exp_avg_sq` is kept too
+    own_bytes by row: what another optimizer than Adam and AdamW keeps, in the place of moments; None for these two
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], unit_of: Sequence[int], amsgrad: Sequence[bool], engine: Engine) -> None:
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        unit_of: Sequence[int],
+        amsgrad: Sequence[bool],
+        engine: Engine,
+        own_bytes: Sequence[int] | None = None,
+    ) -> None:
         self._weights = tuple(weights)
         self._amsgrad = tuple(amsgrad)
+        self._own_bytes = None if own_bytes is None else tuple(own_bytes)
         self._engine = engine
         self._states: dict[int, RowStates] = {}
         self._slabs: dict[int, HostSlab] = {}  # of states, by row; rows of a unit that came to the host together share one
@@ -81,7 +91,8 @@ class StateStore:
 
     def device_bytes(self, rows: Iterable[int]) -> int:
         """Bytes of device memory the states of these rows take there (fp32 weights are their own masters)."""
-        return sum(4 * self._weights[row].numel() * self._device_tensors(row) for row in rows)
+        own = self._own_bytes
+        return sum(4 * self._weights[row].numel() * self._device_tensors(row) + (own[row] if own else 0) for row in rows)
 
     def allocate(self, placement: Sequence[Placement], limit_bytes: int | None) -> None:
         """Allocate every row where `placement` says, masters from the weights, moments zero. Raises HostMemoryError."""
@@ -159,18 +170,24 @@ class StateStore:
             states.exp_avg_sq.abs_()
 
     def _state_bytes(self, row: int) -> int:
-        return (4 if self._amsgrad[row] else 3) * slab_bytes(self._weights[row].numel(), torch.float32)
+        return self._slab_bytes(row) + (0 if self._own_bytes is None else self._own_bytes[row])
+
+    def _slab_bytes(self, row: int) -> int:
+        """Of its part of a slab. What another optimizer keeps is no part of it: its step makes those tensors."""
+        tensors = 1 if self._own_bytes is not None else 4 if self._amsgrad[row] else 3
+        return tensors * slab_bytes(self._weights[row].numel(), torch.float32)
 
     def _slot_bytes(self, row: int) -> int:
         return slab_bytes(self._weights[row].numel(), self._weights[row].dtype)
 
     def _device_tensors(self, row: int) -> int:
-        return 2 + self._amsgrad[row] + (self._weights[row].dtype != torch.float32)
+        moments = 0 if self._own_bytes is not None else 2 + self._amsgrad[row]
+        return moments + (self._weights[row].dtype != torch.float32)
 
     def _allocate_host(self, rows: Sequence[int]) -> None:
         slabs: list[HostSlab] = []
         for of_unit in self._by_unit(rows).values():
-            slab = HostSlab(sum(map(self._state_bytes, of_unit)))
+            slab = HostSlab(sum(map(self._slab_bytes, of_unit)))
             slabs.append(slab)
             for row in of_unit:
                 self._states[row] = self._host_states(row, slab)
@@ -212,6 +229,8 @@ class StateStore:
         def fp32() -> torch.Tensor:
             return slab.take(numel, torch.float32)
 
+        if self._own_bytes is not None:
+            return _with_own_states(fp32())
         master, exp_avg, exp_avg_sq = fp32(), fp32(), fp32()
         largest = fp32() if self._amsgrad[row] else None
         if self._engine.splits_masters and self._weights[row].dtype == torch.bfloat16:
@@ -226,4 +245,11 @@ class StateStore:
             return torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
 
         master = flat_memory(weight) if weight.dtype == torch.float32 else zeros()
+        if self._own_bytes is not None:
+            return _with_own_states(master)
         return RowStates(master, zeros(), zeros(), zeros() if self._amsgrad[row] else None, None)
+
+
+def _with_own_states(master: torch.Tensor) -> RowStates:
+    none = torch.empty(0, dtype=torch.float32, device=master.device)
+    return RowStates(master, none, none, None, None, own=OwnStates())

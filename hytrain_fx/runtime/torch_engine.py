@@ -2,6 +2,8 @@
 
     engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about a thirtieth of its speed
     engine="deepspeed"   updates on the host by DeepSpeedCPUAdam; those on the device are `adamw_` still
+
+Rows of other optimizers bring their step with them (`CommitItem.step`), which updates whole tensors.
 """
 
 from __future__ import annotations
@@ -194,8 +196,11 @@ class TorchEngine:
         begin = self._lanes.record(Lane.UPDATE) if self._pipeline.recording else None
         row.begin_update(item)
         row.grad = flat_alias(item.grad)
-        states, grad, weight, scalars = row.placed_states(), row.grad, row.weight if row.narrow else None, item.scalars
-        self._lanes.run(Lane.UPDATE, lambda: _update_in_parts(states, grad, weight, scalars))
+        states, grad, weight, scalars, step = row.placed_states(), row.grad, row.weight if row.narrow else None, item.scalars, item.step
+        if step is None:
+            self._lanes.run(Lane.UPDATE, lambda: _update_in_parts(states, grad, weight, scalars))
+        else:
+            self._lanes.run(Lane.UPDATE, lambda: step(states, grad, (), weight))
         row.written = self._lanes.record(Lane.UPDATE)
         row.issued = len(row.chunks)
         if begin is not None:

@@ -11,14 +11,14 @@ import threading
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime.engine import Stage, TaskRecord
+from hytrain_fx.runtime.engine import RowStates, Stage, TaskRecord
 from hytrain_fx.runtime.host_updates import HostUpdate
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy, make_lanes, now_us
 from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, part_of
@@ -74,11 +74,10 @@ class Pipeline:
         """Hand the chunks of `row` that can be updated to the worker. The lock is held."""
         if row.phase is not Phase.PENDING or not row.armed_cpu or not row.factors_known:
             return
-        for number, chunk in enumerate(row.chunks):
-            if chunk.landed and not chunk.queued:
-                chunk.queued = True
-                heappush(self.ready, (row.unit, row.index, number))
-                self.work_cv.notify()
+        for number in row.ready_chunks():
+            row.chunks[number].queued = True
+            heappush(self.ready, (row.unit, row.index, number))
+            self.work_cv.notify()
 
     def fail(self, who: str, error: BaseException) -> None:
         """Keep the first failure for the next call of the launching thread."""
@@ -146,27 +145,41 @@ class Pipeline:
     def _work(self) -> None:
         while (key := self._next_update()) is not None:
             row = self.rows[key[1]]
-            chunk = row.chunks[key[2]]
-            end = min(chunk.updated_to + self.update.grain_params, chunk.end)
             begin_us = now_us()
             _sleep_us(self.delay_us[Stage.CPU_UPDATE])
             if self.fail_row == row.index:
                 raise RuntimeError(f"injected failure in row {row.index}")
-            part = part_of(row.placed_states(), chunk.updated_to, end)
-            if part.slot is not None and not bool(torch.isfinite(part.slot).all()):
-                raise RuntimeError(f"non-finite gradient: row {row.index} has NaN or infinite values in its gradient")
-            self.update(part, row.scalars_with_factors())
+            done = self._update_part(row, key[2]) if row.step is None else self._update_whole(row)
             end_us = now_us()
             with self.lock:
                 row.busy_us += end_us - begin_us
                 if self.recording:
                     self.records.append(TaskRecord(Stage.CPU_UPDATE, row.index, key[2], 0, begin_us, end_us))
-                chunk.updated_to = end
-                if end < chunk.end:
+                if not done:
                     heappush(self.ready, key)
-                else:
-                    insort(self.updated, key)
+                for number in done:
+                    insort(self.updated, (row.unit, row.index, number))
                     self.reload_cv.notify()
+
+    def _update_part(self, row: Row, number: int) -> Sequence[int]:
+        """Update the next grain of a chunk; the chunk where it was the last."""
+        chunk = row.chunks[number]
+        end = min(chunk.updated_to + self.update.grain_params, chunk.end)
+        part = part_of(row.placed_states(), chunk.updated_to, end)
+        _require_finite(row, part)
+        self.update(part, row.scalars_with_factors())
+        with self.lock:
+            chunk.updated_to = end
+        return () if end < chunk.end else (number,)
+
+    def _update_whole(self, row: Row) -> Sequence[int]:
+        """Update a row of another optimizer than Adam and AdamW; all its chunks."""
+        states = row.placed_states()
+        _require_finite(row, states)
+        assert row.step is not None
+        assert states.slot is not None
+        row.step(states, states.slot, row.known_factors(), states.slot if row.narrow else None)
+        return range(len(row.chunks))
 
     def _next_update(self) -> Key | None:
         with self.lock:
@@ -228,6 +241,11 @@ class Pipeline:
                 row.last_busy_us = row.busy_us
                 self.issued_cv.notify_all()
         return after, part.nbytes
+
+
+def _require_finite(row: Row, part: RowStates) -> None:
+    if part.slot is not None and not bool(torch.isfinite(part.slot).all()):
+        raise RuntimeError(f"non-finite gradient: row {row.index} has NaN or infinite values in its gradient")
 
 
 def _sleep_us(mean_us: float) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, RowStep
 from hytrain_fx.runtime.torch_lanes import Event
 
 
@@ -57,6 +57,7 @@ class Row:
     written: Event | None = None  # the new weight is on the device
     issued: int = 0  # chunks of the new weight that are on their way
     scalars: AdamScalars | None = None
+    step: RowStep | None = None  # in their place, of whole tensors
     factors: tuple[float | torch.Tensor, ...] = ()
     factors_known: bool = True
     grad: torch.Tensor | None = None  # what an update on the device reads
@@ -87,6 +88,7 @@ class Row:
             flat_alias(states.exp_avg_sq),
             None if maximum is None else flat_alias(maximum),
             None if slot is None else flat_alias(slot),
+            own=states.own,
         )
         self.on_host = on_host
 
@@ -134,7 +136,7 @@ class Row:
     def begin_update(self, item: CommitItem, factors: tuple[float | torch.Tensor, ...] = ()) -> None:
         """Fix the hyper-parameters of the update."""
         self.phase = Phase.PENDING
-        self.scalars = item.scalars
+        self.scalars, self.step = item.scalars, item.step
         self.factors = factors
         self.factors_known = not any(isinstance(factor, torch.Tensor) for factor in factors)
         self.busy_us = 0.0
@@ -142,12 +144,22 @@ class Row:
     def finish(self) -> None:
         """The new weight has been waited for."""
         self.phase = Phase.IDLE
-        self.released = self.ready = self.grad = None
+        self.released = self.ready = self.grad = self.step = None
 
     def scalars_with_factors(self) -> AdamScalars:
         """The scalars of the update, factors filled in; those must be known."""
         assert self.scalars is not None
-        return replace(self.scalars, factors=tuple(float(factor) for factor in self.factors)) if self.factors else self.scalars
+        return replace(self.scalars, factors=self.known_factors()) if self.factors else self.scalars
+
+    def known_factors(self) -> tuple[float, ...]:
+        """The factors as numbers; they must be known."""
+        return tuple(float(factor) for factor in self.factors)
+
+    def ready_chunks(self) -> list[int]:
+        """Chunks that an update can begin with, none of which is queued: one stands for all where whole tensors are updated."""
+        if self.step is not None:
+            return [0] if not self.chunks[0].queued and all(chunk.landed for chunk in self.chunks) else []
+        return [number for number, chunk in enumerate(self.chunks) if chunk.landed and not chunk.queued]
 
 
 @dataclass(frozen=True, slots=True)

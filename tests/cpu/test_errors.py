@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "two devices": (on_two_devices, "meta"),
     "no real device": (on_meta, "meta"),
     "foreign parameter": (with_foreign_parameter, r"\(7,\)"),
-    "SGD": (optimizer_of(Mlp, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)), "SGD.*AdamW"),
+    "LBFGS": (optimizer_of(Mlp, lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS needs all parameters at once"),
     "no optimizer": (optimizer_of(Mlp, lambda m: None), "NoneType"),
     "no module": (lambda: ((lambda x: x), adamw(Mlp())), "torch.nn.Module"),
     "differentiable": (optimizer_of(Mlp, lambda m: adamw(m, differentiable=True)), "differentiable"),
