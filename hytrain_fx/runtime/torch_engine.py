@@ -18,6 +18,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, GuessCounts, RowSpec, RowStates, Stage, TaskRecord, engine_error
 from hytrain_fx.runtime.host_updates import host_update
+from hytrain_fx.runtime.leaves import leaves
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
 from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
 from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, part_of
@@ -200,6 +201,7 @@ class TorchEngine:
         if step is None:
             self._lanes.run(Lane.UPDATE, lambda: _update_in_parts(states, grad, weight, scalars))
         else:
+            row.replaced = None if states.own is None else tuple(leaves(states.own.entry))
             self._lanes.run(Lane.UPDATE, lambda: step(states, grad, (), weight))
         row.written = self._lanes.record(Lane.UPDATE)
         row.issued = len(row.chunks)
@@ -220,22 +222,22 @@ class TorchEngine:
 
     def wait(self, rows: Sequence[int]) -> None:
         for row in rows:
-            written, grad = self._finish(row)
+            written, read = self._finish(row)
             if written is not None:
                 self._lanes.compute_wait(written)
-            del grad  # only now may the compute stream's allocator hand its memory out again
+            del read  # only now may the compute stream's allocator hand its memory out again
 
     def drain(self, rows: Sequence[int]) -> None:
         if self._pipeline.is_own_thread():
             return  # the garbage collector ran here and ends the model: `close` drains, from another thread
         for row in rows:
-            written, grad = self._finish(row)
+            written, read = self._finish(row)
             if written is not None:
                 written.sync()
-            del grad
+            del read
 
-    def _finish(self, index: int) -> tuple[Event | None, torch.Tensor | None]:
-        """Wait until the new weight of a pending row is on its way; the event of its arrival and the gradient that its update reads."""
+    def _finish(self, index: int) -> tuple[Event | None, object]:
+        """Wait until the new weight of a pending row is on its way; the event of its arrival, and what its update reads."""
         with self._locked() as pipeline:
             row = self._row(index)
             if row.phase is not Phase.PENDING:
@@ -246,9 +248,9 @@ class TorchEngine:
                     f"row {index}: {row.issued} of {chunks} chunks of its new weight were on their way after {self._timeout_s} s"
                 )
             pipeline.throw_if_failed()
-            grad = row.grad
+            read = (row.grad, row.replaced)
             row.finish()
-            return row.written, grad
+            return row.written, read
 
     def fetch(self, row: int, out: torch.Tensor) -> None:
         with self._locked():

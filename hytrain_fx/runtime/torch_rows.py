@@ -61,6 +61,7 @@ class Row:
     factors: tuple[float | torch.Tensor, ...] = ()
     factors_known: bool = True
     grad: torch.Tensor | None = None  # what an update on the device reads
+    replaced: object = None  # states that it may put others in the place of; the compute stream may have allocated them
     name: str = ""
     busy_us: float = 0.0
     last_busy_us: float = 0.0
@@ -144,7 +145,7 @@ class Row:
     def finish(self) -> None:
         """The new weight has been waited for."""
         self.phase = Phase.IDLE
-        self.released = self.ready = self.grad = self.step = None
+        self.released = self.ready = self.grad = self.step = self.replaced = None
 
     def scalars_with_factors(self) -> AdamScalars:
         """The scalars of the update, factors filled in; those must be known."""
