@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from hytrain_fx.session import Session
 
@@ -20,6 +22,8 @@ class CallGate:
         self._compiled = compile_call()
         self.session = session
 
+    # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own would have none of our nodes.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.session.must_capture_anew():
             self._compiled = self._compile_call()

@@ -5,6 +5,7 @@
     _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a factor (float32 gradients)
     zero_, _foreach_zero_                    the state becomes zeroed
     detach, .data                            another stand-in of the same gradient
+    to, cpu, double, ...                     a converted copy; of a gradient that step() has used another stand-in
 
 Every function here gives what torch gives on the real gradients, bit for bit, or NotImplemented: then the real tensor is brought back.
 Lists may mix stand-ins and real tensors.
@@ -28,6 +29,7 @@ _foreach_norm: Final = private_function("_foreach_norm")
 _foreach_mul_: Final = private_function("_foreach_mul_")
 _foreach_zero_: Final = private_function("_foreach_zero_")
 _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")
+_takes_data: Final = private_function("_has_compatible_shallow_copy_type")
 
 _dtype_of: Final = property_reader("dtype")
 _device_of: Final = property_reader("device")
@@ -277,6 +279,33 @@ def _foreach_zero(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
     return args[0]
 
 
+# --- another device or dtype
+
+
+def _convert(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """Of a gradient that `step()` has used another stand-in: `model.cpu()` converts gradients that nobody reads any more."""
+    grad, state = args[0], state_of(args[0])
+    if state is None or state.real is not None:
+        return NotImplemented
+    with without_torch_function():
+        size = (1, *grad.shape[1:]) if grad.dim() else ()
+        probe = torch.empty_strided(size, grad.stride(), dtype=grad.dtype, device=grad.device)
+        like = func(probe, *args[1:], **kwargs)
+    if like is probe:
+        return grad
+    return func(state.copy_out(), *args[1:], **kwargs) if state.source.is_live() else grad.shared(like.dtype, like.device)
+
+
+def _may_take_data(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """`nn.Module._apply` asks before it writes a converted gradient into `p.grad.data`, in C++, where a stand-in has no memory.
+
+    Where it may not, it assigns to `p.grad`.
+    """
+    return False if any(state_of(value) is not None for value in args) else NotImplemented
+
+
+_CONVERSIONS: Final = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
+
 _ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
     {
         **dict.fromkeys(metadata_functions(), _metadata),
@@ -286,6 +315,8 @@ _ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
         Tensor.detach: _detach,
         torch.detach: _detach,
         Tensor.data.__get__: _detach,  # type: ignore[attr-defined]
+        _takes_data: _may_take_data,
+        **dict.fromkeys(_CONVERSIONS, _convert),
         Tensor.detach_: _detach_,
         torch.detach_: _detach_,
         Tensor.norm: _norm,

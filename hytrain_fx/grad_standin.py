@@ -54,10 +54,11 @@ class GradStandIn(Tensor):
         """Whether `zero_()` was the last word on the values (factors may follow; a real tensor is None)."""
         return self.grad_state.real is None and isinstance(self.grad_state.source, ZeroSource)
 
-    def shared(self) -> GradStandIn:
-        """Another stand-in of the same gradient, as `.detach()` and `.data` give."""
+    def shared(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> GradStandIn:
+        """Another stand-in of the same gradient, as `.detach()` and `.data` give; only of a used one with another dtype or device."""
         with torch_private.without_torch_function():
-            twin = torch_private.wrapper_tensor(GradStandIn, self.shape, self.stride(), self.dtype, self.device)
+            form = (self.shape, self.stride(), dtype or self.dtype, device or self.device)
+            twin = torch_private.wrapper_tensor(GradStandIn, *form)
         twin.grad_state = self.grad_state  # type: ignore[attr-defined]
         return cast(GradStandIn, twin)
 

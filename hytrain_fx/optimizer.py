@@ -14,10 +14,10 @@ from hytrain_fx.torch_private import load_state_dict_hooks
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Adam or AdamW whose states rest on host and device as the plan says.
+    """The user's optimizer with states that rest on host and device as the plan says.
 
-    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` has `torch.optim.AdamW`'s
-    keys, and for 16-bit parameters `master` besides, as copies made when asked for (`ParameterStates`).
+    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` has the keys that
+    the user's optimizer would have, and for 16-bit parameters `master` besides, as copies made when asked for (`ParameterStates`).
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
@@ -91,3 +91,12 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     original.step = step  # type: ignore[method-assign]
     original.state = ours.state
+    original.register_step_pre_hook(_refuse_old_step)
+
+
+def _refuse_old_step(*_: Any) -> None:
+    """For a `step` that a wrapper took from the old object before it was replaced: it would keep no moments."""
+    raise UnsupportedError(
+        "step() of the optimizer as it was before hytrain_fx.compile() was called: something took that method before (a wrapper with a "
+        "GradScaler, as accelerator.prepare() makes); call hytrain_fx.compile() before it, and wrap the optimizer that is returned"
+    )

@@ -41,6 +41,7 @@ class SessionNodes:
 
     def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks) -> None:
         self.table = table
+        self._forms = [(p.shape, p.stride(), p.dtype) for p in table.parameters]  # of gradients in slots, whatever becomes of the model
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.generation = [0] * len(table)
         self.consumed: set[int] = set()  # rows whose gradient was used by step() and whose slot is no longer it
@@ -171,7 +172,8 @@ class SessionNodes:
 
     def fetch(self, row: int) -> torch.Tensor:
         """The gradient in the slot of `row`, brought back to the device."""
-        gradient = torch.empty_like(self.table.parameters[row].detach())
+        shape, strides, dtype = self._forms[row]
+        gradient = torch.empty_strided(shape, strides, dtype=dtype, device=self.table.device)
         self._engine.fetch(row, gradient)
         return gradient
 

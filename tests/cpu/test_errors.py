@@ -251,6 +251,28 @@ def test_a_group_added_after_compile_is_refused() -> None:
     hytrain_fx.close(model)
 
 
+def test_an_optimizer_that_was_wrapped_before_compile_is_refused() -> None:
+    """A wrapper itself is refused by name; a `step` that it took from the old optimizer before compile() does not train on in silence."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.old_step, self.state, self.param_groups = optimizer.step, optimizer.state, optimizer.param_groups
+
+    torch._dynamo.reset()
+    model = Mlp()
+    wrapper = Wrapper(adamw(model))
+    with pytest.raises(errors.UnsupportedError, match=r"Wrapper.*compile first"):
+        hytrain_fx.compile(model, wrapper)
+    hytrain_fx.compile(model, wrapper.optimizer)
+    model(torch.randn(5, 6)).backward()
+    with pytest.raises(errors.UnsupportedError, match=r"before hytrain_fx\.compile"):
+        wrapper.old_step()
+    wrapper.optimizer.step()  # the method as it is now
+    assert hytrain_fx.explain(model).steps_done == 1
+    hytrain_fx.close(model)
+
+
 def test_a_closed_model_is_plain_and_its_optimizer_says_so() -> None:
     """After close() a step of the taken-over optimizer is an error; explain-like lookups too; closing twice is an error of its own."""
     torch._dynamo.reset()

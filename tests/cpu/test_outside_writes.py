@@ -205,3 +205,46 @@ def test_a_deep_copy_trains_apart() -> None:
     plain_loop(2)(twins.ours, twins.optimizer, twins.batches)
     assert all(torch.equal(value, copied[name]) for name, value in weights(other).items())
     twins.close()
+
+
+@pytest.mark.parametrize("before_step", [False, True], ids=["after step", "between backward and step"])
+def test_a_model_may_be_moved_with_its_gradients(twins: Twins, before_step: bool) -> None:
+    """model.double() and back with `.grad` still there: gradients count before step(), and are in nobody's way when it has used them."""
+
+    def move(model: Any) -> None:
+        model.cpu()
+        model.double()
+        model.float()
+        model.to("cpu", torch.float32)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(4):
+            loss = model(*batches[step % 3])
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            if before_step:
+                move(model)
+            optimizer.step()
+            if not before_step:
+                move(model)
+        optimizer.zero_grad()
+        return losses
+
+    twins.agree(loop)
+
+
+def test_a_moved_gradient_that_step_has_used_says_so() -> None:
+    """After step() and model.double(), `.grad` has the model's dtype and the values are refused as before."""
+    twins = Twins(mlp, k=0)
+    twins.restart()
+    twins.ours(*twins.batches[0]).backward()
+    twins.optimizer.step()
+    twins.ours.double()
+    gradient = twins.ours.first.weight.grad
+    assert gradient.dtype == torch.float64
+    with pytest.raises(errors.GradientConsumedError, match=r"first\.weight"):
+        gradient.sum()
+    twins.ours.float()
+    twins.close()
