@@ -110,7 +110,8 @@ class UpdateRule:
         if self._graphs:
             sizes = sorted(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in self._graphs.values())
             count = str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-            said.append(f"{self.name} is traced: {len(sizes)} graphs of {count} torch operations, run one after the other")
+            graphs = "1 graph" if len(sizes) == 1 else f"{len(sizes)} graphs"
+            said.append(f"{self.name} is traced: {graphs} of {count} torch operations, run one after the other")
         why: dict[str, list[int]] = {}
         for row, reason in sorted(self._op_by_op.items()):
             why.setdefault(reason, []).append(row)

@@ -31,6 +31,10 @@ class Lion(torch.optim.Optimizer):
                 state["average"].mul_(second).add_(p.grad.data, alpha=1 - second)
 
 
+class DerivedAdamW(torch.optim.AdamW):
+    """No AdamW as the engines know it: what is derived may step otherwise."""
+
+
 class OwnNorm(torch.optim.Optimizer):
     """Divides by the parameter's own norm as a Python number, gives the parameter new memory: not to be traced."""
 
@@ -138,6 +142,7 @@ TRACED: dict[str, tuple[Kind, dict[str, Any]]] = {
     "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"rho": 0.8, "weight_decay": 0.1}),
     "Rprop": (torch.optim.Rprop, {}),
+    "DerivedAdamW": (DerivedAdamW, {"weight_decay": 0.1, "amsgrad": True}),
     "Lion": (Lion, {}),
     "GroupCounter": (GroupCounter, {}),
 }
