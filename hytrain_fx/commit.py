@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,28 @@ class CommitBuilder:
     """
 
     def __init__(self, table: ParameterTable, states: StateStore, nodes: SessionNodes, *, decoupled: bool) -> None:
-        self.steps = [0] * len(table)
+        self._steps = [0] * len(table)
+        self._in_doubt: list[int] = []  # rows of the last commit, where it may be left out
+        self._was_left_out: Callable[[], bool] = bool
         self._table = table
         self._states = states
         self._nodes = nodes
         self._decoupled = decoupled
+
+    @property
+    def steps(self) -> list[int]:
+        """By row: steps that count. Waits for the word on the last one where that has not come yet. Raises EngineError."""
+        if self._in_doubt:
+            if self._was_left_out():
+                for row in self._in_doubt:
+                    self._steps[row] -= 1
+            self._in_doubt = []
+        return self._steps
+
+    def doubt(self, items: Iterable[CommitItem], was_left_out: Callable[[], bool]) -> None:
+        """The commit of these items may be left out, which the function answers when it is known."""
+        self._in_doubt = [item.row for item in items]
+        self._was_left_out = was_left_out
 
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
         """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
@@ -67,7 +84,7 @@ class CommitBuilder:
                 else:
                     items.append(self._item(row, grad, by_step[step], row in touched))
         for item in items:
-            self.steps[item.row] += 1
+            steps[item.row] += 1
             if item.grad is not None:
                 self._nodes.hold(item.row, item.grad)
         return items

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session import Session
 from hytrain_fx.state_dict import ParameterStates, load_states, read_states
 from hytrain_fx.torch_private import load_state_dict_hooks
@@ -39,8 +40,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
-        self.session.step()
+        with left_by_scaler(self) as found_inf:
+            self.session.step(found_inf)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return steps_without_wait(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
@@ -91,6 +97,7 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     original.step = step  # type: ignore[method-assign]
     original.state = ours.state
+    original._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # fused: GradScaler would leave its numbers at the old object
     original.register_step_pre_hook(_refuse_old_step)
 
 

@@ -240,14 +240,21 @@ class Session:
             "graph does not return this gradient; register hooks before the forward"
         )
 
-    def step(self) -> None:
-        """Commit the gradients of this step with the hyper-parameters that the groups have now."""
+    def step(self, skip: torch.Tensor | None = None) -> None:
+        """Commit the gradients of this step with the hyper-parameters that the groups have now.
+
+        `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step counts stay as they are.
+        """
         with torch.no_grad(), without_torch_function():
             if self.nodes.parts.open:
                 self.nodes.end_sums()  # of a backward that ended in an error
             self.follow_written_weights()
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
-            self.engine.commit(items)
+            if skip is None:
+                self.engine.commit(items)
+            else:
+                self.engine.commit_unless(items, skip)
+                self.builder.doubt(items, self.engine.skipped)
             rows = [item.row for item in items]
             self.nodes.consumed.update([item.row for item in items if item.grad is None])
             increment_versions([self.table.parameters[row] for row in rows])

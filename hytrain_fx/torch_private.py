@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -222,6 +223,18 @@ def gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[..., Any], ...]:
             hooks = getattr(parameter, attribute, None)
             found += list(hooks.values()) if hooks else []
     return tuple(found)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run around this optimizer's `step`, its own or those of every optimizer."""
+    of_all = [_private("torch.optim.optimizer", f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
+    return any((*of_all, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
+
+
+def asked_by_grad_scaler() -> bool:
+    """Whether what calls this was called by an attribute that `GradScaler.step` looks up."""
+    frame = sys._getframe(3)  # this function, what asks, the property
+    return frame.f_code is torch.amp.GradScaler.step.__code__
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:

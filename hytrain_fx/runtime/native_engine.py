@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import replace
 
@@ -119,6 +120,7 @@ class NativeEngine:
     name = "native"
     can_stream = True
     splits_masters = True
+    can_skip = True
 
     def __init__(
         self,
@@ -158,6 +160,8 @@ class NativeEngine:
         self._shadow_bytes = shadow_bytes
         self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}  # nodes pass the same rows in every step
         self._keep: deque[list[object]] = deque(maxlen=2)  # by commit: factors that the lane to the host may still read
+        self._skips: dict[int, torch.Tensor] = {}
+        self._skipped = False
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
         function = getattr(self._library, f"hytrain_{name}")
@@ -235,6 +239,22 @@ class NativeEngine:
         self._call("release", self._rows_array(rows), len(rows), self._stream())
 
     def commit(self, items: Sequence[CommitItem]) -> None:
+        self._commit(items, None)
+
+    def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None:
+        """`skip` is a 0-dim fp32 tensor on the device."""
+        # An update on the device reads it when it runs, which is before the row's next commit.
+        self._skips.update((item.row, skip) for item in items if item.grad is not None)
+        self._commit(items, skip)
+
+    def skipped(self) -> bool:
+        if self._handle:
+            out = c_int()
+            self._call("skipped", byref(out))
+            self._skipped = bool(out.value)
+        return self._skipped
+
+    def _commit(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
         slots = POINTER(c_float)()
         self._call("factor_slots", byref(slots))
         factors = _FactorTable(slots)
@@ -250,11 +270,12 @@ class NativeEngine:
             if item.factors:
                 at.n_factors = len(item.factors)
                 at.factors = (c_int32 * MAX_FACTORS)(*(factors.index(f) for f in item.factors))
+        skip_at = -1 if skip is None else factors.index(skip)
         sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
         self._keep.append(factors.keep)
         if factors.keep and self._shadow is None:
             self._make_shadow()
-        self._call("commit", packed, len(items), sources, len(factors.sources), self._stream())
+        self._call("commit", packed, len(items), sources, len(factors.sources), skip_at, self._stream())
 
     def _make_shadow(self) -> None:
         """Pages come as slots are first used."""
@@ -313,11 +334,14 @@ class NativeEngine:
 
     def close(self) -> None:
         if self._handle:
+            with suppress(EngineError):
+                self.skipped()  # asked for later, of a closed engine
             self._call("destroy")
             self._handle = c_void_p()
             self._factors.unpin()
             self._rows, self._states = [], {}
             self._keep.clear()
+            self._skips.clear()
 
 
 class _FactorTable:

@@ -41,6 +41,7 @@ class TorchEngine:
     workers = 1
     can_stream = False
     splits_masters = False
+    can_skip = False
 
     def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)
@@ -207,6 +208,12 @@ class TorchEngine:
         row.issued = len(row.chunks)
         if begin is not None:
             self._pipeline.lane_records.append(LaneRecord(Stage.GPU_UPDATE, row.index, 0, begin, row.written))
+
+    def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None:
+        raise EngineError(f"the {self.name} engine cannot leave out a step that is committed")
+
+    def skipped(self) -> bool:
+        return False
 
     def expect(self, items: Sequence[CommitItem]) -> None:
         with self._locked(failures=False):

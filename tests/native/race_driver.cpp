@@ -9,41 +9,9 @@
 #include <cstdlib>
 #include <random>
 
-#include "engine.h"
+#include "engine_c.h"
 
 using namespace hytrain_fx;
-
-extern "C" {
-const char* hytrain_error();
-int hytrain_create(const EngineOptions*, Engine**);
-int hytrain_destroy(Engine*);
-int hytrain_add_row(Engine*, const RowSpec*);
-int hytrain_place_on_host(Engine*, int, const HostStates*);
-int hytrain_place_on_device(Engine*, int, const DeviceStates*);
-int hytrain_place_streamed(Engine*, int, const HostStates*);
-int hytrain_set_staging(Engine*, const StagingMemory*);
-int hytrain_set_shadow(Engine*, const ShadowMemory*);
-int hytrain_set_unit(Engine*, int, int);
-int hytrain_set_weight(Engine*, int, void*);
-int hytrain_guess_counts(Engine*, GuessCounts*);
-int hytrain_grad_offload(Engine*, const int32_t*, const void* const*, int, void*);
-int hytrain_arm_cpu(Engine*, const int32_t*, int);
-int hytrain_arm_gpu(Engine*, const int32_t*, int, void*);
-int hytrain_arm_reload(Engine*, const int32_t*, int);
-int hytrain_release(Engine*, const int32_t*, int, void*);
-int hytrain_commit(Engine*, const CommitItem*, int, const void* const*, int, void*);
-int hytrain_expect(Engine*, const CommitItem*, int);
-int hytrain_wait(Engine*, const int32_t*, int, void*);
-int hytrain_drain(Engine*, const int32_t*, int);
-int hytrain_fetch(Engine*, int, void*, void*);
-int hytrain_discard(Engine*, const int32_t*, int);
-int hytrain_pending(Engine*, int, int*);
-int hytrain_factor_slots(Engine*, float**);
-int hytrain_set_delay(Engine*, int, double);
-int hytrain_record(Engine*, int);
-int hytrain_take_records(Engine*, TaskRecord*, int, int*);
-int hytrain_cpu_update_us(Engine*, int, double*);
-}
 
 namespace {
 
@@ -111,7 +79,9 @@ class Run {
     std::vector<int> rows = taking_part();
     for (int unit = 0; unit < 3; ++unit) wait(of_unit(rows, unit));
     const bool ahead = chance(10);
-    std::vector<CommitItem> items = prepare(rows);
+    if (chance(10)) scales_ = chance(60);
+    const bool doubtful = !ahead && scales_, skips = doubtful && chance(20);
+    std::vector<CommitItem> items = prepare(rows, skips);
     if (ahead) expect(items);
     std::thread backward([&] { this->backward(rows, ahead); });  // autograd's thread, on a GPU
     backward.join();
@@ -119,7 +89,7 @@ class Run {
       const std::vector<int32_t> all = every();
       return check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));
     }
-    commit(items, ahead);
+    commit(items, ahead, doubtful, skips);
     look();
   }
 
@@ -233,11 +203,13 @@ class Run {
     for (int32_t r : rows) compare(rows_[r].weight, narrowed(rows_[r].reference.master, rows_[r].dtype), "a weight");
   }
 
-  std::vector<CommitItem> prepare(const std::vector<int>& rows) {
+  std::vector<CommitItem> prepare(const std::vector<int>& rows, bool infinite) {
     std::vector<CommitItem> items;
     for (int r : rows) {
       TrainedRow& row = rows_[r];
-      row.grad = narrowed(normal(row.n, 0.1f), row.dtype);
+      Floats values = normal(row.n, 0.1f);
+      if (infinite && chance(50)) values[random_() % values.size()] = INFINITY;
+      row.grad = narrowed(values, row.dtype);
       CommitItem item{};
       item.row = r;
       item.at_end = chance(5);
@@ -295,14 +267,24 @@ class Run {
     check(hytrain_grad_offload(engine_, rows.data(), grads.data(), static_cast<int>(rows.size()), nullptr));
   }
 
-  void commit(std::vector<CommitItem>& items, bool ahead) {
+  // A loss scale was too large: the gradients are infinite somewhere, and the step does not count. Its number is known before the next commit.
+  void settle() {
+    int skipped = 0;
+    if (in_doubt_) check(hytrain_skipped(engine_, &skipped));
+    if (in_doubt_ && skipped != skips_) std::exit((std::fprintf(stderr, "race_driver: a step was left out or not, wrongly\n"), 1));
+    in_doubt_ = false;
+  }
+
+  void commit(std::vector<CommitItem>& items, bool ahead, bool doubtful, bool skips) {
+    settle();
     float* slots = nullptr;
     check(hytrain_factor_slots(engine_, &slots));
     const bool late = chance(60);
-    if (chance(20)) clip_ = 1.0f / static_cast<float>(1 + random_() % 4);
-    float* const factor = &factors_[step_ % factors_.size()];
-    *factor = clip_;
-    const void* sources[] = {late ? factor : nullptr};
+    if (chance(10)) clip_ = 1.0f / static_cast<float>(1 + random_() % 4);
+    float* const factor = &factors_[2 * step_ % factors_.size()];  // and whether the step is left out
+    factor[0] = clip_;
+    factor[1] = skips ? 1.0f : 0.0f;
+    const void* sources[] = {late ? factor : nullptr, factor + 1};
     if (!late) slots[0] = clip_;
     std::vector<CommitItem> given;
     for (CommitItem& item : items) {
@@ -313,9 +295,11 @@ class Run {
         item.n_factors = 1;
       }
       if (!ahead || !hosted) given.push_back(item);
-      update(item, scaled);
+      if (!skips) update(item, scaled);
     }
-    check(hytrain_commit(engine_, given.data(), static_cast<int>(given.size()), sources, 1, nullptr));
+    check(hytrain_commit(engine_, given.data(), static_cast<int>(given.size()), sources, doubtful ? 2 : 1, doubtful ? 1 : -1, nullptr));
+    in_doubt_ = doubtful;
+    skips_ = skips;
     ++step_;
   }
 
@@ -374,6 +358,7 @@ class Run {
   int32_t nonfinite_ = 0;
   float clip_ = 1.0f;
   int absent_ = -1;
+  bool scales_ = true, in_doubt_ = false, skips_ = false;
   size_t step_ = 0;
   std::deque<TrainedRow> rows_;
   Engine* engine_ = nullptr;

@@ -237,7 +237,7 @@ ADAMW(adamw_f16_f16, F16, F16)
 // adamw_rows_split: bf16 rows with masters in two halves, `master` the address of `low`, `out` the weight, which is read too.
 namespace hytrain_fx {
 
-constexpr int kRows = 29;
+constexpr int kRows = 28;
 
 struct Row {
   const void* grad;
@@ -250,18 +250,22 @@ struct Row {
   AdamScalars scalars;  // factor_count 0
   int* nonfinite;       // takes `mark` where a gradient is not finite
   int mark;
+  const float* skip;    // not null and not zero there: the row stays as it is (a loss scale that was too large)
 };
 
 struct Rows {
   Row at[kRows];
 };
-static_assert(sizeof(Rows) <= 4096, "kernel parameters");
+static_assert(sizeof(Row) == 144 && sizeof(Rows) <= 4096, "kernel parameters, as cuda_device.cpp packs them");
+
+__device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nullptr && *row.skip != 0.0f; }
 
 }  // namespace hytrain_fx
 
 #define ADAMW_ROWS(name, Grad)                                                                                   \
   extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
+    if (hytrain_fx::left_out(r)) return;                                                                         \
     hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Grad>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}, r.nonfinite, r.mark); \
   }
 
@@ -271,5 +275,6 @@ ADAMW_ROWS(adamw_rows_f16, F16)
 
 extern "C" __global__ void __launch_bounds__(256) adamw_rows_split(const __grid_constant__ hytrain_fx::Rows rows) {
   const hytrain_fx::Row& r = rows.at[blockIdx.y];
+  if (hytrain_fx::left_out(r)) return;
   hytrain_fx::adamw_split(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master), r.m, r.v, r.vmax, r.out, r.n, r.scalars, r.nonfinite, r.mark);
 }

@@ -119,6 +119,7 @@ class CpuDevice : public Device {
     on->enqueue([=] {
       on->delay();
       for (const DeviceUpdate& u : rows) {
+        if (u.skip && *u.skip != 0.0f) continue;
         if (!all_finite(u.grad, u.dtype, u.numel)) __atomic_store_n(u.nonfinite.at, u.nonfinite.mark, __ATOMIC_RELAXED);
         if (u.low) {
           split_adamw_chunk(static_cast<const uint16_t*>(u.grad), static_cast<uint16_t*>(u.out), u.low, u.exp_avg, u.exp_avg_sq,

@@ -25,7 +25,7 @@ constexpr CUresult kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kThreads = 256;
 constexpr long long kElementsPerBlock = 2048;
-constexpr size_t kUpdateRows = 29;
+constexpr size_t kUpdateRows = 28;
 constexpr long long kUpdateBlocks = 2048;  // by row; the kernel strides over the rest
 constexpr size_t kGatherParts = 32;
 constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
@@ -230,6 +230,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     long long n;
     AdamScalars scalars;
     NonFinite nonfinite;
+    const float* skip;
   };
   for (size_t first = 0; first < rows.size(); first += kUpdateRows) {
     Row packed[kUpdateRows]{};
@@ -237,7 +238,8 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
-      packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out, u.numel, u.scalars, u.nonfinite};
+      packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out,
+                   u.numel, u.scalars, u.nonfinite, u.skip};
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};

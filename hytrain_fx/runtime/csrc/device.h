@@ -61,6 +61,7 @@ struct DeviceUpdate {
   int64_t numel;
   AdamScalars scalars;
   NonFinite nonfinite;
+  const float* skip;  // on the device, read when the update runs: not zero, and nothing is updated; null: it always is
 };
 
 // One of several copies within the device that are made together.

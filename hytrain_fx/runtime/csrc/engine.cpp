@@ -93,6 +93,7 @@ Engine::Row& Engine::place(int row, Place place) {
   if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
   ++r.generation;
   r.place = place;
+  r.skipped = false;
   return r;
 }
 
@@ -127,6 +128,10 @@ void Engine::guarded(const char* who, void (Engine::*loop)()) {
 
 void Engine::fail(const std::string& message) {
   std::lock_guard<std::mutex> lock(mutex_);
+  note_failure(message);
+}
+
+void Engine::note_failure(const std::string& message) {
   if (failure_.empty()) failure_ = message;
   issued_cv_.notify_all();
 }

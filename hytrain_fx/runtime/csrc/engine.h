@@ -141,8 +141,10 @@ class Engine {
   void arm_gpu(const int32_t* rows, int n, void* stream);
   void arm_reload(const int32_t* rows, int n);
   void release(const int32_t* rows, int n, void* stream);
-  // `factors[i]`: device address of a 0-dim float, or null where slot i already holds the value.
-  void commit(const CommitItem* items, int n, const void* const* factors, int n_factors, void* stream);
+  // `factors[i]`: device address of a 0-dim float, or null where slot i already holds the value. `skip`: the one of them that, where it is not
+  // zero, leaves the step out, or -1.
+  void commit(const CommitItem* items, int n, const void* const* factors, int n_factors, int skip, void* stream);
+  bool skipped();  // whether the last commit with a `skip` was left out; waits until that has come
   void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
   void wait(const int32_t* rows, int n, void* stream);
   void drain(const int32_t* rows, int n);  // as wait, and the host waits for the copies too
@@ -179,6 +181,9 @@ class Engine {
     Phase phase = Phase::IDLE;
     uint64_t generation = 0;
     bool armed_cpu = false, armed_reload = false, factors_known = true, guessing = false;
+    bool skipped = false;         // on the host: what is in flight is left out
+    bool bad_guess = false;       // a guessed update met a gradient that is not finite
+    const float* skip = nullptr;  // streamed: as in DeviceUpdate
     std::array<float, kMaxFactors> guess{};
     EventPtr landing, ready, released, weight;
     EventPtr stored;               // streamed: the last copy of its states back to the host
@@ -207,6 +212,7 @@ class Engine {
     const float* factors = nullptr;  // where they are
     int n_factors = 0;
     uint64_t commit = 0;
+    int skip = -1;
   };
   struct LaneRecord {
     int kind, row, chunk;  // of a copy of several chunks: the first
@@ -230,8 +236,8 @@ class Engine {
   void check_committable(const CommitItem& item);
   void begin_update(Row& row, const CommitItem& item);
   std::vector<std::vector<const CommitItem*>> launches(const std::vector<const CommitItem*>& items);
-  void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end);
-  void commit_streamed(const CommitItem& item, const EventPtr& end);
+  void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end, const float* skip);
+  void commit_streamed(const CommitItem& item, const EventPtr& end, const float* skip);
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
@@ -239,20 +245,23 @@ class Engine {
   static void take_factors(Row& row, const float* slots);
   struct Task {  // what a worker does next
     int granule;
-    bool guessed, again;
-    char* shadow;  // of either
+    bool guessed, again, restore;  // restore: and no more than that
+    char* shadow;                  // of the first two
     AdamScalars scalars;
   };
   bool take_task(const Key& key, Task& task);
   void finish_task(const Key& key);
-  void run_task(Row& row, int index, const Chunk& chunk, const Task& task);
-  void update_on_host(Row& row, int index, int64_t begin, int64_t n, const AdamScalars& scalars);
+  // Both: false, with nothing updated where that is so, for a gradient that is not finite.
+  bool run_task(Row& row, const Chunk& chunk, const Task& task);
+  bool update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars);
   // engine_guess.cpp
   bool may_guess(const Row& row, int n_factors) const;
   void guess_factors(Row& row, const CommitItem& item);
   void factors_came(const Landing& landing);
   void settle_guess(Row& row, int index);
   void redo_guessed(const Key& key, Chunk& chunk);
+  void leave_out(Row& row, int index);
+  void chunk_left_out(Row& row);
   struct Span {
     char* at;
     int64_t bytes;
@@ -279,6 +288,7 @@ class Engine {
   void upload();
   void guarded(const char* who, void (Engine::*loop)());
   void fail(const std::string& message);
+  void note_failure(const std::string& message);  // with the lock held
   void throw_if_failed();
   static std::string nonfinite_message(int row) {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
@@ -300,6 +310,7 @@ class Engine {
   bool can_guess_ = false;
   std::vector<float> last_factors_;            // of the last commit that had some from the device and whose have come
   std::array<bool, 2> factors_on_way_{};       // by half of the slots
+  bool skip_on_way_ = false, skipped_ = false;  // of the last commit with a `skip`
   uint32_t same_ = 0;           // whether a commit's factors were those of the one before: a bit each, the latest lowest
   int outcomes_ = 0;            // bits that count
   GuessCounts guesses_{};

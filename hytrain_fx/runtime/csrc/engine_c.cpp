@@ -74,8 +74,12 @@ int hytrain_arm_reload(Engine* engine, const int32_t* rows, int n) {
 int hytrain_release(Engine* engine, const int32_t* rows, int n, void* stream) {
   return guarded([&] { engine->release(rows, n, stream); });
 }
-int hytrain_commit(Engine* engine, const hytrain_fx::CommitItem* items, int n, const void* const* factors, int n_factors, void* stream) {
-  return guarded([&] { engine->commit(items, n, factors, n_factors, stream); });
+int hytrain_commit(Engine* engine, const hytrain_fx::CommitItem* items, int n, const void* const* factors, int n_factors, int skip,
+                   void* stream) {
+  return guarded([&] { engine->commit(items, n, factors, n_factors, skip, stream); });
+}
+int hytrain_skipped(Engine* engine, int* out) {
+  return guarded([&] { *out = engine->skipped() ? 1 : 0; });
 }
 int hytrain_expect(Engine* engine, const hytrain_fx::CommitItem* items, int n) {
   return guarded([&] { engine->expect(items, n); });

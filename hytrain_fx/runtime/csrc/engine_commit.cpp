@@ -10,13 +10,15 @@ constexpr int64_t kLaunchParams = 16 << 20;  // a launch of so many takes the de
 
 }  // namespace
 
-void Engine::commit(const CommitItem* items, int n, const void* const* factors, int n_factors, void* stream) {
+void Engine::commit(const CommitItem* items, int n, const void* const* factors, int n_factors, int skip, void* stream) {
   if (n_factors > options_.factor_capacity) throw std::logic_error("internal: more factors than slots");
   EventPtr end = device_->record_compute(stream);
   std::unique_lock<std::mutex> lock(mutex_);
   throw_if_failed();
   if (factors_on_way_[commits_ % 2]) throw std::logic_error("internal: the slots for factors are in use");
+  if (skip_on_way_) throw std::logic_error("internal: a commit before it is known whether the last one was left out");
   float* const slots = half_of(commits_);
+  const float* const skip_at = skip < 0 ? nullptr : static_cast<const float*>(factors[skip]);
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
@@ -34,21 +36,22 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
       continue;
     }
     if (row.place == Place::STREAMED) {
-      commit_streamed(items[i], end);
+      commit_streamed(items[i], end, skip_at);
       continue;
     }
     begin_update(row, items[i]);
-    row.factors_known = known_now(items[i], factors);
+    row.factors_known = !skip_at && known_now(items[i], factors);
     if (row.factors_known) take_factors(row, slots);
     if (!row.factors_known && may_guess(row, n_factors)) guess_factors(row, items[i]);
     queue_all_ready(row, items[i].row);
   }
-  for (const auto& together : launches(on_device)) commit_on_device(together, end);
+  for (const auto& together : launches(on_device)) commit_on_device(together, end, skip_at);
   if (on_lane) {
-    landings_.push_back({nullptr, device_->record(Lane::D2H), {}, slots, n_factors, commits_});
+    landings_.push_back({nullptr, device_->record(Lane::D2H), {}, slots, n_factors, commits_, skip});
     factors_on_way_[commits_ % 2] = true;
     landed_cv_.notify_one();
   }
+  skip_on_way_ = skip_at != nullptr;
   ++commits_;
   upload_cv_.notify_one();
 }
@@ -93,7 +96,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
   row.commit = commits_;
   row.factors_known = true;
-  row.guessing = false;
+  row.guessing = row.skipped = row.bad_guess = false;
   row.busy_us = 0;
 }
 
@@ -131,15 +134,15 @@ std::vector<std::vector<const CommitItem*>> Engine::launches(const std::vector<c
 }
 
 // Rows of one group in one launch, behind one event: queues of streams are short, and a full one blocks the launching thread.
-void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end) {
+void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end, const float* skip) {
   std::set<EventPtr> awaited;
   std::vector<DeviceUpdate> updates;
   for (const CommitItem* item : items) {
     Row& row = at(item->row);
-    awaited.insert(item->at_end || !row.ready ? end : row.ready);
+    awaited.insert(item->at_end || !row.ready || skip ? end : row.ready);
     awaited.insert(row.released);
     updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, nullptr, row.device.exp_avg, row.device.exp_avg_sq,
-                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars, nonfinite_of(item->row)});
+                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars, nonfinite_of(item->row), skip});
   }
   for (const EventPtr& event : awaited) device_->wait(Lane::UPDATE, event);
   EventPtr before = recording_ ? device_->record(Lane::UPDATE) : nullptr;
@@ -154,17 +157,27 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
   }
 }
 
-void Engine::commit_streamed(const CommitItem& item, const EventPtr& end) {
+void Engine::commit_streamed(const CommitItem& item, const EventPtr& end, const float* skip) {
   Row& row = at(item.row);
   begin_update(row, item);
   row.grad = item.grad;
-  if (item.at_end || !row.ready) row.ready = end;
+  row.skip = skip;
+  if (item.at_end || !row.ready || skip) row.ready = end;
   row.issued = row.streamed = 0;
   streaming_.insert({row.spec.unit, item.row, 0});
 }
 
 void Engine::take_factors(Row& row, const float* slots) {
   for (int i = 0; i < row.n_factors; ++i) row.factor_values[i] = slots[row.factors[i]];
+}
+
+bool Engine::skipped() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), [&] { return !skip_on_way_ || !failure_.empty(); })) {
+    throw std::runtime_error("whether the last step was left out had not come after " + std::to_string(options_.timeout_s) + " s");
+  }
+  throw_if_failed();
+  return skipped_;
 }
 
 float* Engine::factor_slots() {

@@ -1,6 +1,7 @@
 // Updates before the factors of their gradients are known. clip_grad_norm_ and GradScaler scale gradients by a number that the device has only
 // when the whole backward has run, and mostly it is the number of the step before: 1 where nothing is clipped, 1 / scale. So, once that has
-// been so for some steps, rows are updated with the last step's factors while the backward still runs.
+// been so for some steps, rows are updated with the last step's factors while the backward still runs. GradScaler's word whether the step
+// counts at all comes the same way: it is taken to count until then.
 //
 // The states as they were go to shadow slots, the gradient stays in its slot, and no new weight leaves the host before the factors have come.
 // Where they are others, what was updated is put back from its shadow and updated again: bit for bit what it would have been without.
@@ -67,6 +68,7 @@ void Engine::factors_came(const Landing& landing) {
     outcomes_ = 0;
   }
   last_factors_.assign(landing.factors, landing.factors + landing.n_factors);
+  const bool skipped = landing.skip >= 0 && landing.factors[landing.skip] != 0.0f;
   const int64_t redone = guesses_.redone;
   bool guessed = false;
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
@@ -74,11 +76,17 @@ void Engine::factors_came(const Landing& landing) {
     if (row.phase != Phase::PENDING || row.factors_known || row.commit != landing.commit) continue;
     take_factors(row, landing.factors);
     row.factors_known = true;
+    row.skipped = skipped;
     if (row.guessing) {
       guessed = true;
       settle_guess(row, r);
     }
+    if (skipped) leave_out(row, r);
     queue_all_ready(row, r);
+  }
+  if (landing.skip >= 0) {
+    skip_on_way_ = false;
+    skipped_ = skipped;
   }
   guesses_.commits += guessed;
   guesses_.missed += guesses_.redone > redone;
@@ -88,10 +96,11 @@ void Engine::factors_came(const Landing& landing) {
 
 void Engine::settle_guess(Row& row, int index) {
   row.guessing = false;
-  bool right = true;
+  bool right = !row.skipped;
   for (int i = 0; i < row.n_factors; ++i) {
     right &= std::memcmp(&row.guess[i], &row.factor_values[i], sizeof(float)) == 0;
   }
+  if (right && row.bad_guess) return note_failure("CPU update: " + nonfinite_message(index));
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
     Chunk& chunk = row.chunks[c];
     if (chunk.shadows.empty()) continue;
@@ -118,6 +127,19 @@ void Engine::redo_guessed(const Key& key, Chunk& chunk) {
   work_cv_.notify_all();
 }
 
+// The step was left out: of chunks that nobody has begun nothing happens any more. Others are put back from their shadows.
+void Engine::leave_out(Row& row, int index) {
+  for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
+    if (!row.chunks[c].shadows.empty()) continue;
+    ready_.erase({row.spec.unit, index, c});
+    chunk_left_out(row);
+  }
+}
+
+void Engine::chunk_left_out(Row& row) {
+  if (++row.issued == static_cast<int>(row.chunks.size())) issued_cv_.notify_all();
+}
+
 // The arrays of `n` parameters from the one `from` places into a granule.
 std::array<Engine::Span, 5> Engine::spans(const Row& row, const Chunk& chunk, int granule, int64_t from, int64_t n) {
   const int64_t first = chunk.begin + granule * kGranule + from, wide = sizeof(float);
@@ -129,9 +151,10 @@ std::array<Engine::Span, 5> Engine::spans(const Row& row, const Chunk& chunk, in
            span(host.exp_avg_sq, wide, 2 * kArrayBytes), span(host.max_exp_avg_sq, wide, 3 * kArrayBytes)}};
 }
 
-void Engine::run_task(Row& row, int index, const Chunk& chunk, const Task& task) {
+bool Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
   const int64_t begin = chunk.begin + task.granule * kGranule, n = std::min(kGranule, chunk.end - begin);
-  if (!task.guessed && !task.again) return update_on_host(row, index, begin, n, task.scalars);
+  if (!task.guessed && !task.again) return update_on_host(row, begin, n, task.scalars);
+  bool finite = true;
   for (int64_t from = 0; from < n; from += kShadowBlock) {
     const int64_t count = std::min(kShadowBlock, n - from);
     for (const Span& span : spans(row, chunk, task.granule, from, count)) {
@@ -142,8 +165,9 @@ void Engine::run_task(Row& row, int index, const Chunk& chunk, const Task& task)
         std::memcpy(span.at, task.shadow + span.shadow, static_cast<size_t>(span.bytes));
       }
     }
-    update_on_host(row, index, begin + from, count, task.scalars);
+    if (!task.restore) finite &= update_on_host(row, begin + from, count, task.scalars);
   }
+  return finite;
 }
 
 GuessCounts Engine::guess_counts() {

@@ -129,6 +129,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
       Row& row = at(rows[i]);
       if (row.phase != Phase::PENDING) continue;
       finish_wait(row, rows[i], lock);
+      if (row.skipped) continue;  // no copy was made
       if (row.place != Place::HOST) {
         updated.insert(row.weight);
       } else if (!reloaded || row.issue > issue) {
@@ -149,7 +150,7 @@ void Engine::drain(const int32_t* rows, int n) {
     EventPtr weight;
     if (row.phase == Phase::PENDING) {
       finish_wait(row, rows[i], lock);
-      weight = row.weight;
+      if (!row.skipped) weight = row.weight;
     }
     EventPtr stored = row.stored;  // states may still be on their way home when the weight has been waited for
     lock.unlock();

@@ -29,7 +29,7 @@ void Engine::queue_all_ready(Row& row, int index) {
 
 void Engine::queue_if_ready(Row& row, int index, int chunk) {
   Chunk& c = row.chunks[chunk];
-  if (row.phase != Phase::PENDING || !row.armed_cpu || !(row.factors_known || row.guessing) || !c.landed || c.queued) return;
+  if (row.phase != Phase::PENDING || !row.armed_cpu || !(row.factors_known || row.guessing) || !c.landed || c.queued || row.skipped) return;
   c.queued = true;
   ready_.insert({row.spec.unit, index, chunk});
   work_cv_.notify_all();
@@ -76,11 +76,13 @@ void Engine::work(int index) {
     const double begin_us = device_->now_us();
     sleep_us(worker_delay_us_);
     if (fail_row_ == key[1]) throw std::runtime_error("injected failure in row " + std::to_string(key[1]));
-    run_task(row, key[1], chunk, task);
+    const bool finite = run_task(row, chunk, task);
     const double end_us = device_->now_us();
     lock.lock();
     row.busy_us += (end_us - begin_us) / options_.workers;
     note(1, key[1], key[2], index, begin_us, end_us);
+    if (!finite && row.factors_known && !row.skipped) throw std::runtime_error(nonfinite_message(key[1]));
+    row.bad_guess |= !finite;
     ++chunk.finished;
     finish_task(key);
   }
@@ -90,7 +92,7 @@ void Engine::work(int index) {
 bool Engine::take_task(const Key& key, Task& task) {
   Row& row = rows_[key[1]];
   Chunk& chunk = row.chunks[key[2]];
-  task = {0, false, chunk.redo < chunk.redo_end, nullptr, row.scalars};
+  task = {0, false, chunk.redo < chunk.redo_end, row.skipped, nullptr, row.scalars};
   if (task.again) {
     task.granule = chunk.redo++;
     task.shadow = chunk.shadows[task.granule];
@@ -108,7 +110,7 @@ bool Engine::take_task(const Key& key, Task& task) {
     }
     task.granule = chunk.taken++;
   }
-  if (chunk.taken == chunk.granules && chunk.redo == chunk.redo_end) ready_.erase(key);
+  if ((chunk.taken == chunk.granules || row.skipped) && chunk.redo == chunk.redo_end) ready_.erase(key);
   for (int i = 0; i < row.n_factors; ++i) {
     task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_values[i];
   }
@@ -120,20 +122,19 @@ void Engine::finish_task(const Key& key) {
   Row& row = rows_[key[1]];
   Chunk& chunk = row.chunks[key[2]];
   if (chunk.undo && chunk.finished == chunk.taken) redo_guessed(key, chunk);
-  if (chunk.finished < chunk.granules || !row.factors_known) return;
+  if (chunk.finished < (row.skipped ? chunk.taken : chunk.granules) || !row.factors_known) return;
   shadows_.insert(shadows_.end(), chunk.shadows.begin(), chunk.shadows.end());
   chunk.shadows.clear();
+  if (row.skipped) return chunk_left_out(row);
   updated_.insert(key);
   upload_cv_.notify_one();
 }
 
-void Engine::update_on_host(Row& row, int index, int64_t begin, int64_t n, const AdamScalars& scalars) {
+bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars) {
   char* slot = offset(row.host.slot, begin * grad_bytes(row));
   const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
-  if (!all_finite(slot, dtype, n)) {
-    throw std::runtime_error(nonfinite_message(index));
-  }
+  if (!all_finite(slot, dtype, n)) return false;
   float* const m = row.host.exp_avg + begin;
   float* const v = row.host.exp_avg_sq + begin;
   float* const vmax = offset_floats(row.host.max_exp_avg_sq, begin);
@@ -143,6 +144,7 @@ void Engine::update_on_host(Row& row, int index, int64_t begin, int64_t n, const
   } else {
     adamw_chunk(slot, dtype, static_cast<float*>(row.host.master) + begin, m, v, vmax, grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
   }
+  return true;
 }
 
 }  // namespace hytrain_fx

@@ -165,7 +165,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   device_->update(Lane::STREAM_UPDATE,
                   {{offset(row.grad, chunk.begin * width), static_cast<Dtype>(row.spec.dtype), host.low ? nullptr : visit[0],
                     host.low ? reinterpret_cast<uint16_t*>(visit[0]) : nullptr, visit[1], visit[2], host.max_exp_avg_sq ? visit[3] : nullptr,
-                    weight, n, row.scalars, nonfinite_of(upload.row)}});
+                    weight, n, row.scalars, nonfinite_of(upload.row), row.skip}});
   EventPtr updated = device_->record(Lane::STREAM_UPDATE);
   device_->wait(Lane::STREAM_OUT, updated);
   EventPtr out_begin = record(Lane::STREAM_OUT);

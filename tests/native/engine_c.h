@@ -1,0 +1,37 @@
+// The engine's C interface (csrc/engine_c.cpp), as ctypes sees it.
+#pragma once
+
+#include "engine.h"
+
+extern "C" {
+const char* hytrain_error();
+int hytrain_create(const hytrain_fx::EngineOptions*, hytrain_fx::Engine**);
+int hytrain_destroy(hytrain_fx::Engine*);
+int hytrain_add_row(hytrain_fx::Engine*, const hytrain_fx::RowSpec*);
+int hytrain_place_on_host(hytrain_fx::Engine*, int, const hytrain_fx::HostStates*);
+int hytrain_place_on_device(hytrain_fx::Engine*, int, const hytrain_fx::DeviceStates*);
+int hytrain_place_streamed(hytrain_fx::Engine*, int, const hytrain_fx::HostStates*);
+int hytrain_set_staging(hytrain_fx::Engine*, const hytrain_fx::StagingMemory*);
+int hytrain_set_shadow(hytrain_fx::Engine*, const hytrain_fx::ShadowMemory*);
+int hytrain_set_unit(hytrain_fx::Engine*, int, int);
+int hytrain_set_weight(hytrain_fx::Engine*, int, void*);
+int hytrain_guess_counts(hytrain_fx::Engine*, hytrain_fx::GuessCounts*);
+int hytrain_grad_offload(hytrain_fx::Engine*, const int32_t*, const void* const*, int, void*);
+int hytrain_arm_cpu(hytrain_fx::Engine*, const int32_t*, int);
+int hytrain_arm_gpu(hytrain_fx::Engine*, const int32_t*, int, void*);
+int hytrain_arm_reload(hytrain_fx::Engine*, const int32_t*, int);
+int hytrain_release(hytrain_fx::Engine*, const int32_t*, int, void*);
+int hytrain_commit(hytrain_fx::Engine*, const hytrain_fx::CommitItem*, int, const void* const*, int, int, void*);
+int hytrain_skipped(hytrain_fx::Engine*, int*);
+int hytrain_expect(hytrain_fx::Engine*, const hytrain_fx::CommitItem*, int);
+int hytrain_wait(hytrain_fx::Engine*, const int32_t*, int, void*);
+int hytrain_drain(hytrain_fx::Engine*, const int32_t*, int);
+int hytrain_fetch(hytrain_fx::Engine*, int, void*, void*);
+int hytrain_discard(hytrain_fx::Engine*, const int32_t*, int);
+int hytrain_pending(hytrain_fx::Engine*, int, int*);
+int hytrain_factor_slots(hytrain_fx::Engine*, float**);
+int hytrain_set_delay(hytrain_fx::Engine*, int, double);
+int hytrain_record(hytrain_fx::Engine*, int);
+int hytrain_take_records(hytrain_fx::Engine*, hytrain_fx::TaskRecord*, int, int*);
+int hytrain_cpu_update_us(hytrain_fx::Engine*, int, double*);
+}
