@@ -24,7 +24,7 @@ from hytrain_fx.optimizer import OffloadedOptimizer
 from hytrain_fx.runtime.engine import TaskRecord
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
-from hytrain_fx.torch_private import compiled_call, set_compiled_call
+from hytrain_fx.torch_private import compiled_call, require_release, set_compiled_call
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,6 +35,7 @@ def compile(model: M, optimizer: torch.optim.Optimizer, **options: Any) -> tuple
     Returns the same module object and an optimizer that shares `param_groups` with the given one. Options: see `Config`.
     The optimizer may have run before: its states are taken along. Raises ConfigError, UnsupportedError, HostMemoryError, EngineError.
     """
+    require_release()
     config = Config.from_options(**options)
     if isinstance(model, nn.Module) and find_session(model) is not None:
         raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it anew")

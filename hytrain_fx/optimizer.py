@@ -78,6 +78,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for hook in after:
             hook(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "the optimizer of a compiled model was copied or pickled: its states belong to a running engine. Save or copy "
+            "optimizer.state_dict() instead; a copied or pickled model is a plain one, for which a new optimizer can load it"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once compiled. Raises UnsupportedError."""
         if hasattr(self, "session"):

@@ -41,7 +41,7 @@ from hytrain_fx.planning import Planning
 from hytrain_fx.rule_commit import RuleCommitBuilder
 from hytrain_fx.rules.probe import RuleProbe
 from hytrain_fx.rules.rule import UpdateRule
-from hytrain_fx.runtime.engine import Engine, RowSpec
+from hytrain_fx.runtime.engine import Engine, RowSpec, settle_before_forks
 from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
@@ -145,6 +145,7 @@ class Session:
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row)))
         self._guard_all()
+        settle_before_forks(self.engine, len(self.table))
         # Not a reference to the session: it must not be kept alive by its own end.
         self._shut_down = weakref.finalize(model, shut_down, self.engine, self.number, len(self.table), os.getpid())
 

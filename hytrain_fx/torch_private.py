@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,8 +24,21 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hytrain_fx.errors import UnsupportedError
 
+_OLDEST: Final = (2, 11)
+_NEWEST: Final = (2, 13)
+
 without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
 """A context manager: inside, no subclass's `__torch_function__` is consulted, the plain method or property of `Tensor` runs."""
+
+
+def require_release() -> None:
+    """Raises UnsupportedError where torch is older than 2.11; warns where it is newer than what hytrain_fx was run on."""
+    release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if release < _OLDEST:
+        raise UnsupportedError(f"torch {torch.__version__} is too old: hytrain_fx needs torch 2.11 or newer; pip install --upgrade torch")
+    if release > _NEWEST:
+        warnings.warn(f"hytrain_fx was run on torch 2.11 to 2.13, this is {torch.__version__}: run its test suite (./scripts/test) before "
+                      "you rely on it", stacklevel=3)
 
 
 def private_function(name: str) -> Callable[..., Any]:

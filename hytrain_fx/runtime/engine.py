@@ -6,8 +6,11 @@ Two engines stand behind this Protocol: `native_engine` (C++ threads that never 
 
 from __future__ import annotations
 
+import os
 import re
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -152,6 +155,14 @@ def engine_error(message: str, names: Sequence[str]) -> EngineError:
     return EngineError(text)
 
 
+def forked_error() -> EngineError:
+    """For what a forked child asks of an engine, whose threads it does not have. Its weights were settled before the fork."""
+    return EngineError(
+        "this process was forked from the one that compiled the model: it has the weights, but no engine to train with. Train in the "
+        "parent, or start the process with multiprocessing's \"spawn\" method and compile there"
+    )
+
+
 class Engine(Protocol):
     """Takes gradients, updates, and brings new weights back. Every method raises EngineError when a worker has failed."""
 
@@ -188,3 +199,16 @@ class Engine(Protocol):
     def set_delay(self, stage: Stage, mean_us: float) -> None: ...
     def fail_next_update(self, row: int) -> None: ...
     def close(self) -> None: ...
+
+
+def settle_before_forks(engine: Engine, rows: int) -> None:
+    """Before this process forks, wait for all updates: the child gets what memory holds then, and no threads that could finish one."""
+    found, pid = weakref.ref(engine), os.getpid()
+
+    def settle() -> None:
+        alive = found()
+        if alive is not None and os.getpid() == pid:
+            with suppress(EngineError):  # closed, or the parent hears of it at its next gate
+                alive.drain(range(rows))
+
+    os.register_at_fork(before=settle)

@@ -6,6 +6,7 @@ The library has no dependency on torch's binaries, so it builds in seconds and s
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from hytrain_fx.runtime.engine import (
     Stage,
     TaskRecord,
     engine_error,
+    forked_error,
     staging_shape,
 )
 from hytrain_fx.runtime.memory import available_host_bytes
@@ -35,6 +37,7 @@ SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp"
            "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
+_SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
 _SHADOW_SLOT_BYTES = 4 * 4 * (256 << 10)  # four fp32 arrays of one granule (csrc/engine.h)
@@ -151,6 +154,7 @@ class NativeEngine:
             options.adamw_functions = (c_void_p * 4)(*cuda_adamw.functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
+        self._pid = os.getpid()
         self._call("create", byref(options), byref(self._handle), with_handle=False)
         # The C++ side holds addresses only: these hold the memory.
         self._rows: list[RowSpec] = []
@@ -168,6 +172,10 @@ class NativeEngine:
         if with_handle:
             if not self._handle:
                 raise EngineError("this engine is closed: the model was closed with hytrain_fx.close(); compile it again to train on")
+            if os.getpid() != self._pid:
+                if name in _SETTLED_AT_FORK:
+                    return
+                raise forked_error()
             arguments = (self._handle, *arguments)
         if function(*arguments) != 0:
             raise engine_error(self._library.hytrain_error().decode(), [row.name for row in self._rows])
@@ -331,6 +339,10 @@ class NativeEngine:
 
     def fail_next_update(self, row: int) -> None:
         self._call("fail_next_update", row)
+
+    def fail_next_copy(self, row: int) -> None:
+        """The copy of this row's next new weight to the device fails; tests only."""
+        self._call("fail_next_copy", row)
 
     def close(self) -> None:
         if self._handle:

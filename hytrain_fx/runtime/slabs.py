@@ -60,7 +60,11 @@ class HostSlab:
         self.nbytes = nbytes
         self.pinning: Pinning | None = None
         # Private: shared memory gets huge pages only where an administrator has said so.
-        self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, MemoryError) as error:
+            raise HostMemoryError(f"the system refused {nbytes / 2**30:.2f} GiB of host memory: {error}. Raise the limit (ulimit -v, the "
+                                  "container's), or keep more states on the device (gpu_states=...)") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)

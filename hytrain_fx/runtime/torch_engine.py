@@ -8,6 +8,7 @@ Rows of other optimizers bring their step with them (`CommitItem.step`), which u
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,17 @@ import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, GuessCounts, RowSpec, RowStates, Stage, TaskRecord, engine_error
+from hytrain_fx.runtime.engine import (
+    CHUNK_PARAMS,
+    CommitItem,
+    GuessCounts,
+    RowSpec,
+    RowStates,
+    Stage,
+    TaskRecord,
+    engine_error,
+    forked_error,
+)
 from hytrain_fx.runtime.host_updates import host_update
 from hytrain_fx.runtime.leaves import leaves
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
@@ -51,9 +62,12 @@ class TorchEngine:
         self._lanes = self._pipeline.lanes
         self._staging = Staging(self._lanes, staging_bytes)
         self._closed = False
+        self._pid = os.getpid()
 
     @contextmanager
     def _locked(self, *, failures: bool = True) -> Iterator[Pipeline]:
+        if self._forked:
+            raise forked_error()
         with self._pipeline.lock:
             if self._closed:
                 raise EngineError("this engine is closed: the model was closed with hytrain_fx.close(); compile it again to train on")
@@ -63,6 +77,10 @@ class TorchEngine:
                 yield self._pipeline
             except EngineError as error:
                 raise engine_error(str(error), [row.name for row in self._pipeline.rows]) from error.__cause__
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def _row(self, index: int) -> Row:
         rows = self._pipeline.rows
@@ -78,6 +96,8 @@ class TorchEngine:
             return len(pipeline.rows) - 1
 
     def set_unit(self, row: int, unit: int) -> None:
+        if self._forked:
+            return
         with self._locked(failures=False):
             self._row(row).unit = unit
 
@@ -228,6 +248,8 @@ class TorchEngine:
     # ---- called by the wait nodes, by eager reads, by close ----
 
     def wait(self, rows: Sequence[int]) -> None:
+        if self._forked:
+            return  # nothing is in flight: all was settled before the fork
         for row in rows:
             written, read = self._finish(row)
             if written is not None:
@@ -235,7 +257,7 @@ class TorchEngine:
             del read  # only now may the compute stream's allocator hand its memory out again
 
     def drain(self, rows: Sequence[int]) -> None:
-        if self._pipeline.is_own_thread():
+        if self._forked or self._pipeline.is_own_thread():
             return  # the garbage collector ran here and ends the model: `close` drains, from another thread
         for row in rows:
             written, read = self._finish(row)
@@ -271,6 +293,8 @@ class TorchEngine:
         self._lanes.compute_wait(self._lanes.record(Lane.FETCH))
 
     def discard(self, rows: Sequence[int]) -> None:
+        if self._forked:
+            return
         with self._locked(failures=False):
             for row in map(self._row, rows):
                 if row.phase is Phase.GRAD:

@@ -155,6 +155,7 @@ class Engine {
 
   void set_delay(int stage, double mean_us);
   void fail_next_update(int row) { fail_row_ = row; }
+  void fail_next_copy(int row) { fail_copy_row_ = row; }  // of its new weight to the device
   void record(bool on);
   int take_records(TaskRecord* out, int capacity);
   GuessCounts guess_counts();
@@ -319,7 +320,7 @@ class Engine {
   std::vector<TaskRecord> records_;
   std::vector<LaneRecord> lane_records_;
   std::atomic<double> worker_delay_us_{0}, lander_delay_us_{0}, reload_delay_us_{0};
-  std::atomic<int> fail_row_{-1};
+  std::atomic<int> fail_row_{-1}, fail_copy_row_{-1};
   std::vector<std::thread> threads_;
 };
 

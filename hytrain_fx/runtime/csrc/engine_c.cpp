@@ -108,6 +108,9 @@ int hytrain_set_delay(Engine* engine, int stage, double mean_us) {
 int hytrain_fail_next_update(Engine* engine, int row) {
   return guarded([&] { engine->fail_next_update(row); });
 }
+int hytrain_fail_next_copy(Engine* engine, int row) {
+  return guarded([&] { engine->fail_next_copy(row); });
+}
 int hytrain_record(Engine* engine, int on) {
   return guarded([&] { engine->record(on != 0); });
 }

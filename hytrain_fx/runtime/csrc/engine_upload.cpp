@@ -95,6 +95,7 @@ Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std
   const bool recording = recording_;
   lock.unlock();
   sleep_us(reload_delay_us_);
+  if (fail_copy_row_ == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
   EventPtr before = recording ? device_->record(Lane::H2D) : nullptr;
   device_->copy(Lane::H2D, offset(row.spec.weight, chunk.begin * size), offset(source, chunk.begin * size), bytes);
   EventPtr after = device_->record(Lane::H2D);

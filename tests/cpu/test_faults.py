@@ -1,0 +1,249 @@
+"""Faults of the machine and of the surroundings: each ends in an error that says what to do, or in nothing lost; none in a hang.
+
+Elsewhere: workers that fail and second compiles (test_errors), exits, copies, DataLoader workers, Ctrl-C (test_process_end), builds
+(test_build), interrupted forwards (test_transaction), gradients that are not finite (test_engine).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import mmap
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hytrain_fx
+from hytrain_fx import errors
+from hytrain_fx.api import session_of
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.optimizer import OffloadedOptimizer
+from hytrain_fx.runtime.native_engine import NativeEngine
+
+from .loops import HYPER, assert_same, plain_loop, weights
+from .models import Batches, mlp
+from .test_placements import plan_of
+from .test_process_end import START, run
+
+Trained = tuple[Any, OffloadedOptimizer, Batches]
+
+
+@pytest.fixture
+def trained() -> Iterator[Trained]:
+    """A model after one step, all states on the host."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any
+    model, batches = mlp()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), k=0, timeout_s=20.0)
+    plain_loop(1)(model, optimizer, batches)
+    yield model, optimizer, batches
+    with contextlib.suppress(errors.HytrainError):  # failed on purpose
+        hytrain_fx.close(model)
+
+
+# ---- host memory ----
+
+
+def test_memory_that_the_system_refuses_is_a_host_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mmap that fails though the budget allowed it says so with its size; the model stays plain and compiles later."""
+    torch._dynamo.reset()
+    model, batches = mlp()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **HYPER)
+    real = mmap.mmap
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(errors.HostMemoryError, match=r"Cannot allocate memory.*gpu_states"):
+        hytrain_fx.compile(model, optimizer, k=0)
+    monkeypatch.setattr(mmap, "mmap", real)
+    plain_loop(1)(model, optimizer, batches)
+    _, optimizer = hytrain_fx.compile(model, optimizer, k=0)
+    plain_loop(1)(model, optimizer, batches)
+    hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("place", [Placement.CPU, Placement.STREAM])
+def test_memory_that_runs_out_in_a_move_loses_no_state(place: Placement, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that come to a host without room stay where they were; training goes on from there, bit for bit."""
+    model, optimizer, batches = trained
+    session = session_of(model)
+    session.place(plan_of(session, [Placement.GPU]))
+    before, expected_model = optimizer.state_dict(), copy.deepcopy(model)
+    real = mmap.mmap
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(errors.HostMemoryError):
+        session.place(plan_of(session, [place, Placement.GPU]))
+    monkeypatch.setattr(mmap, "mmap", real)
+    after = optimizer.state_dict()
+    for number, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, after["state"][number][name]), (number, name)
+    reference = torch.optim.AdamW(expected_model.parameters(), **HYPER)
+    _, reference = hytrain_fx.compile(expected_model, reference, k=0)  # type: ignore[assignment]
+    reference.load_state_dict(before)
+    assert plain_loop(3)(model, optimizer, batches) == plain_loop(3)(expected_model, reference, batches)
+    assert_same(weights(model), weights(expected_model))
+    hytrain_fx.close(expected_model)
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("gate", ["forward", "read", "state_dict"])
+def test_a_copy_to_the_device_that_fails_raises_at_the_next_gate(gate: str, trained: Trained) -> None:
+    """As a worker that fails: the error names the copy and the parameter, and nothing hangs."""
+    model, optimizer, batches = trained
+    engine = session_of(model).engine
+    assert isinstance(engine, NativeEngine)
+    model(*batches[0]).backward()
+    engine.fail_next_copy(0)
+    optimizer.step()
+    gates = {"forward": lambda: model(*batches[0]), "read": lambda: model.first.weight.sum(), "state_dict": optimizer.state_dict}
+    with pytest.raises(errors.EngineError, match=r"copy to the device.*injected failure in row 0 \(first\.weight\)"):
+        gates[gate]()
+
+
+def test_a_copy_to_the_host_that_fails_is_the_backwards_error(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backward() raises it; the committed weights are whole, and after zero_grad() training goes on as if that backward had not been."""
+    model, optimizer, batches = trained
+    before, engine = weights(model), session_of(model).engine
+    other = copy.deepcopy(model)
+    saved = optimizer.state_dict()
+
+    def fail(rows: Any, grads: Any) -> None:
+        raise errors.EngineError("copy to the host: CUDA error 700 (an illegal memory access was encountered)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "grad_offload", fail)
+        loss = model(*batches[0])
+        with pytest.raises(errors.EngineError, match="CUDA error 700"):
+            loss.backward()
+    assert_same(weights(model), before)
+    optimizer.zero_grad()
+    _, fresh = hytrain_fx.compile(other, torch.optim.AdamW(other.parameters(), **HYPER), k=0)
+    fresh.load_state_dict(saved)
+    assert plain_loop(3)(model, optimizer, batches) == plain_loop(3)(other, fresh, batches)
+    assert_same(weights(model), weights(other))
+    hytrain_fx.close(other)
+
+
+# ---- surroundings ----
+
+
+def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the version found and the one needed; an untried version says to run the tests."""
+    model, _ = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(errors.UnsupportedError, match=r"2\.9\.1.*2\.11"):
+        hytrain_fx.compile(model, optimizer)
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    with pytest.warns(UserWarning, match=r"2\.14\.0.*scripts/test"):
+        hytrain_fx.compile(model, optimizer)
+    hytrain_fx.close(model)
+
+
+def test_without_a_compiler_the_torch_engine_trains_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """engine="auto" warns with what to install; engine="native" is an error that says the same."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("HYTRAIN_FX_CACHE", str(tmp_path))
+    torch._dynamo.reset()
+    model: Any
+    model, batches = mlp()
+    with pytest.raises(errors.EngineError, match="Install g"):
+        hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), engine="native")
+    with pytest.warns(UserWarning, match="slower torch engine.*Install g"):
+        _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+    monkeypatch.delenv("CXX")  # Inductor's own
+    plain_loop(2)(model, optimizer, batches)
+    assert session_of(model).engine.name == "torch"
+    hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_a_copied_or_pickled_optimizer_is_refused(how: Any, trained: Trained) -> None:
+    """The states belong to a running engine: the error says to take state_dict()."""
+    with pytest.raises(errors.UnsupportedError, match="state_dict"):
+        how(trained[1])
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engine: str) -> None:
+    """What the child reads are the committed weights, at once; a step in it is an error that says what to do, and the parent trains on."""
+    out = run(f"""
+        from hytrain_fx.runtime.engine import Stage
+        model, optimizer = hytrain_fx.compile(*make(), k=0, engine="{engine}", timeout_s=60.0)
+        train(model, optimizer)
+        session_of(model).engine.set_delay(Stage.CPU_UPDATE, 200000)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            seen = [float(p.detach().sum()) for p in model.parameters()]
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(float(model(torch.ones(2, 4)).sum()))
+            try:
+                train(model, optimizer, 1)
+            except hytrain_fx.errors.EngineError as error:
+                seen.append(str(error))
+            os.write(writing, repr(seen).encode())
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        seen = eval(os.read(reading, 10000).decode())
+        assert seen[:-2] == [float(p.detach().sum()) for p in model.parameters()]
+        optimizer.zero_grad()
+        with torch.no_grad():
+            assert seen[-2] == float(model(torch.ones(2, 4)).sum())
+        print(seen[-1])
+        train(model, optimizer)
+    """)
+    assert "forked" in out
+    assert "spawn" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_process_leaves_its_checkpoint_and_nothing_else(number: signal.Signals, tmp_path: Path) -> None:
+    """Killed with updates in flight, it ends at once; what it had saved after a step holds that step's weights and states, whole."""
+    path = tmp_path / "checkpoint.pt"
+    script = START + f"""
+from hytrain_fx.runtime.engine import Stage
+model, optimizer = hytrain_fx.compile(*make(), k=0)
+train(model, optimizer, 3)
+session_of(model).engine.set_delay(Stage.CPU_UPDATE, 50000)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+torch.save((model.state_dict(), optimizer.state_dict()), {str(path)!r})
+print("saved", flush=True)
+train(model, optimizer, 100000)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "saved\n"
+        time.sleep(0.2)
+        child.send_signal(number)
+        assert child.wait(timeout=30) == -number
+    model_state, optimizer_state = torch.load(path, weights_only=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    model.load_state_dict(model_state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.load_state_dict(optimizer_state)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg_sq"].shape == parameter.shape
