@@ -4,6 +4,9 @@
     address    `p.data = other`, `model.to(...)`, `vector_to_parameters`
     touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no counter, and comparing is cheap there
 
+Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it is
+brought home before eager code gets at it, and in every step from then on, while what was got then may still be written to (`watch`).
+
 Not noticed: a write on a GPU through a raw pointer or a DLPack alias, and one through an alias from before `compile`.
 """
 
@@ -21,6 +24,7 @@ from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.torch_private import property_reader, without_torch_function
 
+WATCHED_STEPS: Final = 16  # after eager code has last reached a weight
 _dtype_of: Final = property_reader("dtype")
 _version_of: Final = property_reader("_version")
 
@@ -55,6 +59,33 @@ class OutsideWrites:
             self._memory = self._memory_now()
             self._moved: set[int] = set()  # rows in other memory, whose masters may be of what the old one held
             self._versions = list(map(_version_of, table.parameters))
+        self._watched: dict[int, int] = {}  # steps since eager code has reached them, by row
+
+    def watch(self, rows: Collection[int]) -> None:
+        """Eager code is about to reach these weights; none of them is in flight.
+
+        One that was written since by an alias older than the watch becomes its master as a whole.
+        """
+        with torch.no_grad(), without_torch_function():
+            for row in rows:
+                if row not in self._watched:
+                    if not self._is_ours(row):
+                        self._engine.drain([row])
+                        self._states.follow_weight(row)
+                    self._states.keep_weight(row, True)
+                self._watched[row] = 0
+
+    def end_step(self) -> None:
+        """Stop watching what eager code has not reached for some steps."""
+        for row in [row for row, steps in self._watched.items() if steps == WATCHED_STEPS]:
+            del self._watched[row]
+            self._states.keep_weight(row, False)
+        for row in self._watched:
+            self._watched[row] += 1
+
+    def _is_ours(self, row: int) -> bool:
+        parameter = self._table.parameters[row]
+        return parameter._version == self._versions[row] and parameter.data_ptr() == self._memory[0][row]
 
     def follow_memory(self) -> set[int]:
         """Use the memory that parameters have now; the rows whose memory is another one. About 0.2 us a parameter.

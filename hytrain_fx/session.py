@@ -200,6 +200,7 @@ class Session:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
         self.engine.wait(self._all_rows)
         self.nodes.let_go_of_all()
+        self._writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
 
     def leave_forward(self) -> None:
@@ -260,6 +261,7 @@ class Session:
             self.nodes.consumed.update([item.row for item in items if item.grad is None])
             increment_versions([self.table.parameters[row] for row in rows])
             self._writes.note(rows)
+            self._writes.end_step()
         self.touched.clear()
         self.nodes.parts.used_eagerly.intersection_update(self.eager_rows)
         self._guard_all()
@@ -306,6 +308,7 @@ class Session:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
         row = self.table.row_of[id(parameter)]
         self.engine.drain([row])
+        self._writes.watch([row])
         self.touched.add(row)
         if torch.is_grad_enabled():
             self.nodes.parts.used_eagerly.add(row)
@@ -320,7 +323,7 @@ class Session:
         if wanted != self.states.placement:
             self.resources.announce(wanted)
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
-            with self._clock.phase(Phase.MOVE):
+            with self._clock.phase(Phase.MOVE), without_torch_function():
                 self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
 
     def probe_device_update_us_per_param(self) -> float:

@@ -84,16 +84,16 @@ def step_jobs(profile: Profile, plan: Plan, discipline: Discipline) -> StepJobs:
     jobs = [piece for pieces in (*backward.values(), *forward.values()) for piece in pieces]
     for before, after in itertools.pairwise(jobs):
         after.after(before)
-    last_backward = backward[0][-1]
+    last_backward, commit = backward[0][-1], _commit(jobs, backward, profile.commit_us, discipline)
     stages: dict[TaskKind, list[Job]] = {kind: [] for kind in TaskKind}
     for row in plan.rows:
         unit, gradient = profile.units[row.unit], backward[row.unit][-1]
         due = forward[0 if discipline.barrier != "none" else row.unit][0]
         if row.placement == Placement.STREAM:
-            jobs += _streamed(unit, row, chunk_params, gradient, last_backward, due, discipline)
+            jobs += _streamed(unit, row, chunk_params, gradient, commit, due, discipline)
             continue
         for chain in _chains(unit, row, whole_chunk):
-            _gate(chain, gradient, last_backward, discipline)
+            _gate(chain, gradient, last_backward, commit, discipline)
             due.after(chain[-1])
             jobs += chain
             for job in chain:
@@ -101,6 +101,15 @@ def step_jobs(profile: Profile, plan: Plan, discipline: Discipline) -> StepJobs:
     if discipline.barrier == "zero_offload":
         jobs += _fences(stages)
     return StepJobs(jobs, slots)
+
+
+def _commit(jobs: list[Job], backward: dict[int, list[Job]], commit_us: float, discipline: Discipline) -> Job | None:
+    """The piece of the backward with whose end the step is committed; None where that is before anything could be updated."""
+    pieces = jobs[: sum(map(len, backward.values()))]
+    if discipline.commit_at == "backward_end":
+        return pieces[-1]
+    ends_us = itertools.accumulate(piece.us for piece in pieces)
+    return next((piece for piece, end_us in zip(pieces, ends_us, strict=True) if end_us >= commit_us), pieces[-1]) if commit_us else None
 
 
 def _staging(streamed: list[PlanRow], discipline: Discipline) -> tuple[int, int]:
@@ -126,7 +135,7 @@ def _pieces(kind: TaskKind, unit: UnitProfile, us: float, piece_us: float | None
 
 
 def _streamed(
-    unit: UnitProfile, row: PlanRow, chunk_params: int, gradient: Job, last_backward: Job, due: Job, discipline: Discipline
+    unit: UnitProfile, row: PlanRow, chunk_params: int, gradient: Job, commit: Job | None, due: Job, discipline: Discipline
 ) -> Iterator[Job]:
     if not unit.can_stream:
         raise PlanError(f"unit {unit.index} ({unit.name}) has a streamed share, but its profile has no times for streaming "
@@ -145,8 +154,8 @@ def _streamed(
         update.after(load, gradient)
         store.after(update)
         due.after(update)
-        if discipline.commit_at == "backward_end":  # the engine loads states of committed rows only
-            load.after(last_backward)
+        if commit is not None:  # the engine loads states of committed rows only
+            load.after(commit)
         yield from (load, update, store)
 
 
@@ -164,12 +173,12 @@ def _chains(unit: UnitProfile, row: PlanRow, chunk_params: int | None) -> Iterat
         yield chain
 
 
-def _gate(chain: list[Job], gradient: Job, last_backward: Job, discipline: Discipline) -> None:
-    """When a chunk may start: its gradient for the copy out, `commit_at` for the update."""
+def _gate(chain: list[Job], gradient: Job, last_backward: Job, commit: Job | None, discipline: Discipline) -> None:
+    """When a chunk may start: its gradient for the copy out, the commit for the update."""
     first, update = chain[0], chain[1] if len(chain) > 1 else chain[0]
     first.after(last_backward if discipline.barrier == "zero_offload" else gradient)
-    if discipline.commit_at == "backward_end" and discipline.barrier != "zero_offload":
-        update.after(last_backward)
+    if commit is not None and discipline.barrier != "zero_offload":
+        update.after(commit)
 
 
 def _fences(stages: dict[TaskKind, list[Job]]) -> list[Job]:

@@ -5,7 +5,9 @@ updates in order of layer keep every deadline iff each prefix of layers fits the
 first k layers on the device (A_k = their update time there) the step takes
 
     T(k) = t_f + t_b + max( A_k, max_{m >= k, q} [ cost_q(k..m) - W_q(m) ] )        q in {cpu, d2h, h2d}
-    W(m) = sum_{j<m} (forward_j + backward_j)     or sum_{j<m} forward_j when updates start after the backward
+    W(m) = sum_{j<m} forward_j + min( sum_{j<m} backward_j, t_b - t_c )
+
+where t_c is the time from the begin of the backward to the commit, before which no update begins (t_b when it comes at the end).
 
 W_q is W less the time one chunk spends in the other two stages (copy out, update, copy back are a pipeline).
 
@@ -110,10 +112,13 @@ class Windows:
         return list(accumulate(self.gpu_us, initial=0.0))
 
 
-def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], *, updates_in_backward: bool) -> tuple[float, ...]:
-    """W(m) for every unit: what the device computes between the gradient of unit m and its next use, less the common t_b."""
-    lengths = [f + b * updates_in_backward for f, b in zip(forward_us, backward_us, strict=True)]
-    return tuple(accumulate(lengths[:-1], initial=0.0))
+def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], commit_us: float = 0.0) -> tuple[float, ...]:
+    """W(m) for every unit: what the device computes between its gradient, or the commit where that is later, and its next use, less the
+    common t_b.
+    """
+    left_us = max(sum(backward_us) - commit_us, 0.0)
+    forward, backward = (accumulate(us[:-1], initial=0.0) for us in (forward_us, backward_us))
+    return tuple(f + min(b, left_us) for f, b in zip(forward, backward, strict=True))
 
 
 def windows_of(
@@ -125,9 +130,10 @@ def windows_of(
     """
     units = profile.units
     forward, backward = [0.0 if one_barrier else u.forward_us for u in units], [u.backward_us for u in units]
-    lengths = {"cpu": window_lengths(forward, backward, updates_in_backward=updates_in_backward)}
+    commit_us = profile.commit_us if updates_in_backward else sum(backward)
+    lengths = {"cpu": window_lengths(forward, backward, commit_us)}
     lengths["h2d"] = lengths["cpu"]
-    lengths["d2h"] = window_lengths(forward, backward, updates_in_backward=True)
+    lengths["d2h"] = window_lengths(forward, backward)
     costs = {"d2h": tuple(u.d2h_us for u in units),
              "cpu": tuple(guard * u.cpu_update_us for u in units),
              "h2d": tuple(u.h2d_us for u in units)}

@@ -218,6 +218,9 @@ class NativeEngine:
         self._states[row] = states
         self._call("place_streamed", row, byref(_host_states(states)))
 
+    def send_weight(self, row: int, on: bool) -> None:
+        self._call("send_weight", row, int(on))
+
     def _require_staging(self, needed: tuple[int, int, int]) -> None:
         """Staging slots of at least that shape; replaced only while no row is in flight."""
         present = (0, 0, 0) if self._staging is None else tuple(self._staging.shape)

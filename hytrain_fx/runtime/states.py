@@ -64,13 +64,15 @@ class StateStore:
         self._slot_rows: dict[int, tuple[int, ...]] = {}  # by unit: the rows that have slots
         self._slot_slabs: dict[int, HostSlab] = {}  # by unit
         self._unit_of = tuple(unit_of)
+        self._kept: set[int] = set()  # rows whose masters have their half that is the weight at home, wherever they are updated
         self.placement: list[Placement] = [Placement.CPU] * len(self._weights)
 
     def __getitem__(self, row: int) -> RowStates:
         return self._states[row]
 
     def whole(self, row: int) -> RowStates:
-        """The states with the master as one fp32 tensor: for reading, copies in part."""
+        """The states with the master as one fp32 tensor: for reading, copies in part. The weight must be as the last update left it."""
+        self._bring_weight_home(row)
         return whole_states(self._states[row], self._weights[row].device)
 
     def write(self, row: int, values: RowStates) -> None:
@@ -112,6 +114,8 @@ class StateStore:
         rows = [row for row in rows if self.placement[row] is not place]
         if not rows:
             return
+        for row in rows:
+            self._bring_weight_home(row)
         before = {row: self._states[row] for row in rows if place is Placement.GPU or self.placement[row] is Placement.GPU}
         if place is not Placement.GPU:
             new_slots = sum(map(self._slot_bytes, rows)) if place is Placement.CPU else 0
@@ -128,10 +132,30 @@ class StateStore:
             for row in rows:
                 self._slabs.pop(row)  # the last row of a slab frees it
 
+    def keep_weight(self, row: int, on: bool) -> None:
+        """Whether to know, wherever the row is updated, the weight that the last update left. It must be there still when this begins."""
+        if on and row not in self._kept:
+            self._bring_weight_home(row)
+            self._kept.add(row)
+        elif not on:
+            self._kept.discard(row)
+        if self._engine.can_stream:
+            self._engine.send_weight(row, on)
+
+    def _leaves_weight(self, row: int) -> bool:
+        """Whether the half of the master that is the weight is on the device alone: 2 bytes a parameter less on the way to the host."""
+        return self.placement[row] is Placement.STREAM and self._states[row].low is not None and row not in self._kept
+
+    def _bring_weight_home(self, row: int) -> None:
+        if self._leaves_weight(row):
+            self._states[row].master.copy_(flat_memory(self._weights[row]))
+
     def follow_weight(self, row: int) -> None:
-        """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits."""
+        """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits,
+        where what the last update left is known.
+        """
         weight, states = flat_memory(self._weights[row]), self._states[row]
-        if weight.dtype == torch.float32:
+        if weight.dtype == torch.float32 or self._leaves_weight(row):
             self._load_master(row)
             return
         for begin in range(0, weight.numel(), CHUNK_PARAMS):

@@ -125,6 +125,9 @@ class TorchEngine:
     def place_streamed(self, row: int, states: RowStates) -> None:
         raise EngineError(f"the {self.name} engine does not stream optimizer states; use engine='native', or stream=0.0")
 
+    def send_weight(self, row: int, on: bool) -> None:
+        raise EngineError(f"the {self.name} engine does not stream optimizer states")
+
     # ---- called by the nodes of the backward graph ----
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:

@@ -40,6 +40,7 @@ class EngineLoop:
     on_device: frozenset[int] = frozenset()
     streamed: frozenset[int] = frozenset()
     halves: bool = False
+    sends_weight: bool = False  # streamed rows, in halves: the weight goes home in each step
     states: list[RowStates] = field(default_factory=list)  # those on the host rest there; device rows have others
     weights: list[torch.Tensor] = field(default_factory=list)
     reference: list[RowStates] = field(default_factory=list)
@@ -53,6 +54,8 @@ class EngineLoop:
             self.reference.append(host_states(weight))
             self.states.append(host_states(weight, self.halves and self.dtype == torch.bfloat16))
             self.engine.add_row(RowSpec(size, row, weight))
+            if self.sends_weight:
+                self.engine.send_weight(row, True)
             if row in self.on_device:
                 self.engine.place_on_device(row, device_states(weight))
             elif row in self.streamed:
@@ -92,12 +95,18 @@ class EngineLoop:
             state = self.reference[row]
             adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
 
+    def bring_weight_home(self, row: int) -> None:
+        """The half of a drained row's master that is the weight, where it is on the device alone."""
+        if row in self.streamed and not self.sends_weight and self.states[row].low is not None:
+            self.states[row].master.copy_(self.weights[row])
+
     def check(self) -> None:
         """Every weight has the reference's bits."""
         self.engine.drain(range(len(self.sizes)))
         for row, (weight, state) in enumerate(zip(self.weights, self.reference, strict=True)):
             assert torch.equal(weight, state.master.to(self.dtype)), f"row {row} differs"
             if row not in self.on_device:
+                self.bring_weight_home(row)
                 found = whole_states(self.states[row], torch.device("cpu"))
                 assert torch.equal(found.master, state.master), f"the master of row {row} differs"
                 assert torch.equal(found.exp_avg_sq, state.exp_avg_sq), f"exp_avg_sq of row {row} differs"

@@ -42,15 +42,17 @@ def running(workers: int = 2) -> Iterator[NativeEngine]:
     places=st.lists(st.sampled_from("cgs"), min_size=6, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     halves=st.booleans(),
+    sends_weight=st.booleans(),
 )
 def test_any_mixture_of_placements_gives_the_same_bits(
-    sizes: list[int], delays: dict[Stage, int], ahead: list[bool], places: list[str], dtype: torch.dtype, halves: bool
+    sizes: list[int], delays: dict[Stage, int], ahead: list[bool], places: list[str], dtype: torch.dtype, halves: bool,
+    sends_weight: bool,
 ) -> None:
     """Rows on the CPU, on the device and streamed, masters whole or in halves, with any stage slow: weights are the reference's."""
     rows = range(len(sizes))
     on_device, streamed = (frozenset(r for r in rows if places[r] == letter) for letter in "gs")
     with running() as engine:
-        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed, halves)
+        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed, halves, sends_weight)
         for stage, mean_us in delays.items():
             engine.set_delay(stage, mean_us)
         for commit_first in ahead:
@@ -143,11 +145,11 @@ def test_a_commit_without_a_gradient_is_refused_before_anything_changes() -> Non
         assert all(torch.equal(a, b) for a, b in zip(before, loop.weights, strict=True))
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_rows_change_their_place_between_steps(halves: bool) -> None:
+@pytest.mark.parametrize(("halves", "sends_weight"), [(False, False), (True, False), (True, True)])
+def test_rows_change_their_place_between_steps(halves: bool, sends_weight: bool) -> None:
     """Streamed, on the device, on the CPU, in turn, with the states copied: the bits do not notice."""
     with running() as engine:
-        loop = EngineLoop(engine, SIZES, torch.bfloat16, streamed=frozenset(range(4)), halves=halves)
+        loop = EngineLoop(engine, SIZES, torch.bfloat16, streamed=frozenset(range(4)), halves=halves, sends_weight=sends_weight)
         for place in ("device", "cpu", "streamed", "cpu"):
             loop.step()
             loop.check()

@@ -54,6 +54,7 @@ def test_an_update_in_halves_has_the_bits_of_whole_masters(streamed: bool, kind:
                     engine.arm_cpu([row])
                     engine.arm_reload([row])
                     engine.release([row])
+                engine.send_weight(row, step == 2)  # it is home after the last step
                 engine.commit([CommitItem(row, scalars, grad if streamed else None, at_end=True)])
                 engine.drain([row])
             found = whole_states(states, DEVICE)

@@ -116,6 +116,11 @@ void Engine::place_streamed(int row, const HostStates& states) {
   place(row, Place::STREAMED).host = states;
 }
 
+void Engine::send_weight(int row, bool on) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  at(row).sends_weight = on;
+}
+
 // ---- failure, measurement, tests ----
 
 void Engine::guarded(const char* who, void (Engine::*loop)()) {

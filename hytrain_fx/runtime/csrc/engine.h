@@ -134,6 +134,7 @@ class Engine {
   void place_on_device(int row, const DeviceStates& states);
   void set_staging(const StagingMemory& memory);
   void place_streamed(int row, const HostStates& states);  // no slot
+  void send_weight(int row, bool on);  // streamed with masters in halves: whether the half that is the weight goes home in each step
   void set_shadow(const ShadowMemory& memory);             // once
 
   void grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream);
@@ -181,6 +182,7 @@ class Engine {
     DeviceStates device{};
     Phase phase = Phase::IDLE;
     uint64_t generation = 0;
+    bool sends_weight = false;
     bool armed_cpu = false, armed_reload = false, factors_known = true, guessing = false;
     bool skipped = false;         // on the host: what is in flight is left out
     bool bad_guess = false;       // a guessed update met a gradient that is not finite

@@ -56,6 +56,9 @@ int hytrain_set_shadow(Engine* engine, const hytrain_fx::ShadowMemory* memory) {
 int hytrain_guess_counts(Engine* engine, hytrain_fx::GuessCounts* out) {
   return guarded([&] { *out = engine->guess_counts(); });
 }
+int hytrain_send_weight(Engine* engine, int row, int on) {
+  return guarded([&] { engine->send_weight(row, on != 0); });
+}
 int hytrain_place_streamed(Engine* engine, int row, const hytrain_fx::HostStates* states) {
   return guarded([&] { engine->place_streamed(row, *states); });
 }

@@ -136,14 +136,14 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   Row& row = rows_[upload.row];  // its phase is PENDING: nobody else changes what is read here
   const Chunk& chunk = row.chunks[upload.chunk];
   const int chunks = static_cast<int>(row.chunks.size());
+  const HostStates& host = row.host;
   if (++row.streamed == chunks) streaming_.erase({row.spec.unit, upload.row, 0});
-  const bool recording = recording_;
+  const bool recording = recording_, sends_weight = host.low && row.sends_weight;
   const int64_t n = chunk.end - chunk.begin, width = grad_bytes(row);
   struct Array {
     void* home;
     int64_t width;  // bytes of one element
   };
-  const HostStates& host = row.host;
   const std::array<Array, 4> arrays{{host.low ? Array{host.low, 2} : Array{host.master, 4},
                                      {host.exp_avg, 4}, {host.exp_avg_sq, 4}, {host.max_exp_avg_sq, 4}}};
   const std::array<float*, 4>& visit = upload.slot->at;
@@ -174,7 +174,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
     const auto& [home, size] = arrays[a];
     if (home) device_->copy(Lane::STREAM_OUT, offset(home, chunk.begin * size), visit[a], n * size);
   }
-  if (host.low) device_->copy(Lane::STREAM_OUT, offset(host.master, chunk.begin * width), weight, n * width);
+  if (sends_weight) device_->copy(Lane::STREAM_OUT, offset(host.master, chunk.begin * width), weight, n * width);
   EventPtr out = device_->record(Lane::STREAM_OUT);
 
   lock.lock();
