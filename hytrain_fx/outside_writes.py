@@ -4,8 +4,8 @@
     address    `p.data = other`, `model.to(...)`, `vector_to_parameters`
     touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no counter, and comparing is cheap there
 
-Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it is
-brought home before eager code gets at it, and in every step from then on, while what was got then may still be written to (`watch`).
+Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it
+is brought home before eager code gets at it, and in the steps after, while what was got then may still be written to (`watch`).
 
 Not noticed: a write on a GPU through a raw pointer or a DLPack alias, and one through an alias from before `compile`.
 """

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hytrain_fx.balancing import Balancing
+from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.planner import GUARD, Stream, predict, prefix_plan
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.reasons import given_share_reason
@@ -45,6 +47,8 @@ class Planning:
         self._agenda = Agenda(config.replan_every if self._solves else 0, config.warmup_steps, self.steps_to_measure)
         self._ends_us: list[float] = []  # ends of the steps being measured, and of the one before; empty while none is
         self._due = self._renumbered = False
+        self._balancing = Balancing()
+        self._balanced: Plan | None = None  # due before the next forward
         self._guard = GUARD
         self._move_us_per_byte: float | None = None
 
@@ -136,6 +140,9 @@ class Planning:
         if len(self._ends_us) > session.config.warmup_steps and not self._due:
             session.engine.record(False)  # records cost memory: they are on only in steps that are read
             self._due = True
+        if self._balances and not self._ends_us:
+            self._balancing.saw(session.engine.finish_times())
+            self._balanced = self._balancing.better(self.plan, self.units(), session.step_us[-1], done)
 
     def _begin_measuring(self) -> None:
         session = self._session
@@ -147,7 +154,10 @@ class Planning:
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
         session = self._session
-        if not (self._due or self._renumbered) or self.recording or session.nodes.any_in_place():
+        if not (self._due or self._renumbered or self._balanced) or self.recording or session.nodes.any_in_place():
+            return
+        if self._balanced is not None and not self._due:
+            self._put_in_force(self._with_prediction(self._balanced))
             return
         begin_s = time.perf_counter()
         if self._due:
@@ -183,6 +193,8 @@ class Planning:
             self._move_us_per_byte = moved_us / moved
         self.history.append(new)
         session.marks.clear()
+        self._balancing.restart()
+        self._balanced = None
 
     def _take_records(self) -> list[Any]:
         """All records so far; the engine hands them out in batches."""
@@ -220,6 +232,14 @@ class Planning:
         wanted = session.table.device.type == "cuda" if session.config.stream == "auto" else self._given_share > 0
         given = session.config.plan is not None and session.config.plan.numel(Placement.STREAM) > 0
         return session.engine.can_stream and (wanted or given)
+
+    @property
+    def _balances(self) -> bool:
+        """Whether the streamed share follows what running steps show."""
+        return self._solves and self._session.config.stream == "auto" and 0.0 < streamed_share(self.plan) < 1.0
+
+    def _with_prediction(self, plan: Plan) -> Plan:
+        return plan if self.profile is None else replace(plan, predicted=self._predict(self.profile, plan))
 
     def _next_plan(self) -> Plan | None:
         """The plan to put in force now, None where the present one stays."""
@@ -266,7 +286,9 @@ class Planning:
         steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.verdict = judge(predicted["step_us"], new.predicted["step_us"], steps_us, migration_us)
         note = f"{_AGAIN} {session.steps_done} steps: {self.verdict}"
-        if self.verdict.moves and wanted != session.states.placement:
+        # Of two plans that stream beside the same k, running steps know better than any prediction (balancing.py).
+        balanced = self._balances and new.k == self.plan.k and new.numel(Placement.STREAM) > 0
+        if self.verdict.moves and not balanced and wanted != session.states.placement:
             return replace(new, notes=(*new.notes, note))
         share = {"stream_share": self.plan.inputs.get("stream_share", 0.0)}
         notes = (*(text for text in self.plan.notes if not text.startswith(_AGAIN)), note)

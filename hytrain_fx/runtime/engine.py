@@ -137,6 +137,14 @@ class GuessCounts:
     redone: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class FinishTimes:
+    """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind."""
+
+    cpu_us: float = 0.0
+    streamed_us: float = 0.0
+
+
 def engine_error(message: str, names: Sequence[str]) -> EngineError:
     """The error that an engine's message stands for, with the parameters' names beside their rows."""
 
@@ -196,6 +204,7 @@ class Engine(Protocol):
     def record(self, on: bool) -> None: ...
     def take_records(self) -> list[TaskRecord]: ...
     def guess_counts(self) -> GuessCounts: ...
+    def finish_times(self) -> FinishTimes: ...  # of the step before the last commit; zeros where it had not ended by then
     def cpu_update_us(self, row: int) -> float: ...
     def set_delay(self, stage: Stage, mean_us: float) -> None: ...
     def fail_next_update(self, row: int) -> None: ...

@@ -21,6 +21,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import (
     MAX_FACTORS,
     CommitItem,
+    FinishTimes,
     GuessCounts,
     RowSpec,
     RowStates,
@@ -83,6 +84,10 @@ class _CommitItem(Structure):
         ("factors", c_int32 * MAX_FACTORS),
         ("scalars", AdamScalars.CStruct),
     ]
+
+
+class _FinishTimes(Structure):
+    _fields_ = [("cpu_us", c_double), ("streamed_us", c_double)]
 
 
 class _TaskRecord(Structure):
@@ -300,6 +305,11 @@ class NativeEngine:
         out = _GuessCounts()
         self._call("guess_counts", byref(out))
         return GuessCounts(out.commits, out.missed, out.params, out.redone)
+
+    def finish_times(self) -> FinishTimes:
+        out = _FinishTimes()
+        self._call("finish_times", byref(out))
+        return FinishTimes(out.cpu_us, out.streamed_us)
 
     def expect(self, items: Sequence[CommitItem]) -> None:
         packed = (_CommitItem * len(items))()

@@ -20,6 +20,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import (
     CHUNK_PARAMS,
     CommitItem,
+    FinishTimes,
     GuessCounts,
     RowSpec,
     RowStates,
@@ -322,6 +323,9 @@ class TorchEngine:
 
     def guess_counts(self) -> GuessCounts:
         return GuessCounts()  # it waits for the factors
+
+    def finish_times(self) -> FinishTimes:
+        return FinishTimes()  # it streams nothing
 
     def cpu_update_us(self, row: int) -> float:
         with self._locked(failures=False):

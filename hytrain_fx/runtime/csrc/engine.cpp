@@ -15,7 +15,8 @@ Engine::Engine(const EngineOptions& options)
       device_(options.device_ordinal < 0 ? make_cpu_device()
                                          : make_cuda_device(options.device_ordinal, options.adamw_functions, options.gather_function)),
       worker_cores_(options.worker_cores, options.worker_cores ? options.worker_cores + options.workers : nullptr),
-      ring_(options.ring, options.ring_bytes) {
+      ring_(options.ring, options.ring_bytes),
+      running_(options.workers, -1) {
   threads_.emplace_back([this] { guarded("copy to the host", &Engine::land); });
   name_thread(threads_.back(), "hytrain-lander");
   threads_.emplace_back([this] { guarded("copy to the device", &Engine::upload); });
@@ -170,6 +171,24 @@ void Engine::note(int kind, int row, int chunk, int worker, double begin_us, dou
   if (recording_) records_.push_back({kind, row, chunk, worker, begin_us, end_us});
 }
 
+// A worker takes one granule after the other; of one row they make one record.
+void Engine::note_update(int row, int chunk, int worker, double begin_us, double end_us) {
+  constexpr double kPauseUs = 20;
+  if (!recording_) return;
+  int& last = running_[worker];
+  if (last >= 0 && records_[last].row == row && begin_us - records_[last].end_us < kPauseUs) {
+    records_[last].end_us = end_us;
+    return;
+  }
+  last = static_cast<int>(records_.size());
+  note(1, row, chunk, worker, begin_us, end_us);
+}
+
+FinishTimes Engine::finish_times() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_finish_;
+}
+
 void Engine::record(bool on) {
   std::lock_guard<std::mutex> lock(mutex_);
   recording_ = on;
@@ -189,6 +208,7 @@ int Engine::take_records(TaskRecord* out, int capacity) {
   const int n = std::min<int>(capacity, static_cast<int>(records_.size()));
   std::copy(records_.begin(), records_.begin() + n, out);
   records_.erase(records_.begin(), records_.begin() + n);
+  std::fill(running_.begin(), running_.end(), -1);
   return n;
 }
 

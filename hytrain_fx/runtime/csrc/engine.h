@@ -83,6 +83,11 @@ struct GuessCounts {  // of parameters updated before their gradients' factors w
   int64_t redone;     // of params
 };
 
+struct FinishTimes {  // of the last step whose updates have all ended, from its commit; 0 where there were none of the kind
+  double cpu_us;       // the last update by the CPU
+  double streamed_us;  // the last streamed update is on its way
+};
+
 struct DeviceStates {
   float* master;  // the weight itself for fp32 rows
   float* exp_avg;
@@ -160,6 +165,7 @@ class Engine {
   void record(bool on);
   int take_records(TaskRecord* out, int capacity);
   GuessCounts guess_counts();
+  FinishTimes finish_times();
   double cpu_update_us(int row);  // of the last finished update: workers' time over their number
 
  private:
@@ -297,6 +303,7 @@ class Engine {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
   }
   void note(int kind, int row, int chunk, int worker, double begin_us, double end_us);
+  void note_update(int row, int chunk, int worker, double begin_us, double end_us);
 
   EngineOptions options_;
   std::unique_ptr<Device> device_;
@@ -320,6 +327,9 @@ class Engine {
   bool stop_ = false, recording_ = false;
   std::string failure_;
   std::vector<TaskRecord> records_;
+  std::vector<int> running_;  // by worker: its last record, -1 for none
+  double commit_us_ = 0;      // of the last commit
+  FinishTimes finish_{}, last_finish_{};  // of the last commit, as far as it has come; of the one before
   std::vector<LaneRecord> lane_records_;
   std::atomic<double> worker_delay_us_{0}, lander_delay_us_{0}, reload_delay_us_{0};
   std::atomic<int> fail_row_{-1}, fail_copy_row_{-1};

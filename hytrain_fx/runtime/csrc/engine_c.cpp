@@ -53,6 +53,9 @@ int hytrain_set_staging(Engine* engine, const hytrain_fx::StagingMemory* memory)
 int hytrain_set_shadow(Engine* engine, const hytrain_fx::ShadowMemory* memory) {
   return guarded([&] { engine->set_shadow(*memory); });
 }
+int hytrain_finish_times(Engine* engine, hytrain_fx::FinishTimes* out) {
+  return guarded([&] { *out = engine->finish_times(); });
+}
 int hytrain_guess_counts(Engine* engine, hytrain_fx::GuessCounts* out) {
   return guarded([&] { *out = engine->guess_counts(); });
 }

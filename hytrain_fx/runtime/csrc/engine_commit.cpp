@@ -20,6 +20,9 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   float* const slots = half_of(commits_);
   const float* const skip_at = skip < 0 ? nullptr : static_cast<const float*>(factors[skip]);
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
+  last_finish_ = ready_.empty() && updated_.empty() && streaming_.empty() ? finish_ : FinishTimes{};
+  finish_ = {};
+  commit_us_ = device_->now_us();
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
     if (!factors[i]) continue;

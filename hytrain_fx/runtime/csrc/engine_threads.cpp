@@ -80,7 +80,7 @@ void Engine::work(int index) {
     const double end_us = device_->now_us();
     lock.lock();
     row.busy_us += (end_us - begin_us) / options_.workers;
-    note(1, key[1], key[2], index, begin_us, end_us);
+    note_update(key[1], key[2], index, begin_us, end_us);
     if (!finite && row.factors_known && !row.skipped) throw std::runtime_error(nonfinite_message(key[1]));
     row.bad_guess |= !finite;
     ++chunk.finished;
@@ -127,6 +127,7 @@ void Engine::finish_task(const Key& key) {
   chunk.shadows.clear();
   if (row.skipped) return chunk_left_out(row);
   updated_.insert(key);
+  finish_.cpu_us = device_->now_us() - commit_us_;
   upload_cv_.notify_one();
 }
 

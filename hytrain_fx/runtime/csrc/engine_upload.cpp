@@ -185,6 +185,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
     lane_records_.push_back({7, upload.row, upload.chunk, out_begin, out});
   }
   row.weight = updated;
+  finish_.streamed_us = device_->now_us() - commit_us_;
   if (++row.issued == chunks) {
     row.stored = out;
     issued_cv_.notify_all();

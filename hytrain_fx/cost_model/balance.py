@@ -1,0 +1,104 @@
+"""CPU and streamed updates that end together: the streamed share, moved by what running steps show.
+
+Both kinds of update work without a pause from the commit on, so a step is shortest where neither ends before the other. How fast each is
+beside the other no profile of single stages tells (they share host memory and the link), but when each ended is seen in every step:
+
+    y' = y + (t_cpu - t_streamed) / (t_cpu / (1 - y) + t_streamed / y)
+
+is where both would end together at the rates that they had. y is the streamed share of the parameters that rest on the host.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.task_graph import Unit
+
+_TOLERANCE = 0.03  # of the step: ends that lie so near are left alone
+_DAMPING = 0.7  # of the way: rates change with the share
+_SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: smaller ones stay (norms, biases)
+
+
+def streamed_share(plan: Plan) -> float:
+    """The streamed share of the parameters whose states rest on the host; 0 where there are none."""
+    streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
+    return streamed / (streamed + by_cpu) if streamed else 0.0
+
+
+def balanced_share(share: float, ends_us: Sequence[tuple[float, float]], step_us: float) -> float | None:
+    """The share under which both kinds of update end together, None where they do already.
+
+    share     the share 0 < y < 1 of the steps that were seen
+    ends_us   of each step: when its last CPU update and its last streamed update ended, from the commit on
+    step_us   length of a step
+    """
+    cpu_us, streamed_us = _medians(ends_us)
+    late_us = cpu_us - streamed_us
+    if abs(late_us) <= _TOLERANCE * step_us:
+        return None
+    change = late_us / (cpu_us / (1 - share) + streamed_us / share)
+    return min(max(share + _DAMPING * change, 0.0), 1.0)
+
+
+def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
+    """The plan with few whole parameters moved between CPU and STREAM, so that of every prefix of units about `share` is streamed.
+
+    units   with the sizes of their parameters, in forward order
+    why     the reason of the rows that are moved
+    """
+    rows: list[PlanRow] = []
+    missing = 0.0  # parameters that should be streamed among the units so far and are not
+    for unit in units:
+        pieces = _pieces(plan, unit)
+        hosted = [i for i, piece in enumerate(pieces) if piece.placement is not Placement.GPU]
+        missing += share * sum(pieces[i].numel for i in hosted) - sum(p.numel for p in pieces if p.placement is Placement.STREAM)
+        while (i := _nearest(pieces, missing)) is not None:
+            streams = missing > 0
+            missing -= pieces[i].numel if streams else -pieces[i].numel
+            pieces[i] = replace(pieces[i], placement=Placement.STREAM if streams else Placement.CPU, reason=why)
+        rows += _joined(pieces)
+    return replace(plan, rows=tuple(rows), inputs={**plan.inputs, "stream_share": share}, predicted={})
+
+
+def balance_reason(ends_us: Sequence[tuple[float, float]], steps_done: int) -> str:
+    """What was seen, for rows that move."""
+    cpu_us, streamed_us = _medians(ends_us)
+    return f"after {steps_done} steps CPU updates ended {time_text(cpu_us)} after the commit, streamed ones {time_text(streamed_us)}"
+
+
+def _medians(ends_us: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.median(cpu_us for cpu_us, _ in ends_us), statistics.median(streamed_us for _, streamed_us in ends_us)
+
+
+def _pieces(plan: Plan, unit: Unit) -> list[PlanRow]:
+    """One row for each parameter of the unit."""
+    shares, pieces, at = plan.shares(unit.index), [], 0
+    for numel in unit.param_numels or (unit.params,):
+        holder = next(row for row in shares if row.begin <= at < row.end)
+        pieces.append(replace(holder, begin=at, end=at + numel))
+        at += numel
+    return pieces
+
+
+def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
+    """The parameter whose move brings the streamed part nearest to what is wanted; None where none brings it nearer."""
+    source = Placement.CPU if missing > 0 else Placement.STREAM
+    least = _SMALL_SHARE * max(piece.numel for piece in pieces)
+    large = [i for i, piece in enumerate(pieces) if piece.placement is source and piece.numel >= least]
+    best = min(large, key=lambda i: abs(abs(missing) - pieces[i].numel), default=None)
+    return best if best is not None and abs(abs(missing) - pieces[best].numel) < abs(missing) else None
+
+
+def _joined(pieces: Sequence[PlanRow]) -> list[PlanRow]:
+    """Neighbours of one placement and one reason as one row."""
+    rows: list[PlanRow] = []
+    for piece in pieces:
+        if rows and (rows[-1].placement, rows[-1].reason) == (piece.placement, piece.reason):
+            rows[-1] = replace(rows[-1], end=piece.end)
+        else:
+            rows.append(piece)
+    return rows

@@ -1,0 +1,89 @@
+"""The streamed share that running steps ask for."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from hytrain_fx.cost_model.balance import balance_reason, balanced_share, streamed_share, with_share
+from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.ir.plan import Placement, Plan, validate
+from hytrain_fx.ir.task_graph import Unit
+
+SIZES = st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=6), min_size=1, max_size=8)
+SHARE = st.floats(0.01, 0.99)
+
+
+def units_of(sizes: list[list[int]]) -> list[Unit]:
+    return [Unit(i, f"layers.{i}", sum(of), tuple(f"p{i}.{j}" for j in range(len(of))), 2 * sum(of), param_numels=tuple(of))
+            for i, of in enumerate(sizes)]
+
+
+def made(units: list[Unit], k: int, share: float) -> Plan:
+    return prefix_plan(units, k, source="windowed", reason=lambda unit: "before", share=share, streamed_reason=lambda unit: "before")
+
+
+@given(cpu_rate=st.floats(0.1, 10), stream_rate=st.floats(0.1, 10), slows=st.floats(0, 0.5), share=st.floats(0.05, 0.95))
+def test_rounds_lead_to_updates_that_end_together(cpu_rate: float, stream_rate: float, slows: float, share: float) -> None:
+    """With rates that the machine does not tell, and that fall as both run at once, a few rounds bring both ends within 3% of the step."""
+
+    def ends_us(share: float) -> tuple[float, float]:
+        beside = 1 + slows * min(share, 1 - share)
+        return 1e6 * (1 - share) * beside / cpu_rate, 1e6 * share * beside / stream_rate
+
+    best = stream_rate / (cpu_rate + stream_rate)
+    assume(0.02 < best < 0.98)
+    for _ in range(12):
+        cpu_us, streamed_us = ends_us(share)
+        found = balanced_share(share, [(cpu_us, streamed_us)] * 4, max(cpu_us, streamed_us))
+        if found is None:
+            break
+        assert (found > share) == (best > share), "it goes the right way"
+        assert abs(found - best) < abs(share - best), "and comes nearer"
+        share = min(max(found, 0.01), 0.99)
+    cpu_us, streamed_us = ends_us(share)
+    assert abs(cpu_us - streamed_us) <= 0.03 * max(cpu_us, streamed_us)
+
+
+@given(share=SHARE, odd=st.floats(0, 1e9))
+def test_one_odd_step_moves_nothing(share: float, odd: float) -> None:
+    """Medians are taken: a single step that was held up by something else does not count."""
+    assert balanced_share(share, [(1e5, 1e5), (odd, 1e5), (1e5, 1e5)], 1e5) is None
+
+
+@given(sizes=SIZES, k=st.integers(0, 3), before=SHARE, share=st.floats(0, 1))
+def test_the_new_plan_streams_the_share(sizes: list[list[int]], k: int, before: float, share: float) -> None:
+    """It tiles the units, leaves what is on the device there, and of every prefix streams the share to within one parameter."""
+    units = units_of(sizes)
+    k = min(k, len(units) - 1)
+    old = made(units, k, before)
+    new = with_share(old, units, share, "after")
+    validate(new, units)
+    assert [r for r in new.rows if r.placement is Placement.GPU] == [r for r in old.rows if r.placement is Placement.GPU]
+    hosted = streamed = 0
+    for unit in units[k:]:
+        hosted += unit.params
+        streamed += sum(row.numel for row in new.shares(unit.index) if row.placement is Placement.STREAM)
+        assert abs(streamed - share * hosted) <= max(max(of) for of in sizes)
+
+
+@given(sizes=SIZES, share=SHARE)
+def test_what_is_balanced_stays(sizes: list[list[int]], share: float) -> None:
+    """Asked for the share that it has of each prefix, a plan keeps its rows; moved ones say why."""
+    units = units_of(sizes)
+    old = made(units, 0, share)
+    settled = with_share(old, units, share, "after")
+    again = with_share(settled, units, share, "again")
+    assert again.rows == settled.rows
+    moved = [row for row in settled.rows if row.reason == "after"]
+    assert bool(moved) == (settled.rows != old.rows)
+
+
+def test_a_plan_without_states_on_the_host_streams_nothing() -> None:
+    """The share of nothing is 0."""
+    assert streamed_share(made(units_of([[5], [6]]), 2, 0.5)) == 0.0
+
+
+def test_the_reason_names_both_ends() -> None:
+    """What moved a row can be read from it."""
+    assert balance_reason([(2e5, 1e5)], 12) == "after 12 steps CPU updates ended 200 ms after the commit, streamed ones 100 ms"
