@@ -9,6 +9,7 @@ from torch import nn
 
 from hytrain_fx import explain
 from hytrain_fx.api import session_of
+from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.ir.plan import Placement
 
 
@@ -25,6 +26,7 @@ def about(model: nn.Module) -> dict[str, Any]:
             "share": {str(placement): round(plan.numel(placement) / params, 4) for placement in Placement},
             "predicted": dict(plan.predicted),
             "plans_made": len(explanation.history),
+            "shares_by_plan": [round(streamed_share(plan), 3) for plan in explanation.history],
             "binds": explanation.binds,
             "solve_s": round(session.planning.solve_us / 1e6, 3),
         },
