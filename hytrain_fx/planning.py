@@ -19,7 +19,7 @@ from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError, UnsupportedError
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph
+from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph, streamed_state_bytes
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
@@ -212,7 +212,9 @@ class Planning:
     def stream_us_per_param(self) -> tuple[float, float]:
         """Microseconds per parameter of copying its states to the device and back, both directions busy."""
         to_device, to_host = full_duplex_us_per_byte(self._session.table.device)
-        return self._host_bytes_per_param() * to_device, self._host_bytes_per_param() * to_host
+        units = self.units()
+        nbytes = sum(streamed_state_bytes(unit.params, unit.grad_bytes) for unit in units) / sum(unit.params for unit in units)
+        return nbytes * to_device, nbytes * to_host
 
     @property
     def _solves(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from hytrain_fx.cost_model.measure import StepMarks
+from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import Profile, UnitProfile
@@ -100,7 +100,15 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
         peak_bytes=torch.cuda.max_memory_allocated(measured.device) if cuda else None,
         free_device_bytes=torch.cuda.mem_get_info(measured.device)[0] if cuda else None,
         steps=measured.marks.steps,
+        commit_us=_commit_us(measured) if cuda else 0.0,
     )
+
+
+def _commit_us(measured: Measured) -> float:
+    """From the end of the forward on the device to the end of step() on the launching thread; 0 where it is there before the device."""
+    steps = zip(reversed(measured.marks.finished()), reversed(measured.step_ends_us), strict=False)
+    ends = [(end_us, next((at for kind, _, at in marks if kind is Mark.FORWARD_END), end_us)) for marks, end_us in steps]
+    return max(statistics.median(end_us - forward_us for end_us, forward_us in ends[: len(measured.step_ends_us) - 1]), 0.0)
 
 
 def cpu_steps_us(measured: Measured) -> list[float]:

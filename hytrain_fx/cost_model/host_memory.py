@@ -3,30 +3,28 @@
     bytes a parameter           16-bit parameters                          fp32 parameters
     gradient to the host        2  written by the copy                     4
     update by the CPU           2  gradient read, 24 states read and       4 + 24; the new weight is the master itself
-                                   written, 2 new weight written
+                                   written, the new weight among them
     new weight to the device    2  read by the copy                        4
-    sum                         32                                         36
-    streamed                    12 states read, 12 written: 24             24
+    sum                         30                                         36
+    streamed                    10 states read, 10 written: 20             24
+
+A 16-bit weight is half of its fp32 master (runtime/split_master.py); fp16 parameters, whose masters are whole, move 2 bytes more.
 """
 
 from __future__ import annotations
 
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, TaskKind
-
-MASTER_BYTES = 4  # a gradient as wide as this belongs to a parameter that is its own master: its slot takes no new weight
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, TaskKind, streamed_state_bytes
 
 
 def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
     """What one task of the whole unit reads and writes of host memory."""
-    states = STATE_BYTES_PER_PARAM * unit.params
     if kind in (TaskKind.D2H, TaskKind.H2D):
         return unit.grad_bytes
     if kind in (TaskKind.STREAM_IN, TaskKind.STREAM_OUT):
-        return states
+        return streamed_state_bytes(unit.params, unit.grad_bytes)
     if kind is TaskKind.CPU_UPDATE:
-        weight_out = unit.grad_bytes if unit.grad_bytes < MASTER_BYTES * unit.params else 0
-        return 2 * states + unit.grad_bytes + weight_out
+        return 2 * STATE_BYTES_PER_PARAM * unit.params + unit.grad_bytes
     return 0.0
 
 

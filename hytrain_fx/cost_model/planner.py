@@ -270,7 +270,7 @@ def predict(
         return sum(row.numel / profile.units[row.unit].params * float(getattr(profile.units[row.unit], name))
                    for row in plan.rows if row.placement in places)
 
-    stream_bytes = host_state_bytes_per_param * plan.numel(Placement.STREAM)
+    on_host = plan.numel(Placement.CPU) + plan.numel(Placement.STREAM)
     rate, moved_bytes = bytes_per_us(profile), _host_traffic_bytes(profile, plan)
     return {
         "step_us": schedule.makespan_us,
@@ -284,8 +284,8 @@ def predict(
         "h2d_idle_share": schedule.idle_share(Resource.H2D),
         **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - moved_bytes / rate / schedule.makespan_us)}),
         "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
-        "host_bytes": host_state_bytes_per_param * plan.numel(Placement.CPU) + of("grad_bytes", Placement.CPU) + stream_bytes,
-        "stream_bytes": stream_bytes,
+        "host_bytes": host_state_bytes_per_param * on_host + of("grad_bytes", Placement.CPU),
+        "stream_bytes": of("stream_bytes", Placement.STREAM),
     }
 
 

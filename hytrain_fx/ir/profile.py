@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.task_graph import streamed_state_bytes
 
 TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
 STREAM_TIMES = ("stream_in_us", "stream_out_us")
@@ -56,6 +57,11 @@ class UnitProfile:
                 raise PlanError(f"unit {self.index} ({self.name}) has {name}={value}, expected a finite time >= 0")
 
     @property
+    def stream_bytes(self) -> int:
+        """Bytes of its states that cross the link each way when it is streamed."""
+        return streamed_state_bytes(self.params, self.grad_bytes)
+
+    @property
     def alpha(self) -> float:
         """Device update time over CPU update time; infinite when the CPU's is not measurable."""
         return self.gpu_update_us / self.cpu_update_us if self.cpu_update_us else math.inf
@@ -74,7 +80,8 @@ class Profile:
     `free_device_bytes` what was left then for optimizer states; `steps` counts the steps measured, 0 = estimated.
     `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second, None = not known: then times are taken as they
     are, and only what was measured in place counts what copies and updates take from one another.
-    `commit_us` is how long after the begin of the backward on the device the launching thread reaches `step()`: it launches the backward first.
+    `commit_us` is how long after the begin of the backward on the device the launching thread ends `step()`: it launches the backward
+    first.
     Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not positive.
     """
 

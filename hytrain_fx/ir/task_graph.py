@@ -112,6 +112,14 @@ def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
 UPDATE_BYTES_PER_PARAM = 28
 # fp32 master weight and two fp32 moments.
 STATE_BYTES_PER_PARAM = 12
+MASTER_BYTES_PER_PARAM = 4  # a gradient as wide as this belongs to a parameter that is its own master
+
+
+def streamed_state_bytes(params: int, grad_bytes: int) -> int:
+    """Bytes of states that cross the link each way when so many parameters are streamed: of a 16-bit one, the half of its master that is
+    the weight stays on the device.
+    """
+    return STATE_BYTES_PER_PARAM * params - (grad_bytes if grad_bytes < MASTER_BYTES_PER_PARAM * params else 0)
 
 
 def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
@@ -128,7 +136,7 @@ def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
     gpu = add(TaskKind.GPU_UPDATE, update_bytes)
     h2d = add(TaskKind.H2D, unit.grad_bytes)
     wait = add(TaskKind.WAIT, 0)
-    stream_in = add(TaskKind.STREAM_IN, STATE_BYTES_PER_PARAM * unit.params)
-    stream_out = add(TaskKind.STREAM_OUT, STATE_BYTES_PER_PARAM * unit.params)
+    stream_in = add(TaskKind.STREAM_IN, streamed_state_bytes(unit.params, unit.grad_bytes))
+    stream_out = add(TaskKind.STREAM_OUT, streamed_state_bytes(unit.params, unit.grad_bytes))
     dag.add_edges_from([(backward, d2h), (d2h, cpu), (cpu, h2d), (h2d, wait), (backward, gpu), (gpu, wait)])
     dag.add_edges_from([(stream_in, gpu), (gpu, stream_out)])

@@ -35,12 +35,13 @@ def mixed_plan(profile: Profile, k: int, share: float) -> Plan:
     return prefix_plan(profile.units, min(k, len(profile.units)), source="test", reason=lambda _: "", share=share)
 
 
-@pytest.mark.parametrize(("width", "by_cpu"), [(2, 32), (4, 36)])
-def test_bytes_of_an_update(width: int, by_cpu: int) -> None:
-    """With its copies an update by the CPU moves 32 bytes a 16-bit parameter and 36 an fp32 one, a streamed update 24 of either."""
+@pytest.mark.parametrize(("width", "by_cpu", "streamed"), [(2, 30, 20), (4, 36, 24)])
+def test_bytes_of_an_update(width: int, by_cpu: int, streamed: int) -> None:
+    """With its copies an update by the CPU moves 30 bytes a 16-bit parameter and 36 an fp32 one, a streamed update 20 and 24."""
     u = replace(unit(0, params=10), grad_bytes=10 * width)
     assert cpu_bytes(u) == 10 * by_cpu
-    assert streamed_bytes(u) == 10 * 24
+    assert streamed_bytes(u) == 10 * streamed
+    assert u.stream_bytes == 10 * streamed / 2
     assert all(traffic_bytes(u, kind) == 0 for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.GPU_UPDATE))
 
 
@@ -121,7 +122,7 @@ def test_no_step_moves_more_than_the_memory_gives(profile: Profile, k: int, shar
     """A simulated step takes at least the bytes of its CPU updates and loaded states over the bandwidth."""
     p = mixed_plan(profile, k, share)
     moved = sum(row.numel / profile.units[row.unit].params * (
-        cpu_bytes(profile.units[row.unit]) if row.placement is Placement.CPU else 12 * profile.units[row.unit].params)
+        cpu_bytes(profile.units[row.unit]) if row.placement is Placement.CPU else profile.units[row.unit].stream_bytes)
         for row in p.rows if row.placement is not Placement.GPU)
     timed = all(min(u.cpu_update_us, u.d2h_us, u.h2d_us) > 0 for u in profile.units)  # what takes no time moves nothing
     assert not timed or simulate(with_bandwidth(profile, gb_per_s), p, DISCIPLINE).makespan_us >= moved / (1e3 * gb_per_s) * (1 - 1e-6)
@@ -129,7 +130,7 @@ def test_no_step_moves_more_than_the_memory_gives(profile: Profile, k: int, shar
 
 def test_where_memory_binds_it_is_named() -> None:
     """Updates that the CPU would hide wait for memory: the plan says so, puts units on the device, and tells the bandwidth."""
-    profile = with_bandwidth(uniform(10, forward=10.0, backward=20.0, cpu=5.0), 0.5)  # 32 kB a unit, 64 us
+    profile = with_bandwidth(uniform(10, forward=10.0, backward=20.0, cpu=5.0), 0.5)  # 30 kB a unit, 60 us
     p = plan(profile, discipline=DISCIPLINE)
     assert p.k > plan(with_bandwidth(profile, None), discipline=DISCIPLINE).k
     assert "reads and writes of host memory of units" in p.rows[0].reason
@@ -139,10 +140,10 @@ def test_where_memory_binds_it_is_named() -> None:
 
 
 def test_streaming_gains_what_it_saves_in_bytes() -> None:
-    """Bound by memory alone, streaming all instead of nothing brings the exposed time down to 24/32."""
+    """Bound by memory alone, streaming all instead of nothing brings the exposed time down to 20/30."""
     profile = with_bandwidth(profile_of([unit(0, cpu=0.1, stream=0.1, forward=1e-3, backward=1e-3)]), 0.01)
     windows = windows_of(profile, guard=1.0, chunk_params=100, updates_in_backward=True)
-    assert windows.streaming(1.0).exposed_us(0) / windows.exposed_us(0) == pytest.approx(24 / 32)
+    assert windows.streaming(1.0).exposed_us(0) / windows.exposed_us(0) == pytest.approx(20 / 30)
 
 
 @pytest.mark.parametrize("gb_per_s", [0.0, -1.0, float("nan")])

@@ -61,11 +61,11 @@ def test_units_must_be_numbered_in_order(indices: list[int]) -> None:
 
 
 def test_streamed_states_come_and_go_around_the_device_update() -> None:
-    """States come in without waiting for a gradient, the update follows both, and they go back after it; 12 bytes a parameter each way."""
+    """States come in without waiting for a gradient, the update follows both, and they go back after it; 10 bytes a parameter in 16 bit."""
     dag = build_task_graph(units(2)).dag
     stream_in, update, out = (TaskId(kind, 1) for kind in (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE, TaskKind.STREAM_OUT))
     assert not list(dag.predecessors(stream_in))
     assert set(dag.predecessors(update)) == {stream_in, TaskId(TaskKind.BACKWARD, 1)}
     assert set(dag.predecessors(out)) == {update}
     assert (dag.nodes[stream_in]["resource"], dag.nodes[out]["resource"]) == (Resource.H2D, Resource.D2H)
-    assert dag.nodes[stream_in]["bytes"] == dag.nodes[out]["bytes"] == 12 * 101
+    assert dag.nodes[stream_in]["bytes"] == dag.nodes[out]["bytes"] == 10 * 101
