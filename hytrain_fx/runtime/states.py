@@ -110,7 +110,9 @@ class StateStore:
         self._tell_engine({*rows, *self._arrange_slots(rows)})
 
     def move(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
-        """Move the states of idle rows; their bits do not change. Raises HostMemoryError."""
+        """Move the states of idle rows; their bits do not change. Raises HostMemoryError, and EngineError where memory cannot be pinned;
+        then all are where they were.
+        """
         rows = [row for row in rows if self.placement[row] is not place]
         if not rows:
             return
@@ -120,14 +122,23 @@ class StateStore:
         if place is not Placement.GPU:
             new_slots = sum(map(self._slot_bytes, rows)) if place is Placement.CPU else 0
             require_host_memory(sum(map(self._state_bytes, before)) + new_slots, limit_bytes)
-            self._allocate_host(list(before))
-        for row in rows:
-            self.placement[row] = place
-        for row, states in before.items():
-            if place is Placement.GPU:
-                self._states[row] = self._device_states(row)
-            copy_states(states, self._states[row], self._weights[row].device)
-        self._tell_engine({*rows, *self._arrange_slots(rows)})
+        held = (self.placement[:], self._states.copy(), self._slabs.copy())
+        slots = self._slot_slabs.copy()  # dropped gradients may be on their way there until the engine has been told
+        try:
+            if place is not Placement.GPU:
+                self._allocate_host(list(before))
+            for row in rows:
+                self.placement[row] = place
+            for row, states in before.items():
+                if place is Placement.GPU:
+                    self._states[row] = self._device_states(row)
+                copy_states(states, self._states[row], self._weights[row].device)
+            to_tell = {*rows, *self._arrange_slots(rows)}
+        except BaseException:
+            self.placement[:], self._states, self._slabs = held
+            raise
+        self._tell_engine(to_tell)
+        slots.clear()
         if place is Placement.GPU:
             for row in rows:
                 self._slabs.pop(row)  # the last row of a slab frees it
@@ -225,20 +236,17 @@ class StateStore:
         wanted = {unit: tuple(row for row, of in enumerate(self._unit_of) if of == unit and self.placement[row] is Placement.CPU)
                   for unit in self._by_unit(rows)}
         changed = {unit: of_unit for unit, of_unit in wanted.items() if of_unit != self._slot_rows.get(unit, ())}
+        slabs = {unit: HostSlab(sum(map(self._slot_bytes, of_unit))) for unit, of_unit in changed.items() if of_unit}
+        pin_slabs(list(slabs.values()), self._weights[0].device)  # what may fail comes before anything is changed
         self._slot_rows |= changed
         for row in {*rows} - {row for of_unit in wanted.values() for row in of_unit}:
             self._states[row] = replace(self._states[row], slot=None)
-        slabs: dict[int, HostSlab] = {}
         for unit, of_unit in changed.items():
             self._slot_slabs.pop(unit, None)
-            if not of_unit:
-                continue
-            slab = slabs[unit] = HostSlab(sum(map(self._slot_bytes, of_unit)))
             for row in of_unit:
-                slot = slab.take(self._weights[row].numel(), self._weights[row].dtype)
+                slot = slabs[unit].take(self._weights[row].numel(), self._weights[row].dtype)
                 self._states[row] = replace(self._states[row], slot=slot)
         self._slot_slabs |= slabs
-        pin_slabs(list(slabs.values()), self._weights[0].device)
         return [row for of_unit in changed.values() for row in of_unit]
 
     def _by_unit(self, rows: Iterable[int]) -> dict[int, list[int]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import mmap
 import pickle
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from hytrain_fx import errors
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.optimizer import OffloadedOptimizer
+from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.runtime.native_engine import NativeEngine
 
 from .loops import HYPER, assert_same, plain_loop, weights
@@ -73,17 +76,21 @@ def test_memory_that_the_system_refuses_is_a_host_memory_error(monkeypatch: pyte
     hytrain_fx.close(model)
 
 
-@pytest.mark.parametrize("place", [Placement.CPU, Placement.STREAM])
-def test_memory_that_runs_out_in_a_move_loses_no_state(place: Placement, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "slabs"), [(Placement.CPU, 0), (Placement.CPU, 3), (Placement.STREAM, 1)])
+def test_memory_that_runs_out_in_a_move_loses_no_state(
+    place: Placement, slabs: int, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States that come to a host without room stay where they were; training goes on from there, bit for bit."""
     model, optimizer, batches = trained
     session = session_of(model)
     session.place(plan_of(session, [Placement.GPU]))
     before, expected_model = optimizer.state_dict(), copy.deepcopy(model)
-    real = mmap.mmap
+    real, given = mmap.mmap, iter(range(slabs))
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(12, "Cannot allocate memory")
+        if next(given, None) is None:
+            raise OSError(12, "Cannot allocate memory")
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(errors.HostMemoryError):
@@ -99,6 +106,30 @@ def test_memory_that_runs_out_in_a_move_loses_no_state(place: Placement, trained
     assert plain_loop(3)(model, optimizer, batches) == plain_loop(3)(expected_model, reference, batches)
     assert_same(weights(model), weights(expected_model))
     hytrain_fx.close(expected_model)
+
+
+def test_a_move_keeps_the_memory_that_a_dropped_gradient_goes_to(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab of slots is given back only when the engine knows of the move, and so has waited for copies that were on their way there."""
+    model, optimizer, batches = trained
+    session = session_of(model)
+    session.engine.set_delay(Stage.D2H, 20_000)
+    model(*batches[0]).backward()
+    optimizer.zero_grad()
+    slabs = [weakref.ref(slab) for slab in session.states.slabs]
+    told: list[bool] = []
+    for name in ("place_on_device", "place_streamed", "place_on_host"):
+        place = getattr(session.engine, name)
+
+        def note(row: int, states: Any, place: Any = place) -> None:
+            told.append(all(slab() is not None for slab in slabs))
+            place(row, states)
+
+        monkeypatch.setattr(session.engine, name, note)
+    session.place(plan_of(session, [Placement.STREAM, Placement.CPU]))
+    assert told
+    assert all(told)
+    gc.collect()
+    assert not all(slab() is not None for slab in slabs)
 
 
 # ---- copies ----
