@@ -52,7 +52,7 @@ def train(model, optimizer, steps=3):
 def run(body: str, timeout_s: float = 120.0) -> str:
     """Run a script in a new interpreter and give what it printed. Fails where it does not end well or in time."""
     script = START + textwrap.dedent(body)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}  # torch refuses CUDA in forked children
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout_s, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
