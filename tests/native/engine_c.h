@@ -14,6 +14,8 @@ int hytrain_place_streamed(hytrain_fx::Engine*, int, const hytrain_fx::HostState
 int hytrain_set_staging(hytrain_fx::Engine*, const hytrain_fx::StagingMemory*);
 int hytrain_set_shadow(hytrain_fx::Engine*, const hytrain_fx::ShadowMemory*);
 int hytrain_set_unit(hytrain_fx::Engine*, int, int);
+int hytrain_send_weight(hytrain_fx::Engine*, int, int);
+int hytrain_finish_times(hytrain_fx::Engine*, hytrain_fx::FinishTimes*);
 int hytrain_set_weight(hytrain_fx::Engine*, int, void*);
 int hytrain_guess_counts(hytrain_fx::Engine*, hytrain_fx::GuessCounts*);
 int hytrain_grad_offload(hytrain_fx::Engine*, const int32_t*, const void* const*, int, void*);

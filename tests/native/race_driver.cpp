@@ -41,6 +41,7 @@ struct TrainedRow {
   Floats master, m, v;
   Reference reference;
   int steps = 0;
+  bool sends_weight = false;  // streamed: the upper half of a master comes home too; else it is read from the weight
   int64_t width() const { return dtype == Dtype::kF32 ? 4 : 2; }
   bool split() const { return dtype == Dtype::kBF16 && where != kDevice; }
 };
@@ -151,6 +152,8 @@ class Run {
       check(hytrain_place_on_host(engine_, number, &host));
     } else if (where == kStreamed) {
       host.slot = nullptr;
+      row.sends_weight = chance(50);
+      check(hytrain_send_weight(engine_, number, row.sends_weight));
       check(hytrain_place_streamed(engine_, number, &host));
     } else {
       float* at = row.dtype == Dtype::kF32 ? reinterpret_cast<float*>(row.weight.data()) : master.data();
@@ -329,13 +332,17 @@ class Run {
     int pending = 0;
     if (chance(10)) check(hytrain_cpu_update_us(engine_, r, &us));
     if (chance(10)) check(hytrain_pending(engine_, r, &pending));
+    FinishTimes times{};
+    if (chance(10)) check(hytrain_finish_times(engine_, &times));
   }
 
   void compare_states(const TrainedRow& row) const {
     const Reference& r = row.reference;
     compare(row.weight, narrowed(r.master, row.dtype), "a weight");
     Floats master = row.master, v = row.v;
-    if (row.split()) detail::join_master(row.high.data(), row.low.data(), row.v.data(), master.data(), v.data(), row.n);
+    Halves high = row.high;
+    if (row.split() && row.where == kStreamed && !row.sends_weight) std::memcpy(high.data(), row.weight.data(), row.weight.size());
+    if (row.split()) detail::join_master(high.data(), row.low.data(), row.v.data(), master.data(), v.data(), row.n);
     if (!(row.where == kDevice && row.dtype == Dtype::kF32)) compare(master, r.master, "a master");
     compare(row.m, r.m, "exp_avg");
     compare(v, r.v, "exp_avg_sq");
