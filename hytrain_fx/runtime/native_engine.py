@@ -38,7 +38,7 @@ SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp"
            "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FACTOR_CAPACITY = 4096
-_SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit")  # nothing is in flight in a child
+_SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
 _SHADOW_SLOT_BYTES = 4 * 4 * (256 << 10)  # four fp32 arrays of one granule (csrc/engine.h)

@@ -80,15 +80,15 @@ def test_any_pattern_of_overflows_gives_the_plain_loops_bits(
 
 
 class Reads(TorchDispatchMode):
-    """Addresses of the tensors that are read as Python numbers."""
+    """The tensors that are read as Python numbers; held, so that no other tensor takes their memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.at: set[int] = set()
+        self.seen: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.at.add(args[0].data_ptr())
+            self.seen.append(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -120,7 +120,7 @@ def test_nothing_waits_for_the_word_on_a_step(twins: Twins, unscale: bool, monke
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        assert not reads.at & {t.data_ptr() for t in (*found.values(), *given_tensors)}
+        assert not {t.data_ptr() for t in reads.seen} & {t.data_ptr() for t in (*found.values(), *given_tensors)}
         scaler.update()
         optimizer.zero_grad()
     assert len(given_tensors) == 4
