@@ -15,7 +15,9 @@ from hytrain_fx.capture import GraphKind
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graph_text import InspectedGraph, Inspection
+from hytrain_fx.explain.launching import launch_spans, step_launches
 from hytrain_fx.explain.node_figures import InspectedRow, unit_times
+from hytrain_fx.explain.recording import Recording
 from hytrain_fx.explain.report import Explanation, Measured
 from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.plan import Placement
@@ -104,32 +106,17 @@ def inspect(model: nn.Module) -> Inspection:
     return Inspection(graphs, rows, session.planning.task_graph(), names, unit_times(explain(model), rows))
 
 
-class Recording:
-    """What the steps inside a `record` block did. `predicted` is the schedule of the plan in force, None where none is."""
-
-    def __init__(self, predicted: Timeline | None) -> None:
-        self.predicted = predicted
-        self._timeline: Timeline | None = None
-
-    @property
-    def timeline(self) -> Timeline:
-        """What ran when. Raises UnsupportedError while the block has not ended."""
-        if self._timeline is None:
-            raise UnsupportedError("the record block has not ended (or ended with an error): take the timeline after it")
-        return self._timeline
-
-
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recording]:
     """Record every copy and update of the steps inside the block; the plan stays as it is meanwhile.
 
         with hytrain_fx.record(model) as recording:
             ...two or three steps...
-        print(recording.timeline)
-        recording.timeline.save("steps.json")       # opens in Perfetto
+        print(recording)                            # the last step, the predicted one under it
+        recording.save("steps.json")                # all of them, for Perfetto or VizTracer's viewer; or .png
 
-    The device's own lane holds the last 9 steps at most. Raises UnsupportedError for a model that is not compiled, and while
-    the times for the first plan are being measured: both need the engine's records.
+    The lanes of the launching thread and of the device hold the last 9 steps at most. Raises UnsupportedError for a model that is
+    not compiled, and while the times for the first plan are being measured: both need the engine's records.
     """
     session = session_of(model)
     if session.planning.plan.source == "first steps":
@@ -148,8 +135,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
     try:
         yield recording
         session.drain()
-        device = device_spans(session.marks.finished())
-        recording._timeline = from_records(_take_records(session), device, session.nodes.unit_of, names, begin_us=begin_us)
+        recording.ended(_recorded(session, names, begin_us))
     finally:
         session.planning.recording = False
         session.engine.record(False)
@@ -161,6 +147,13 @@ def session_of(model: nn.Module) -> Session:
     if session is None:
         raise UnsupportedError(f"this {type(model).__name__} is not compiled with hytrain_fx.compile()")
     return session
+
+
+def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Timeline:
+    device, launched = session.marks.finished(), session.marks.launched()
+    spans = (*device_spans(device), *launch_spans(launched))
+    launches = step_launches(device, launched)
+    return from_records(_take_records(session), spans, session.nodes.unit_of, names, begin_us=begin_us, launches=launches)
 
 
 def _take_records(session: Session) -> list[TaskRecord]:

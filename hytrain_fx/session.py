@@ -247,6 +247,7 @@ class Session:
 
         `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step counts stay as they are.
         """
+        self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
             if self.nodes.parts.open:
                 self.nodes.end_sums()  # of a backward that ended in an error
@@ -272,6 +273,7 @@ class Session:
         if self._last_step_s is not None:
             self.step_us.append((now_s - self._last_step_s) * 1e6)
         self._last_step_s = now_s
+        self.marks.note(Mark.STEP_END)
         self.marks.end_step()
         self.steps_done += 1
         self.planning.after_step()

@@ -9,6 +9,9 @@ Between two marks in a row exactly one thing happened, and the pair of kinds say
     FORWARD_END    -> GRADS(u)                loss and backward of u
     GRADS(v)       -> GRADS(u)                backward of u
     GRADS(u)       -> BACKWARD_END            backward of u
+
+Beside it stands when the launching thread came to each mark (one reading of the host's clock), and to the begin and end of
+`optimizer.step()`, which are nothing on the compute stream.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class Mark(Enum):
     FORWARD_END = "forward_end"
     GRADS = "grads"
     BACKWARD_END = "backward_end"
+    STEP_BEGIN = "step_begin"  # of the launching thread only
+    STEP_END = "step_end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +57,39 @@ class StepMarks:
         self._device = device
         self._running: list[tuple[Mark, int, float | torch.cuda.Event]] = []
         self._finished: deque[list[tuple[Mark, int, float | torch.cuda.Event]]] = deque(maxlen=keep_steps)
+        self._launching: list[tuple[Mark, int, float]] = []
+        self._launched: deque[list[tuple[Mark, int, float]]] = deque(maxlen=keep_steps)
         self.enabled = True
 
     def mark(self, kind: Mark, unit: int = -1) -> None:
         """Note that the compute stream has reached `kind` of unit `unit` at this point."""
         if not self.enabled:
             return
+        now_us = time.perf_counter() * 1e6
+        self._launching.append((kind, unit, now_us))
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             self._running.append((kind, unit, event))
         else:
-            self._running.append((kind, unit, time.perf_counter() * 1e6))
+            self._running.append((kind, unit, now_us))
+
+    def note(self, kind: Mark) -> None:
+        """Note that the launching thread has come to `kind`, which is no point of the compute stream."""
+        if self.enabled:
+            self._launching.append((kind, -1, time.perf_counter() * 1e6))
 
     def end_step(self) -> None:
         """Close the running step; one without a backward is dropped."""
         if any(kind is Mark.BACKWARD_END for kind, _, _ in self._running):
             self._finished.append(self._running)
-        self._running = []
+            self._launched.append(self._launching)
+        self._running, self._launching = [], []
 
     def clear(self) -> None:
         """Forget the finished steps, as after a change of plan."""
         self._finished.clear()
+        self._launched.clear()
 
     def clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
         """A function that gives a mark's time on the host's monotonic clock, in microseconds. On CUDA it synchronises once, here."""
@@ -89,6 +105,10 @@ class StepMarks:
         """The marks of the finished steps at hand, oldest first, with their times on the host's monotonic clock in microseconds."""
         clock_us = self.clock_us()
         return [[(kind, unit, clock_us(at)) for kind, unit, at in marks] for marks in self._finished]
+
+    def launched(self) -> list[list[tuple[Mark, int, float]]]:
+        """The same steps' marks as the launching thread came to them, with the begin and end of `step()`, on the same clock."""
+        return [list(marks) for marks in self._launched]
 
     @property
     def steps(self) -> int:

@@ -1,5 +1,6 @@
-"""What ran when: one lane for the device, each copy direction and each CPU worker; as text, Chrome trace or picture.
+"""What ran when: a lane for the launching thread, the device, each copy direction and each CPU worker; as text, Chrome trace or picture.
 
+    launching      |b3|b2|b1|b0|s|f0|......f1|.......
     device         |b3----|b2----|b1----|b0----|f0--|f1--|f2--|f3--|
     D2H                   |g3|   |g2|
     CPU 0                     |u3----|u2----|
@@ -12,59 +13,44 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hytrain_fx.cost_model.measure import Mark
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.intervals import Interval, share_inside
-from hytrain_fx.explain.timeline_text import timeline_text
-from hytrain_fx.explain.trace_file import trace_json, write_png
+from hytrain_fx.explain.launching import StepLaunch
+from hytrain_fx.explain.span import Kind, Span, lane_order
+from hytrain_fx.explain.timeline_picture import write_png
+from hytrain_fx.explain.timeline_text import timelines_text
+from hytrain_fx.explain.trace_file import read_parts, trace_json
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 
 if TYPE_CHECKING:
     from hytrain_fx.runtime.engine import TaskRecord
 
-# Letter in front of the unit's number, and the lane of a predicted task.
-LETTERS = {
-    TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
-    TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
-}
-_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}
-_ORDER = ("device", "D2H", "CPU", "H2D")  # "device updates" stands behind "device"
+_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}  # of predicted tasks
 _STAGES = {name: TaskKind[name] for name in ("D2H", "CPU_UPDATE", "GPU_UPDATE", "H2D", "STREAM_IN", "STREAM_OUT")}
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One piece of work on one lane, of unit number `unit`, times in microseconds of one clock."""
-
-    lane: str
-    kind: TaskKind
-    unit: int
-    begin_us: float
-    end_us: float
-
-    @property
-    def label(self) -> str:
-        """`b3`: backward of unit 3."""
-        return f"{LETTERS[self.kind]}{self.unit}"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans in order of begin, with the names of the units; times start at 0."""
+    """Spans in order of begin, with the names of the units; times start at 0.
+
+    launches    what the launching thread did in each step; measured only
+    """
 
     spans: tuple[Span, ...]
     unit_names: tuple[str, ...]
     source: Literal["measured", "predicted"]
+    launches: tuple[StepLaunch, ...] = ()
 
     @property
     def lanes(self) -> dict[str, tuple[Span, ...]]:
-        """Spans by lane: the device first, then D2H, CPU workers, H2D."""
-        order = sorted({span.lane for span in self.spans}, key=_lane_order)
+        """Spans by lane: the launching thread, the device, D2H, CPU workers, H2D."""
+        order = sorted({span.lane for span in self.spans}, key=lane_order)
         return {lane: tuple(span for span in self.spans if span.lane == lane) for lane in order}
 
     @property
@@ -72,7 +58,7 @@ class Timeline:
         """From the first begin to the last end."""
         return max((span.end_us for span in self.spans), default=0.0)
 
-    def busy_us(self, *kinds: TaskKind) -> float:
+    def busy_us(self, *kinds: Kind) -> float:
         """Time spent on tasks of these kinds, summed over lanes."""
         return sum(span.end_us - span.begin_us for span in self.spans if span.kind in kinds)
 
@@ -83,19 +69,53 @@ class Timeline:
         computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
         return share_inside(updates, computing)
 
-    def text(self, width: int = 120) -> str:
-        """Lanes of `width` characters each."""
-        return timeline_text(self, width)
+    @property
+    def step_ended_at(self) -> float | None:
+        """Share of the device's backward that was done when `optimizer.step()` returned, the largest of all steps.
+
+        Below 0: it had not begun; above 1: it was over; None without a recorded step.
+        """
+        return max((launch.ended_at for launch in self.launches), default=None)
+
+    @property
+    def longest_launch_us(self) -> float | None:
+        """No block of the launching thread from the forward's last gate to `optimizer.step()` was longer; None without a step."""
+        return max((launch.longest_us for launch in self.launches), default=None)
+
+    def last_step(self) -> Timeline:
+        """From the begin of the device's last backward but one to that of its last: what a predicted timeline shows.
+
+        All of it where fewer than two steps were recorded.
+        """
+        if len(self.launches) < 2:
+            return self
+        before, after = self.launches[-2:]
+        begin_us, end_us = before.backward_begin_us, after.backward_begin_us
+        cut = (replace(s, begin_us=max(s.begin_us, begin_us), end_us=min(s.end_us, end_us)) for s in self.spans)
+        kept = tuple(span.moved(-begin_us) for span in cut if span.end_us > span.begin_us)
+        return Timeline(kept, self.unit_names, self.source, (before.moved(-begin_us),))
+
+    def moved(self, by_us: float) -> Timeline:
+        """The same that much later."""
+        spans, launches = (span.moved(by_us) for span in self.spans), (launch.moved(by_us) for launch in self.launches)
+        return replace(self, spans=tuple(spans), launches=tuple(launches))
+
+    def text(self, width: int = 120, *others: Timeline) -> str:
+        """Lanes of `width` characters each; further timelines stand below this one, on its scale."""
+        return timelines_text((self, *others), width)
 
     def __str__(self) -> str:
         return self.text()
 
     def to_chrome_json(self, *others: Timeline) -> str:
-        """Trace events for Perfetto or chrome://tracing; each further timeline is a process of its own below this one."""
+        """Trace events for Perfetto or VizTracer's viewer; each further timeline is a process of its own below this one."""
         return trace_json((self, *others))
 
     def save(self, path: str | Path, *others: Timeline) -> Path:
-        """Write a Chrome trace (`.json`) or a picture (`.png`; needs matplotlib). Raises ConfigError for another suffix."""
+        """Write a Chrome trace (`.json`) or a picture (`.png`; needs matplotlib), further timelines below.
+
+        Raises ConfigError for another suffix.
+        """
         path = Path(path)
         if path.suffix == ".json":
             path.write_text(self.to_chrome_json(*others))
@@ -107,15 +127,25 @@ class Timeline:
 
 
 def from_records(
-    records: Iterable[TaskRecord], device: Iterable[Span], unit_of: Sequence[int], unit_names: Sequence[str], *, begin_us: float = 0.0
+    records: Iterable[TaskRecord], marked: Iterable[Span], unit_of: Sequence[int], unit_names: Sequence[str], *, begin_us: float = 0.0,
+    launches: Iterable[StepLaunch] = (),
 ) -> Timeline:
-    """The measured timeline: the engine's records and the device's spans, both on the engine's clock, from `begin_us` on.
+    """The measured timeline: the engine's records, and the spans between marks, on the engine's clock, from `begin_us` on.
 
     unit_of    unit of each row; records of other rows (probes) are left out
     """
     spans = [_span_of(record, unit_of) for record in records if record.stage.name in _STAGES and record.row < len(unit_of)]
-    kept = [span for span in (*device, *spans) if span.begin_us >= begin_us]
-    return Timeline(_from_zero(kept), tuple(unit_names), "measured")
+    kept = [span for span in (*marked, *spans) if span.begin_us >= begin_us]
+    first_us = min((span.begin_us for span in kept), default=0.0)
+    inside = [launch.moved(-first_us) for launch in launches if launch.step_begin_us >= begin_us]
+    moved = sorted((span.moved(-first_us) for span in kept), key=lambda span: span.begin_us)
+    return Timeline(tuple(moved), tuple(unit_names), "measured", tuple(inside))
+
+
+def read_trace(path: str | Path) -> list[Timeline]:
+    """The timelines that `Timeline.save` or `Recording.save` wrote as a Chrome trace. Raises ConfigError for another file."""
+    return [Timeline(tuple(spans), tuple(names), "measured" if source == "measured" else "predicted", tuple(launches))
+            for spans, names, source, launches in read_parts(Path(path).read_text())]
 
 
 def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Span]:
@@ -164,14 +194,3 @@ def _span_of(record: TaskRecord, unit_of: Sequence[int]) -> Span:
         TaskKind.STREAM_IN: "H2D states", TaskKind.STREAM_OUT: "D2H states",
     }
     return Span(lanes.get(kind, record.stage.name), kind, unit_of[record.row], record.begin_us, record.end_us)
-
-
-def _from_zero(spans: Sequence[Span]) -> tuple[Span, ...]:
-    first_us = min((span.begin_us for span in spans), default=0.0)
-    moved = (Span(s.lane, s.kind, s.unit, s.begin_us - first_us, s.end_us - first_us) for s in spans)
-    return tuple(sorted(moved, key=lambda span: span.begin_us))
-
-
-def _lane_order(lane: str) -> tuple[int, int]:
-    name, _, number = lane.partition(" ")
-    return (_ORDER.index(name), int(number) if number.isdigit() else len(number))

@@ -1,36 +1,53 @@
-"""A timeline as lanes of characters: each cell shows the task that took most of it.
+"""Timelines as lanes of characters: each cell shows the task that took most of it.
 
 A task that is wide enough carries its label (`|b3----`), a narrower one fills its cells with its letter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.explain.launching import launches_text
+from hytrain_fx.explain.span import LETTERS, WORDS, Span, merged
 
 if TYPE_CHECKING:
-    from hytrain_fx.explain.timeline import Span, Timeline
-
-LEGEND = "f forward  b backward  . wait  g gradient to the host  u update by the CPU  U update on the device  w weight to the device"
+    from hytrain_fx.explain.timeline import Timeline
 
 
-def timeline_text(timeline: Timeline, width: int) -> str:
-    """Lanes, a scale, the legend, and what share of the CPU updates was hidden."""
-    if not timeline.spans:
-        return f"{timeline.source}: nothing was recorded"
-    margin = max(len(lane) for lane in timeline.lanes) + 2
+def timelines_text(timelines: Sequence[Timeline], width: int) -> str:
+    """Lanes of each timeline on one scale, what share of the CPU updates was hidden, what the launching thread did, the legend."""
+    spans = [span for timeline in timelines for span in timeline.spans]
+    if not spans:
+        return f"{timelines[0].source}: nothing was recorded"
+    length_us = max(timeline.length_us for timeline in timelines)
+    margin = max(len(span.lane) for span in spans) + 2
     cells = max(width - margin, 10)
-    lines = [lane.ljust(margin) + _lane(spans, timeline.length_us, cells) for lane, spans in timeline.lanes.items()]
-    end = time_text(timeline.length_us)
-    lines.append(" " * margin + "0" + end.rjust(cells - 1))
+    lines: list[str] = []
+    for timeline in timelines:
+        lines += [f"{timeline.source}, {time_text(timeline.length_us)}"] if len(timelines) > 1 else []
+        lines += [lane.ljust(margin) + _lane(merged(own, length_us / cells), length_us, cells) for lane, own in timeline.lanes.items()]
+    lines.append(" " * margin + "0" + time_text(length_us).rjust(cells - 1))
+    for timeline in timelines:
+        lines += _remarks(timeline)
+    return "\n".join([*lines, _legend(spans)])
+
+
+def _remarks(timeline: Timeline) -> Iterator[str]:
     share = timeline.overlap_share
     if share is not None:
-        lines.append(f"{share:.0%} of the CPU updates' time ran beside a forward or backward ({timeline.source})")
-    return "\n".join([*lines, LEGEND])
+        yield f"{share:.0%} of the CPU updates' time ran beside a forward or backward ({timeline.source})"
+    yield from launches_text(timeline.launches, timeline.unit_names)
 
 
-def _lane(spans: tuple[Span, ...], length_us: float, cells: int) -> str:
+def _legend(spans: Sequence[Span]) -> str:
+    """Letters that occur, in the order of their definition."""
+    used = {span.kind for span in spans}
+    return "  ".join(dict.fromkeys(f"{LETTERS[kind]} {WORDS[kind]}" for kind in LETTERS if kind in used))
+
+
+def _lane(spans: Sequence[Span], length_us: float, cells: int) -> str:
     owner: list[Span | None] = [None] * cells
     most = [0.0] * cells
     cell_us = length_us / cells if length_us else 1.0

@@ -1,68 +1,80 @@
-"""Timelines as files: Chrome trace events (Perfetto opens them) and a picture.
+"""Timelines as Chrome trace events, which Perfetto and VizTracer's viewer open, and back.
 
-The trace format is that of "Trace Event Format" (Google): complete events `ph: X` with `ts` and `dur` in microseconds, metadata `ph: M`.
+The format is that of "Trace Event Format" (Google): complete events `ph: X` with `ts` and `dur` in microseconds, metadata `ph: M`.
+Two events of one thread may not overlap, so a lane on which two things ran at once takes two threads. Times are whole nanoseconds,
+as viewers keep them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.launching import StepLaunch
+from hytrain_fx.explain.span import Kind, LaunchKind, Span, tracks
 from hytrain_fx.ir.task_graph import TaskKind
 
 if TYPE_CHECKING:
     from hytrain_fx.explain.timeline import Timeline
 
-_COLOURS = {
-    TaskKind.FORWARD: "#4c78a8", TaskKind.BACKWARD: "#9ecae9", TaskKind.WAIT: "#e45756", TaskKind.D2H: "#f2cf5b",
-    TaskKind.CPU_UPDATE: "#54a24b", TaskKind.GPU_UPDATE: "#88d27a", TaskKind.H2D: "#b279a2",
-    TaskKind.STREAM_IN: "#ff9da6", TaskKind.STREAM_OUT: "#d6a5c9",
-}
+Event = dict[str, Any]
 
 
 def trace_json(timelines: Sequence[Timeline]) -> str:
     """Trace events as JSON text: one process for each timeline, one thread for each lane."""
     events = [event for pid, timeline in enumerate(timelines, start=1) for event in _events(timeline, pid)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    told = [{"source": t.source, "unit_names": t.unit_names, "launches": [asdict(launch) for launch in t.launches]} for t in timelines]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"hytrain_fx": told}})
 
 
-def write_png(timelines: Sequence[Timeline], path: Path) -> None:
-    """Draw the timelines below one another on one scale. Raises UnsupportedError without matplotlib."""
+def read_parts(text: str) -> list[tuple[list[Span], list[str], str, list[StepLaunch]]]:
+    """Spans, unit names, source and launches of each timeline in `trace_json`'s text. Raises ConfigError where it is another text."""
     try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(f"a picture needs matplotlib: {error}; install it, or save a .json trace") from error
-    figure = Figure(figsize=(14, 1 + sum(0.4 * len(t.lanes) + 0.8 for t in timelines)), layout="constrained")
-    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)
-    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
-        _draw(axis, timeline)
-    axes[-1, 0].set_xlabel("ms")
-    figure.savefig(path, format="png")
+        raw = json.loads(text)
+        told, events = raw["otherData"]["hytrain_fx"], raw["traceEvents"]
+        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        return [(sorted(_spans(events, lanes, pid), key=lambda span: span.begin_us), part["unit_names"], part["source"],
+                 [_launch(values) for values in part["launches"]]) for pid, part in enumerate(told, start=1)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"this is no trace that Timeline.save() wrote: {type(error).__name__} {error}") from error
 
 
-def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"hytrain_fx, {timeline.source}"}}
-    for tid, (lane, spans) in enumerate(timeline.lanes.items(), start=1):
+def _events(timeline: Timeline, pid: int) -> Iterator[Event]:
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"hytrain_fx, {timeline.source}"}}
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+    threads = [(lane, track) for lane, spans in timeline.lanes.items() for track in tracks(spans)]
+    for tid, (lane, track) in enumerate(threads, start=1):
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
-        for span in spans:
-            yield {
-                "ph": "X", "pid": pid, "tid": tid, "ts": span.begin_us, "dur": span.end_us - span.begin_us,
-                "name": span.label, "cat": str(span.kind), "args": {"unit": timeline.unit_names[span.unit], "task": str(span.kind)},
-            }
+        for span in track:
+            yield {"ph": "X", "pid": pid, "tid": tid, "ts": round(span.begin_us, 3), "dur": _length_us(span), "name": span.label,
+                   "cat": str(span.kind), "args": _arguments(timeline, span)}
 
 
-def _draw(axis: Any, timeline: Timeline) -> None:
-    lanes = timeline.lanes
-    for y, spans in enumerate(lanes.values()):
-        bars = [(span.begin_us / 1e3, (span.end_us - span.begin_us) / 1e3) for span in spans]
-        axis.broken_barh(bars, (y - 0.4, 0.8), facecolors=[_COLOURS[span.kind] for span in spans], edgecolor="white", linewidth=0.3)
-        for span in spans:
-            if span.end_us - span.begin_us > timeline.length_us / 60:
-                axis.text((span.begin_us + span.end_us) / 2e3, y, span.label, ha="center", va="center", fontsize=7)
-    axis.set_yticks(range(len(lanes)), list(lanes))
-    axis.invert_yaxis()
-    axis.set_title(timeline.source, loc="left", fontsize=9)
+def _length_us(span: Span) -> float:
+    """Between the rounded ends: neighbours that touch stay so."""
+    return round(round(span.end_us, 3) - round(span.begin_us, 3), 3)
+
+
+def _arguments(timeline: Timeline, span: Span) -> dict[str, Any]:
+    task = {"task": str(span.kind)}
+    return task | {"unit": timeline.unit_names[span.unit], "number": span.unit} if span.unit >= 0 else task
+
+
+def _spans(events: Sequence[Event], lanes: dict[tuple[int, int], str], pid: int) -> Iterator[Span]:
+    for e in events:
+        if e["ph"] == "X" and e["pid"] == pid:
+            unit = e["args"].get("number", -1)
+            yield Span(lanes[pid, e["tid"]], _kind(e["args"]["task"]), unit, e["ts"], round(e["ts"] + e["dur"], 3))
+
+
+def _launch(values: dict[str, Any]) -> StepLaunch:
+    kind = values["longest_kind"]
+    return StepLaunch(**{**values, "longest_kind": None if kind is None else LaunchKind(kind)})
+
+
+def _kind(text: str) -> Kind:
+    return LaunchKind(text) if text in set(LaunchKind) else TaskKind(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.explain.intervals import share_inside, shared_time
-from hytrain_fx.explain.timeline import LETTERS, Span, Timeline, device_spans, from_records, from_schedule, overlap_share
+from hytrain_fx.explain.launching import launch_spans, step_launches
+from hytrain_fx.explain.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, tracks
+from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule, overlap_share, read_trace
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
 from hytrain_fx.runtime.engine import Stage, TaskRecord
@@ -55,8 +59,52 @@ def test_a_schedule_keeps_its_times_as_a_timeline(profile: Profile, data: st.Dat
         kinds = [kind for kind, on in RESOURCE_OF.items() if on is resource]
         assert timeline.busy_us(*kinds) == pytest.approx(schedule.busy_us(resource))
     events = [event for event in json.loads(timeline.to_chrome_json())["traceEvents"] if event["ph"] == "X"]
-    assert sum(event["dur"] for event in events) == pytest.approx(sum(i.duration_us for i in schedule.intervals))
+    lengths_us = [interval.duration_us for interval in schedule.intervals]
+    assert sum(event["dur"] for event in events) == pytest.approx(sum(lengths_us), abs=0.001 * len(lengths_us))  # whole nanoseconds
     assert {event["args"]["unit"] for event in events} <= {unit.name for unit in profile.units}
+
+
+def check_trace(text: str, lanes: int) -> None:
+    """What the Trace Event Format asks of complete events, and viewers of one thread: types, order, nothing at once."""
+    raw = json.loads(text)
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    names = set()
+    for event in raw["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert isinstance(event["name"], str)
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                names.add((event["pid"], event["tid"]))
+            continue
+        assert event["ph"] == "X"
+        assert isinstance(event["cat"], str)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
+    assert set(threads) == names
+    assert len(names) >= lanes
+    for found in threads.values():
+        assert found == sorted(found, key=lambda event: event[0])
+        assert all(round(begin + length, 3) <= after for (begin, length), (after, _) in itertools.pairwise(found))
+
+
+SPANS = st.lists(st.tuples(st.sampled_from(["H2D", "CPU 0"]), st.floats(0, 1e7), st.floats(0.01, 1e5)), min_size=1, max_size=20)
+
+
+@given(SPANS)
+@settings(deadline=None)
+def test_no_thread_of_a_trace_does_two_things_at_once(found: list[tuple[str, float, float]]) -> None:
+    """Copies that overlap on one lane are shown as two threads of its name; none is lost, and as few threads as can be are used."""
+    spans = sorted((Span(lane, TaskKind.H2D, 0, at, at + length) for lane, at, length in found), key=lambda span: span.begin_us)
+    timeline = Timeline(tuple(spans), ("layer",), "measured")
+    check_trace(timeline.to_chrome_json(), len(timeline.lanes))
+    for own in timeline.lanes.values():
+        used = tracks(own)
+        at_once = [sum(o.begin_us <= s.begin_us < o.end_us for o in own) for s in own]
+        assert sorted(map(id, own)) == sorted(id(span) for track in used for span in track)
+        assert len(used) == max(1, *at_once)
 
 
 @given(profile=profiles(), width=st.integers(30, 200))
@@ -89,6 +137,56 @@ def test_marks_become_spans_by_the_rules_of_measuring() -> None:
                      (TaskKind.BACKWARD, 0, 5.0, 9.0), (TaskKind.BACKWARD, 0, 9.0, 10.0)]
 
 
+HOST = [(Mark.FORWARD_BEGIN, -1, 0.0), (Mark.WAIT_BEGIN, 0, 1.0), (Mark.WAIT_END, 0, 6.0), (Mark.FORWARD_END, -1, 8.0),
+        (Mark.GRADS, 0, 9.0), (Mark.BACKWARD_END, -1, 9.5), (Mark.STEP_BEGIN, -1, 10.0), (Mark.STEP_END, -1, 12.0)]
+DEVICE = [(mark, unit, 10 * at) for mark, unit, at in HOST[:6]]  # a device that is ten times slower than it is launched
+
+
+def test_the_launching_thread_has_a_lane() -> None:
+    """Launches, the gate it was blocked in, and step(); what the loop itself does leaves a gap."""
+    found = [(span.lane, span.kind, span.unit, span.begin_us, span.end_us) for span in launch_spans([HOST])]
+    assert found == [(LAUNCHING, LaunchKind.FORWARD, 0, 0.0, 1.0), (LAUNCHING, LaunchKind.GATE, 0, 1.0, 6.0),
+                     (LAUNCHING, LaunchKind.FORWARD, 0, 6.0, 8.0), (LAUNCHING, LaunchKind.BACKWARD, 0, 8.0, 9.0),
+                     (LAUNCHING, LaunchKind.BACKWARD, 0, 9.0, 9.5), (LAUNCHING, LaunchKind.STEP, -1, 10.0, 12.0)]
+
+
+@pytest.mark.parametrize(("later_us", "ended_at", "words"), [
+    (0.0, (12.0 - 80.0) / 15.0, "68 us before the device's backward began"), (71.0, 0.2, "when 20% of the device's backward was done"),
+    (93.0, (105.0 - 80.0) / 15.0, "10 us after the device's backward ended")])
+def test_how_far_the_device_was_when_step_returned(later_us: float, ended_at: float, words: str) -> None:
+    """The share of the device's own backward, whichever thread is ahead; the longest stretch counts from the last gate on only."""
+    (launch,) = step_launches([DEVICE], [[(mark, unit, at + later_us) for mark, unit, at in HOST]])
+    assert launch.ended_at == pytest.approx(ended_at)
+    assert (launch.longest_us, launch.longest_kind, launch.longest_unit) == (2.0, LaunchKind.FORWARD, 0)
+    text = Timeline((Span("device", TaskKind.BACKWARD, 0, 0.0, 1.0),), ("layer",), "measured", (launch,)).text()
+    assert f"optimizer.step() returned {words}" in text
+    assert "longer than 2 us (launching the forward of layer)" in text
+
+
+def test_a_wait_in_the_loop_before_step_is_the_longest_block() -> None:
+    """A loop that waits for the device between backward() and step() shows as the loop's own code; a step without either has no figures."""
+    late = [(mark, unit, at + (30.0 if mark in (Mark.STEP_BEGIN, Mark.STEP_END) else 0.0)) for mark, unit, at in HOST]
+    (launch,) = step_launches([DEVICE], [late])
+    assert (launch.longest_us, launch.longest_kind) == (30.5, None)
+    timeline = Timeline((Span("device", TaskKind.BACKWARD, 0, 0.0, 1.0),), ("layer",), "measured", (launch,))
+    assert "(the loop's own code before step())" in timeline.text()
+    assert timeline.longest_launch_us == 30.5
+    assert step_launches([DEVICE, DEVICE[:4]], [HOST[:6], HOST]) == ()
+
+
+def test_the_last_step_is_cut_at_the_begin_of_backwards() -> None:
+    """From one backward's begin to the next one's, from 0 on; launches count from there; one step alone stays whole."""
+    launches = step_launches([DEVICE, [(mark, unit, at + 200.0) for mark, unit, at in DEVICE]],
+                             [HOST, [(mark, unit, at + 200.0) for mark, unit, at in HOST]])
+    spans = (Span("device", TaskKind.FORWARD, 0, 60.0, 80.0), Span("device", TaskKind.BACKWARD, 0, 80.0, 95.0),
+             Span("device", TaskKind.FORWARD, 0, 260.0, 290.0))
+    timeline = Timeline(spans, ("layer",), "measured", launches)
+    cut = timeline.last_step()
+    assert cut.spans == (Span("device", TaskKind.BACKWARD, 0, 0.0, 15.0), Span("device", TaskKind.FORWARD, 0, 180.0, 200.0))
+    assert cut.launches == (launches[0].moved(-80.0),)
+    assert replace(timeline, launches=launches[:1]).last_step().spans == spans
+
+
 def test_records_of_probes_and_of_earlier_steps_are_left_out() -> None:
     """Rows beyond the model's and times before the block are no part of a timeline; it starts at 0."""
     records = [TaskRecord(Stage.H2D, 0, 0, 0, 100.0, 110.0), TaskRecord(Stage.H2D, 5, 0, 0, 100.0, 110.0),
@@ -96,6 +194,12 @@ def test_records_of_probes_and_of_earlier_steps_are_left_out() -> None:
     timeline = from_records(records, [], [3], ["a"] * 4, begin_us=50.0)
     assert timeline.spans == (Span("H2D", TaskKind.H2D, 3, 0.0, 10.0),)
     assert from_records([], [], [], []).text() == "measured: nothing was recorded"
+
+
+def rounded(timeline: Timeline) -> Timeline:
+    """Times as files have them: whole nanoseconds."""
+    spans = (replace(span, begin_us=round(span.begin_us, 3), end_us=round(span.end_us, 3)) for span in timeline.spans)
+    return replace(timeline, spans=tuple(spans))
 
 
 def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
@@ -106,6 +210,10 @@ def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == {1, 2}
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 1]
     assert names == list(timelines[0].lanes) == ["device", "D2H", "CPU", "H2D"]
+    assert [read.lanes for read in read_trace(tmp_path / "t.json")] == [rounded(timeline).lanes for timeline in timelines]
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no trace that"):
+        read_trace(tmp_path / "other.json")
     pytest.importorskip("matplotlib")
     assert timelines[0].save(tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"'\.svg'"):
@@ -123,6 +231,10 @@ def test_recording_a_running_model() -> None:
             step()
             step()
         session = session_of(model)
+        check_trace(recording.timeline.to_chrome_json(), len(recording.timeline.lanes))
+        workers = [spans for lane, spans in recording.timeline.lanes.items() if lane.startswith("CPU")]
+        assert workers
+        assert all(len(tracks(spans)) == 1 for spans in workers)  # one update at a time
         on_host = sum(len(unit.rows) for unit in session.units[1:])
         step()
         assert session.engine.take_records() == []
@@ -131,7 +243,13 @@ def test_recording_a_running_model() -> None:
         assert kinds.count(kind) == 2 * on_host
     assert kinds.count(TaskKind.D2H) == 2 * len(session.units[1:])
     assert kinds.count(TaskKind.GPU_UPDATE) == 2
+    assert kinds.count(LaunchKind.STEP) == len(recording.timeline.launches) == 2
+    assert {span.unit for span in recording.timeline.spans if span.kind is LaunchKind.GATE} == {0, 1, 2, 3}
+    assert recording.timeline.step_ended_at is not None
+    assert recording.timeline.step_ended_at > 1  # on the CPU the launching thread is the device
     assert {span.unit for span in recording.timeline.spans if span.kind is TaskKind.FORWARD} == {0, 1, 2, 3}
+    printed = str(recording)
+    assert printed.index("measured") < printed.index("predicted") < printed.index("optimizer.step() returned")
     assert recording.timeline.unit_names == ("first", "body.0", "body.2", "last")
     assert recording.predicted is not None
 
@@ -160,7 +278,7 @@ def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> N
 
 def test_streamed_states_have_lanes_and_letters() -> None:
     """Every kind of task has a letter; streamed states are measured on lanes beside the copies, predicted on the link's own."""
-    assert set(LETTERS) == set(TaskKind)
+    assert set(LETTERS) == set(WORDS) == {*TaskKind, *LaunchKind}
     stages = (Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT)
     records = [TaskRecord(stage, 0, 0, 0, 10.0 * i, 10.0 * i + 5) for i, stage in enumerate(stages)]
     measured = from_records(records, [], [0], ["layer"])

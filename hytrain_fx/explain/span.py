@@ -1,0 +1,86 @@
+"""One piece of work on one lane of a timeline, and the letters and words of its kinds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from hytrain_fx.ir.task_graph import TaskKind
+
+
+class LaunchKind(enum.StrEnum):
+    """What the thread that launches the device's work was doing."""
+
+    FORWARD = "launch_forward"
+    BACKWARD = "launch_backward"
+    GATE = "gate"  # blocked until a new weight is on its way
+    STEP = "step"  # inside optimizer.step()
+
+
+Kind = TaskKind | LaunchKind
+
+# Letter in front of the unit's number.
+LETTERS: dict[Kind, str] = {
+    TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
+    TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
+    LaunchKind.FORWARD: "f", LaunchKind.BACKWARD: "b", LaunchKind.GATE: ".", LaunchKind.STEP: "s",
+}
+WORDS: dict[Kind, str] = {
+    TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WAIT: "wait", TaskKind.D2H: "gradient to the host",
+    TaskKind.CPU_UPDATE: "update by the CPU", TaskKind.GPU_UPDATE: "update on the device", TaskKind.H2D: "weight to the device",
+    TaskKind.STREAM_IN: "states to the device", TaskKind.STREAM_OUT: "states to the host",
+    LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
+}
+LAUNCHING = "launching"
+_ORDER = (LAUNCHING, "device", "D2H", "CPU", "H2D")  # "device updates" stands behind "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work on one lane, of unit number `unit` (-1: of no unit), times in microseconds of one clock."""
+
+    lane: str
+    kind: Kind
+    unit: int
+    begin_us: float
+    end_us: float
+
+    @property
+    def label(self) -> str:
+        """`b3`: backward of unit 3."""
+        return f"{LETTERS[self.kind]}{self.unit}" if self.unit >= 0 else LETTERS[self.kind]
+
+    def moved(self, by_us: float) -> Span:
+        """The same work that much later."""
+        return replace(self, begin_us=self.begin_us + by_us, end_us=self.end_us + by_us)
+
+
+def lane_order(lane: str) -> tuple[int, int]:
+    """The launching thread, the device, gradients out, CPU workers, weights in."""
+    name, _, number = lane.partition(" ")
+    return (_ORDER.index(name), int(number) if number.isdigit() else len(number))
+
+
+def merged(spans: Iterable[Span], gap_us: float) -> list[Span]:
+    """The spans of one lane; neighbours of one kind and unit that are at most `gap_us` apart are one."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last and (last.kind, last.unit) == (span.kind, span.unit) and span.begin_us <= last.end_us + gap_us:
+            found[-1] = replace(last, end_us=max(last.end_us, span.end_us))
+        else:
+            found.append(span)
+    return found
+
+
+def tracks(spans: Iterable[Span]) -> list[list[Span]]:
+    """The spans of one lane, in order of begin, on as few tracks as hold them without two at once on any."""
+    found: list[list[Span]] = []
+    for span in spans:
+        free = next((track for track in found if track[-1].end_us <= span.begin_us), None)
+        if free is None:
+            found.append([span])
+        else:
+            free.append(span)
+    return found
