@@ -67,8 +67,8 @@ def _on_device(case: Case, model: nn.Module, device: torch.device, kernel: dict[
     return Trainer(on_masters, synchronize)
 
 
-def ours(case: Case, model: nn.Module, device: torch.device) -> Trainer:
-    """hytrain_fx with the case's options around a plain loop."""
+def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = False) -> Trainer:
+    """hytrain_fx with the case's options around a plain loop; with `barrier` no update runs beside the backward or the forward."""
     import hytrain_fx
     from benchmarks.our_plan import about
 
@@ -78,8 +78,12 @@ def ours(case: Case, model: nn.Module, device: torch.device) -> Trainer:
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = backward(tokens)
+        if barrier:
+            synchronize()
         optimizer.step()
         optimizer.zero_grad()
+        if barrier:
+            finish()
         return loss
 
     def finish() -> None:

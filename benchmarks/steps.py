@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
 WINDOWS = 3
 WARMUP_STEPS = {"ours": 30}  # measures, plans and looks again twice; the others only fill caches
 OTHER_WARMUP_STEPS = 3
+OWN_OPTIONS = ("trace", "timeline", "barrier", "recording", "explain")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="torch.use_deterministic_algorithms")
     parser.add_argument("--losses", type=int, default=0, help="print this many losses and a checksum of the weights, time nothing")
     parser.add_argument("--trace", type=Path, default=None, help="ours: write a Chrome trace of three steps here, and give the overlap")
+    parser.add_argument("--timeline", type=Path, action="append", default=[], metavar="FILE",
+                        help="ours: record three steps more and write them here (.json: Chrome trace, .png: picture); may be repeated")
+    parser.add_argument("--barrier", action="store_true",
+                        help="ours: wait before step() and for all updates after it, as ZeRO-Offload (--option k=0 --option stream=0)")
+    parser.add_argument("--recording", action="store_true", help="ours: time windows with and without recording, in turn")
     parser.add_argument("--explain", action="store_true", help="ours: print hytrain_fx.explain at the end")
 
 
@@ -66,17 +73,21 @@ def case_of(arguments: argparse.Namespace) -> Case:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train as told; the row, or the losses. Raises CannotRun."""
     case = case_of(arguments)
-    if case.mode != "ours" and (arguments.trace or arguments.explain):
-        raise CannotRun("--trace and --explain are for mode ours; --idle is for all")
+    if case.mode != "ours" and any(getattr(arguments, name) for name in OWN_OPTIONS):
+        raise CannotRun(f"{', '.join(f'--{name}' for name in OWN_OPTIONS)} are for mode ours; --idle is for all")
+    if wrong := [path for path in arguments.timeline if path.suffix not in (".json", ".png")]:
+        raise CannotRun(f"found --timeline {wrong[0]}, expected a name that ends in .json (Chrome trace) or .png (picture)")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if arguments.deterministic:
         torch.use_deterministic_algorithms(True)
     began_s = time.perf_counter()
     model = build(case.size, case.sequence, device, torch.float32 if case.autocast else torch.bfloat16, case.checkpointing)
     built_s = time.perf_counter()
-    trainer = TRAINERS[case.mode](case, model, device)
+    make = partial(own_modes.ours, barrier=True) if arguments.barrier else TRAINERS[case.mode]
+    trainer = make(case, model, device)
     tokens = batches(case.size, case.batch, case.sequence, device)
-    row: dict[str, Any] = {**case.values(), "params": sum(p.numel() for p in model.parameters()), "machine": machine()}
+    barrier = {"barrier": True} if arguments.barrier else {}
+    row: dict[str, Any] = {**case.values(), **barrier, "params": sum(p.numel() for p in model.parameters()), "machine": machine()}
     if arguments.losses:
         row["losses"] = torch.stack([trainer.step(next(tokens)) for _ in range(arguments.losses)]).tolist()
         trainer.finish()
@@ -124,10 +135,22 @@ def _window_s(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> f
 
 def _looked_into(model: nn.Module, trainer: Trainer, tokens: Iterator[torch.Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
+
+    def step() -> torch.Tensor:
+        return trainer.step(next(tokens))
+
     if arguments.trace:
         from benchmarks.overlap import traced
 
-        found["overlap"] = traced(model, lambda: trainer.step(next(tokens)), trainer.finish, arguments.trace)
+        found["overlap"] = traced(model, step, trainer.finish, arguments.trace)
+    if arguments.recording:
+        from benchmarks.timeline import recording_cost
+
+        found["recording"] = recording_cost(model, step, trainer.finish, arguments.window)
+    if arguments.timeline:
+        from benchmarks.timeline import drawn
+
+        found["timeline"] = drawn(model, step, trainer.finish, arguments.timeline, arguments.barrier)
     if arguments.explain:
         import hytrain_fx
 

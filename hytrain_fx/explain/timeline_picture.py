@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ COLOURS: dict[Kind, str] = {
 }
 _WIDTH_IN, _LANE_IN = 14.0, 0.24
 _PIXELS = 2000  # gaps of less than one of these are not seen: the bars beside them are one
+_WORKERS, _THIN = 4, 0.4  # lanes of more CPU workers than these are drawn this high
 _LABELS = 45  # bars wider than this part of the scale carry their label
 
 
@@ -34,7 +36,7 @@ def write_png(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] =
     except ImportError as error:
         raise UnsupportedError(f"a picture needs matplotlib: {error}; install it, or save a .json trace") from error
     titles = titles or [f"{t.source}, {time_text(t.length_us)}" for t in timelines]
-    lanes = [max(len(timeline.lanes), 1) for timeline in timelines]
+    lanes = [max(_places(timeline)[-1][1], 1.0) for timeline in timelines]
     figure = Figure(figsize=(_WIDTH_IN, 0.9 + sum(_LANE_IN * count + 0.55 for count in lanes)), layout="constrained")
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
     scale_us = max(timeline.length_us for timeline in timelines)
@@ -51,20 +53,43 @@ def write_png(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] =
 
 
 def _draw(axis: Any, timeline: Timeline, scale_us: float) -> None:
-    for y, spans in enumerate(timeline.lanes.values()):
+    places = _places(timeline)
+    for (top, bottom), spans in zip(places, timeline.lanes.values(), strict=True):
         bars = merged(spans, scale_us / _PIXELS)
-        axis.broken_barh([(bar.begin_us / 1e3, (bar.end_us - bar.begin_us) / 1e3) for bar in bars], (y - 0.4, 0.8),
+        gap = (bottom - top) / 10
+        axis.broken_barh([(bar.begin_us / 1e3, (bar.end_us - bar.begin_us) / 1e3) for bar in bars], (top + gap, bottom - top - 2 * gap),
                          facecolors=[COLOURS[bar.kind] for bar in bars], edgecolor="white", linewidth=0.2)
-        for bar in bars:
-            _label(axis, bar, y, scale_us)
+        if bottom - top == 1.0:
+            for bar in bars:
+                _label(axis, bar, (top + bottom) / 2, scale_us)
     axis.set_xlim(0, max(scale_us, 1e-3) / 1e3)
-    axis.set_ylim(len(timeline.lanes) - 0.4, -0.6)
-    axis.set_yticks(range(len(timeline.lanes)), list(timeline.lanes), fontsize=7)
+    axis.set_ylim(places[-1][1], 0)
+    axis.set_yticks([(top + bottom) / 2 for top, bottom in places], _names(timeline), fontsize=7)
+    axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right"]].set_visible(False)
     for launch in timeline.launches:  # when step() returned, through all lanes
         axis.axvline(launch.step_end_us / 1e3, color=COLOURS[LaunchKind.STEP], linewidth=0.6, linestyle=":")
 
 
-def _label(axis: Any, bar: Span, y: int, scale_us: float) -> None:
+def _places(timeline: Timeline) -> list[tuple[float, float]]:
+    """Top and bottom of each lane: those of many CPU workers are thinner."""
+    thin = sum(map(_is_worker, timeline.lanes)) > _WORKERS
+    ends = list(itertools.accumulate((_THIN if thin and _is_worker(lane) else 1.0 for lane in timeline.lanes), initial=0.0))
+    return list(itertools.pairwise(ends)) or [(0.0, 1.0)]
+
+
+def _names(timeline: Timeline) -> list[str]:
+    """The lanes' names; of many CPU workers that of the first and the last."""
+    lanes = list(timeline.lanes)
+    workers = [lane for lane in lanes if _is_worker(lane)]
+    hidden = set(workers[1:-1]) if len(workers) > _WORKERS else set()
+    return ["" if lane in hidden else lane for lane in lanes]
+
+
+def _is_worker(lane: str) -> bool:
+    return lane.startswith("CPU ")
+
+
+def _label(axis: Any, bar: Span, y: float, scale_us: float) -> None:
     if bar.end_us - bar.begin_us > scale_us / _LABELS:
         axis.text((bar.begin_us + bar.end_us) / 2e3, y, bar.label, ha="center", va="center", fontsize=6)

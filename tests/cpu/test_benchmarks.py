@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +25,10 @@ from benchmarks.case import MODES, CannotRun, Case
 from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
-from benchmarks.runner import Launch, measure, run_case
+from benchmarks.runner import ROOT, Launch, measure, run_case
 from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.explain.intervals import Interval, length, union
+from hytrain_fx.explain.timeline import read_trace
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}
 TINY = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]
@@ -108,6 +111,24 @@ def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
     assert f"| {row['startup']['total_us'] / 1e6:.2f} |" in text
 
 
+def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the barrier no update runs beside a backward or forward; both runs' traces make one picture; recording has a cost."""
+    words = ("ours", "tiny", "--batch", "2", "--seq", "16", "--window", "1", "--warmup", "8", "--option", "k=0", "--option", "stream=0")
+    paths = [tmp_path / name for name in ("barrier.json", "ours.json", "both.png", "ours.png")]
+    rows = [steps.run(arguments_of(steps, *words, "--barrier", "--timeline", str(paths[0]))),
+            steps.run(arguments_of(steps, *words, "--recording", "--timeline", str(paths[1]), "--timeline", str(paths[3])))]
+    assert [row.get("barrier") for row in rows] == [True, None]
+    assert rows[0]["timeline"]["overlap_share"] == 0.0
+    assert all(row["timeline"]["longest_launch_us"] > 0 for row in rows)
+    assert len(rows[1]["recording"]["on_s"]) == len(rows[1]["recording"]["off_s"]) == 3
+    assert [[timeline.source for timeline in read_trace(path)] for path in paths[:2]] == [["measured"], ["measured", "predicted"]]
+    printed = capsys.readouterr().out
+    assert printed.count("optimizer.step() returned") == 2
+    subprocess.run([sys.executable, str(ROOT / "docs" / "draw_timelines.py"), *map(str, paths[:3])], check=True,
+                   env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert all(path.read_bytes().startswith(PNG) for path in paths[2:])
+
+
 def test_rows_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line runs a row that another process takes; a peer that cannot run here says what it needs."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is not what this shows
@@ -146,6 +167,8 @@ def test_the_weights_are_the_same_in_every_row() -> None:
 def test_what_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is printed on stdout, the reason on stderr, and the status is 1."""
     for words, message in ((["steps", "ours", "huge"], "huge"), (["steps", "torchao", "tiny", "--clip", "1"], "clip"),
+                           (["steps", "floor", "tiny", "--barrier"], "--barrier"),
+                           (["steps", "ours", "tiny", "--timeline", "steps.svg"], "steps.svg"),
                            (["steps", "floor", "tiny", "--option", "k=0"], "--option"), (["table", "no-such"], "no-such"),
                            (["sweep", "tiny", "--tokens", "3", "--seq", "2"], "3 tokens")):
         assert command_line.main(words) == 1
