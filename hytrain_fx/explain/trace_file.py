@@ -7,6 +7,7 @@ as viewers keep them.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -25,7 +26,8 @@ Event = dict[str, Any]
 
 def trace_json(timelines: Sequence[Timeline]) -> str:
     """Trace events as JSON text: one process for each timeline, one thread for each lane."""
-    events = [event for pid, timeline in enumerate(timelines, start=1) for event in _events(timeline, pid)]
+    threads = itertools.count(1)  # no number twice, so that no viewer takes two threads for one
+    events = [event for pid, timeline in enumerate(timelines, start=1) for event in _events(timeline, pid, threads)]
     told = [{"source": t.source, "unit_names": t.unit_names, "launches": [asdict(launch) for launch in t.launches]} for t in timelines]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"hytrain_fx": told}})
 
@@ -42,11 +44,11 @@ def read_parts(text: str) -> list[tuple[list[Span], list[str], str, list[StepLau
         raise ConfigError(f"this is no trace that Timeline.save() wrote: {type(error).__name__} {error}") from error
 
 
-def _events(timeline: Timeline, pid: int) -> Iterator[Event]:
+def _events(timeline: Timeline, pid: int, numbers: Iterator[int]) -> Iterator[Event]:
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"hytrain_fx, {timeline.source}"}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
     threads = [(lane, track) for lane, spans in timeline.lanes.items() for track in tracks(spans)]
-    for tid, (lane, track) in enumerate(threads, start=1):
+    for (lane, track), tid in zip(threads, numbers):  # noqa: B905 - the second never ends
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
         for span in track:

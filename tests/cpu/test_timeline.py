@@ -85,6 +85,7 @@ def check_trace(text: str, lanes: int) -> None:
         threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
     assert set(threads) == names
     assert len(names) >= lanes
+    assert len({thread for _, thread in names}) == len(names)
     for found in threads.values():
         assert found == sorted(found, key=lambda event: event[0])
         assert all(round(begin + length, 3) <= after for (begin, length), (after, _) in itertools.pairwise(found))
@@ -206,7 +207,9 @@ def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
     """A trace holds one process a timeline and one named thread a lane; a picture is a PNG; other suffixes are refused."""
     profile = uniform(3)
     timelines = [from_schedule(simulate(profile, prefix(profile, k)), ["a", "b", "c"]) for k in (0, 3)]
-    events = json.loads(timelines[0].save(tmp_path / "t.json", timelines[1]).read_text())["traceEvents"]
+    text = timelines[0].save(tmp_path / "t.json", timelines[1]).read_text()
+    check_trace(text, sum(len(timeline.lanes) for timeline in timelines))
+    events = json.loads(text)["traceEvents"]
     assert {event["pid"] for event in events} == {1, 2}
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 1]
     assert names == list(timelines[0].lanes) == ["device", "D2H", "CPU", "H2D"]
