@@ -86,6 +86,8 @@ def explain(model: nn.Module) -> Explanation:
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
         spent_us=_spent_us(session),
         optimizer=() if session.rule is None else session.rule.notes,
+        guesses=session.engine.guess_counts(),
+        stream=session.config.stream,
     )
 
 
@@ -179,6 +181,7 @@ def _measured(session: Session) -> Measured | None:
         tuple(_cpu_update_us(session, unit) for unit in range(len(units))),
         statistics.median(steps_us) if steps_us else None,
         len(steps_us),
+        session.engine.finish_times(),
     )
 
 

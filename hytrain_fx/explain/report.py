@@ -15,25 +15,25 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hytrain_fx.cost_model.figures import time_text
-from hytrain_fx.cost_model.planner import compare
-from hytrain_fx.cost_model.reasons import RESOURCE_WORDS, STREAMED_WORDS
-from hytrain_fx.cost_model.simulate import CHUNK_PARAMS, Discipline, simulate
-from hytrain_fx.cost_model.windows import windows_of
+from hytrain_fx.cost_model.planner import Stream, compare
+from hytrain_fx.cost_model.simulate import Discipline, simulate
 from hytrain_fx.errors import PlanError
 from hytrain_fx.explain.plan_text import place_of, reason_of
-from hytrain_fx.explain.report_text import explanation_text
-from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.explain.report_text import SOURCES, explanation_text
+from hytrain_fx.explain.what_binds import binding_constraint
+from hytrain_fx.explain.what_helps import Help, KSensitivity, k_sensitivity, what_helps
+from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import TIMES, Profile
 from hytrain_fx.ir.schedule import Schedule
-from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, Resource
 
 if TYPE_CHECKING:
+    from hytrain_fx.runtime.engine import FinishTimes, GuessCounts
     from hytrain_fx.runtime.memory_estimate import MemoryInUse
     from hytrain_fx.runtime.startup import Startup
 
-# Waits and device updates below this share of the step are not worth a word.
-_NOTHING = 0.01
+
+_RESOURCES = {Resource.GPU: "device", Resource.CPU: "CPU workers", Resource.D2H: "copies to the host", Resource.H2D: "copies to the device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Measured:
     forward_us, backward_us, stall_us    medians of the last `steps` steps, from marks on the compute stream
     cpu_update_us    the last update, its chunks' time divided among the workers; None for a unit that is not updated by the CPU
     step_us          median wall time of the last `step_count` steps; None before the second one
+    finish           when the updates of the step before the last had ended, from its commit on
     """
 
     steps: int
@@ -52,6 +53,21 @@ class Measured:
     cpu_update_us: tuple[float | None, ...]
     step_us: float | None
     step_count: int
+    finish: FinishTimes | None = None
+
+    @property
+    def cpu_us(self) -> float | None:
+        """CPU updates of all units in a step; None where there are none."""
+        found = [us for us in self.cpu_update_us if us is not None]
+        return sum(found) if found else None
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Shares 0..1 of the step: the device waits for weights, the CPU workers have no update. Empty before a step."""
+        if not self.step_us:
+            return {}
+        waiting = {"device, waiting for updates": sum(self.stall_us) / self.step_us}
+        return waiting if self.cpu_us is None else waiting | {"CPU workers": max(0.0, 1 - self.cpu_us / self.step_us)}
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,8 @@ class Explanation:
     spent_us         what was done once: passes, solving
     startup          time from compile() to the first full-speed step, by phase
     optimizer        how updates run that are not Adam's or AdamW's, in sentences
+    guesses          updates that began before the factors of their gradients were known, and those made again
+    stream           as `compile` was told
     """
 
     plan: Plan
@@ -84,6 +102,8 @@ class Explanation:
     spent_us: Mapping[str, float] = field(default_factory=dict)
     startup: Startup | None = None
     optimizer: tuple[str, ...] = ()
+    guesses: GuessCounts | None = None
+    stream: Stream = "auto"
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -114,6 +134,25 @@ class Explanation:
         return binding_constraint(self.profile, self.plan, self.schedule)
 
     @property
+    def idle(self) -> dict[str, float]:
+        """Predicted share 0..1 of the step in which each resource has nothing to do; empty before anything is profiled."""
+        if self.schedule is None:
+            return {}
+        found = {name: self.schedule.idle_share(resource) for resource, name in _RESOURCES.items()}
+        memory = self.plan.predicted.get("host_memory_idle_share")
+        return found if memory is None else found | {"host memory": memory}
+
+    @cached_property
+    def helps(self) -> list[Help]:
+        """What would shorten the step, by the plan solved again for each change, the most first; empty before anything is profiled."""
+        return [] if self.profile is None else what_helps(self.profile, self.plan, self.discipline, self.stream)
+
+    @cached_property
+    def k_sensitivity(self) -> KSensitivity | None:
+        """How HyTrainDNN's k for equal layers moves with its terms; None before anything is profiled."""
+        return None if self.profile is None else k_sensitivity(self.profile)
+
+    @property
     def alpha(self) -> float | None:
         """Update time on the device over that on the CPU, profiled."""
         return None if self.profile is None else self.profile.alpha
@@ -136,9 +175,13 @@ class Explanation:
             "steps_done": self.steps_done,
             "step": {
                 "predicted": {"step_us": schedule.makespan_us, "stall_us": schedule.stall_us} if schedule else None,
-                "measured": {"step_us": measured.step_us, "steps": measured.step_count} if measured else None,
+                "measured": {"step_us": measured.step_us, "steps": measured.step_count, "cpu_update_us": measured.cpu_us,
+                             "stall_us": sum(measured.stall_us)} if measured else None,
             },
             "binds": self.binds,
+            "idle_share": {"predicted": self.idle, "measured": measured.idle if measured else {}},
+            "helps": {"predicted": [asdict(help) for help in self.helps]},
+            "k_sensitivity": asdict(self.k_sensitivity) if self.k_sensitivity else None,
             "profiled": asdict(self.profile) | {"alpha": self.profile.alpha} if self.profile else None,
             "units": [self._unit_values(unit) for unit in sorted({row.unit for row in self.plan.rows})],
             "rules": {name: {"k": plan.k, "predicted": plan.predicted} for name, plan in self.rules.items()},
@@ -146,7 +189,9 @@ class Explanation:
             "startup": {"measured": asdict(self.startup)} if self.startup else None,
             "node_runs": dict(self.node_runs),
             "not_offloaded": dict(self.not_offloaded),
+            "guesses": asdict(self.guesses) if self.guesses else None,
             "spent": {"measured": dict(self.spent_us)},
+            "sources": SOURCES,
         }
 
     def _memory_values(self) -> dict[str, Any]:
@@ -171,26 +216,3 @@ class Explanation:
         if self.measured is None:
             return None
         return {name: getattr(self.measured, name)[unit] for name in ("forward_us", "backward_us", "stall_us", "cpu_update_us")}
-
-
-def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
-    """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
-    gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
-                        for row in plan.rows if row.placement != Placement.CPU)
-    compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
-    exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
-    if exposed_us <= _NOTHING * schedule.makespan_us:
-        return f"{compute}: updates add {time_text(max(exposed_us, 0.0))} to a step"
-    streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
-    windows = windows_of(profile, guard=1.0, chunk_params=CHUNK_PARAMS, updates_in_backward=True)
-    windows = windows.streaming(streamed / max(streamed + by_cpu, 1))
-    tightest = windows.tightest(plan.k)
-    if tightest is None or schedule.stall_us <= gpu_update_us:
-        return f"updates on the device: they take {time_text(gpu_update_us)} of the step"
-    units = range(plan.k, tightest.last + 1)
-    demands_us = {resource: sum(costs[unit] for unit in units) for resource, costs in windows.costs_us.items()}
-    longest = max(demands_us, key=demands_us.__getitem__)  # all three stages share the window of the tightest units
-    span = f"units {plan.k}..{tightest.last}" if len(units) > 1 else f"unit {plan.k}"
-    waits = f"the forward waits {time_text(schedule.stall_us)}"
-    words = STREAMED_WORDS if streamed else RESOURCE_WORDS
-    return f"{words[longest]} of {span}: they take {time_text(demands_us[longest])}, {waits}"

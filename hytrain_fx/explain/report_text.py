@@ -1,23 +1,41 @@
-"""An `Explanation` as one page of plain text: head, step, rules, units, reasons, memory, start-up, nodes."""
+"""An `Explanation` as one page of plain text: head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
 from hytrain_fx.cost_model.planner import STREAMED
-from hytrain_fx.explain.plan_text import headline, place_of, reason_of
-from hytrain_fx.explain.startup_text import memory_text, startup_text
+from hytrain_fx.explain.plan_text import SOURCE_WORDS, headline
+from hytrain_fx.explain.startup_text import memory_text, startup_line
 from hytrain_fx.explain.tables import shortened, table
-from hytrain_fx.ir.plan import Plan
-from hytrain_fx.ir.profile import TIMES
+from hytrain_fx.explain.unit_table import reasons_text, units_text
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, TaskKind
 
 if TYPE_CHECKING:
     from hytrain_fx.explain.report import Explanation
 
-# Reasons of more units than these are shown for the first, the last and those around k.
-_ALL_REASONS = 12
+# Where each measured figure comes from.
+SOURCES = {
+    "step": "the host's clock, from step() to step()",
+    "forward": "marks on the compute stream",
+    "backward": "marks on the compute stream",
+    "CPU updates": "the engine's clock in the last step, divided among the workers",
+    "device updates": "profiled: the engine's events, or a probe where no unit ran it",
+    "gradients to the host": "profiled: the engine's events",
+    "weights to the device": "profiled: the engine's events",
+    "states to the device": "profiled: the engine's events, or a probe where none went",
+    "states to the host": "profiled: the engine's events, or a probe where none went",
+    "waiting for updates": "marks on the compute stream",
+}
+_TERMS = {
+    "forward": TaskKind.FORWARD, "backward": TaskKind.BACKWARD, "CPU updates": TaskKind.CPU_UPDATE, "device updates": TaskKind.GPU_UPDATE,
+    "gradients to the host": TaskKind.D2H, "weights to the device": TaskKind.H2D, "states to the device": TaskKind.STREAM_IN,
+    "states to the host": TaskKind.STREAM_OUT,
+}
 _RULE_WORDS = {
     "seed": "HyTrainDNN's equation",
     "cotrain": "CoTrain's equation (alpha = 1)",
@@ -26,14 +44,13 @@ _RULE_WORDS = {
     "k=0": "all on the CPU",
     "k=n": "all on the device, as far as it fits",
 }
-_UNIT_HEADS = ("unit", "name", "parameters", "updated on", "forward", "backward", "CPU update", "device update", "D2H", "H2D", "wait")
 _NONE = "-"
+_LITTLE = 0.005  # of the step: what gains less is only named
 
 
 def explanation_text(e: Explanation) -> str:
     """The page. Figures say whether they were profiled (before the plan was solved), predicted, measured (under it) or given."""
-    startup = startup_text(e.startup) if e.startup else ""
-    parts = (_head(e), _step(e), _rules(e), _units(e), _reasons(e.plan), memory_text(e.memory), startup, _closing(e))
+    parts = (_head(e), _step(e), _helps(e), _rules(e), units_text(e), reasons_text(e.plan), memory_text(e.memory), _closing(e))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -44,66 +61,85 @@ def _head(e: Explanation) -> str:
     if e.profile is None:
         lines.append("No times have been profiled: this is where the updates run now, nothing is predicted.")
     else:
-        lines.append(f"profiled in {e.profile.steps} steps on {e.profile.host}")
+        how = f"profiled in {e.profile.steps} steps" if e.profile.steps else f"estimated (data sheets) for {e.profile.device}"
+        lines.append(f"{how} on {e.profile.host}; predicted: simulated from the {'profiled' if e.profile.steps else 'estimated'} times")
     return "\n".join([*lines, *(f"note: {text}" for text in (*e.optimizer, *e.plan.notes))])
 
 
 def _step(e: Explanation) -> str:
-    rows = []
-    predicted = time_text(e.schedule.makespan_us) if e.schedule else _NONE
-    measured, count = _NONE, ""
-    if e.measured is not None and e.measured.step_us is not None:
-        measured, count = time_text(e.measured.step_us), f"median of the last {e.measured.step_count} steps under this plan"
-    rows.append(("step", predicted, measured, count))
-    stall = time_text(sum(e.measured.stall_us)) if e.measured else _NONE
-    rows.append(("of it waiting for updates", time_text(e.schedule.stall_us) if e.schedule else _NONE, stall, ""))
-    text = table(("", "predicted", "measured", ""), rows, words=(0, 3))
-    text += f"\nwhat binds (predicted): {e.binds}" if e.binds else ""
-    return text + (f"\nalpha (profiled): {e.alpha:.3g}, device over CPU update time" if e.alpha is not None else "")
+    """The step and its terms, predicted beside measured; where they come from; what binds; idle shares as its evidence."""
+    lines = [table(("", "predicted", "measured", ""), [*_terms(e)], words=(0, 3))]
+    lines += [f"what binds (predicted): {e.binds}"] if e.binds else []
+    for kind, idle in (("predicted", e.idle), ("measured", e.measured.idle if e.measured else {})):
+        lines += [f"idle share of the step ({kind}): " + ", ".join(f"{name} {share:.0%}" for name, share in idle.items())] if idle else []
+    return "\n".join([*lines, *_ends(e)])
+
+
+def _terms(e: Explanation) -> Iterator[tuple[str, str, str, str]]:
+    schedule, m = e.schedule, e.measured
+    steps = f", median of {m.step_count} steps" if m and m.step_us is not None else ""
+    step_us = None if m is None else m.step_us
+    yield "step", _time(schedule.makespan_us if schedule else None), _time(step_us), SOURCES["step"] + steps if steps else ""
+    measured = {} if m is None else {"forward": sum(m.forward_us), "backward": sum(m.backward_us), "CPU updates": m.cpu_us}
+    for name, kind in _TERMS.items():
+        pieces = [i.duration_us for i in schedule.intervals if i.task.kind == kind] if schedule else []
+        if pieces or measured.get(name) is not None:
+            yield name, _time(sum(pieces) if schedule else None), _time(measured.get(name)), SOURCES[name]
+    stalls_us = None if m is None else sum(m.stall_us)
+    predicted_us = schedule.stall_us if schedule else None
+    yield "waiting for updates", _time(predicted_us), _time(stalls_us), SOURCES["waiting for updates"] if m else ""
+
+
+def _ends(e: Explanation) -> Iterator[str]:
+    finish = e.measured.finish if e.measured else None
+    ends = {"by the CPU": finish.cpu_us, "streamed": finish.streamed_us} if finish else {}
+    if any(ends.values()):
+        words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
+        yield f"updates of a step end after its commit (measured, the last): {words}"
+    if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:
+        share = e.profile.commit_us / e.profile.backward_us
+        yield f"step() returns {time_text(e.profile.commit_us)} after the device begins the backward (profiled): {share:.0%} of it"
+    if e.guesses and e.guesses.commits:
+        g = e.guesses
+        yield (f"guesses: in {g.commits} steps updates began before clipping's or the loss scale's factor was known; "
+               f"missed in {g.missed}, {count_text(g.redone)} of {count_text(g.params)} parameters updated again")
+
+
+def _helps(e: Explanation) -> str:
+    if not e.helps:
+        return ""
+    most = [of for of in e.helps if of.gain_share >= _LITTLE]
+    lines = [f"  {of.change}: {time_text(of.gain_us)} less a step ({of.gain_share:.1%}), k = {of.k}" for of in most]
+    rest = [of.change for of in e.helps if of.gain_share < _LITTLE]
+    lines += [f"  less than {_LITTLE:.1%}: {'; '.join(rest)}"] if rest else []
+    return "\n".join(["what would help most (predicted, the plan solved again for each):", *lines])
 
 
 def _rules(e: Explanation) -> str:
-    rows = [(name, str(plan.k), time_text(plan.predicted["step_us"]), time_text(plan.predicted["stall_us"]),
-             bytes_text(plan.predicted["gpu_states_bytes"]), _RULE_WORDS.get(name, "")) for name, plan in e.rules.items()]
-    return table(("rule", "k", "predicted step", "wait", "states on device", ""), rows, words=(0, 5)) if rows else ""
-
-
-def _units(e: Explanation) -> str:
-    plan, profile = e.plan, e.profile
-    rows = []
-    for unit in sorted({row.unit for row in plan.rows}):
-        shares = plan.shares(unit)
-        times = [time_text(getattr(profile.units[unit], name)) if profile else _NONE for name in TIMES]
-        wait = time_text(e.schedule.stalls_us[unit]) if e.schedule else _NONE
-        rows.append((str(unit), shares[0].unit_name, count_text(sum(s.numel for s in shares)), place_of(plan, unit), *times, wait))
-    rows += list(_sums(e))
-    return "times of each unit: profiled, the wait predicted\n" + table(_UNIT_HEADS, rows, words=(1, 3))
-
-
-def _sums(e: Explanation) -> Iterator[tuple[str, ...]]:
-    if e.profile is not None:
-        sums = [time_text(sum(getattr(unit, name) for unit in e.profile.units)) for name in TIMES]
-        yield ("", "all, profiled", count_text(e.profile.params), "", *sums, time_text(e.schedule.stall_us) if e.schedule else _NONE)
-    if e.measured is not None:
-        m = e.measured
-        cpu = [us for us in m.cpu_update_us if us is not None]
-        yield ("", "all, measured", "", "", time_text(sum(m.forward_us)), time_text(sum(m.backward_us)),
-               time_text(sum(cpu)) if cpu else _NONE, _NONE, _NONE, _NONE, time_text(sum(m.stall_us)))
-
-
-def _reasons(plan: Plan) -> str:
-    units = sorted({row.unit for row in plan.rows})
-    shown = units if len(units) <= _ALL_REASONS else sorted({units[0], *units[max(0, plan.k - 3) : plan.k + 3], units[-1]})
-    reasons: dict[str, list[int]] = {}
-    for unit in shown:
-        reasons.setdefault(reason_of(plan, unit), []).append(unit)
-    lines = [f"  {', '.join(map(str, numbers))}: {reason}" for reason, numbers in reasons.items()]
-    left = len(units) - len(shown)
-    return "\n".join(["reasons, by unit" + (f" ({left} more are in plan.rows)" if left else ""), *lines])
+    if not e.rules:
+        return ""
+    heads, streams = ["rule", "k", "predicted step", "wait", "states on device", ""], STREAMED in e.rules
+    rows = [[name, str(plan.k), time_text(plan.predicted["step_us"]), time_text(plan.predicted["stall_us"]),
+             bytes_text(plan.predicted["gpu_states_bytes"]), _RULE_WORDS.get(name, "")] for name, plan in e.rules.items()]
+    if e.schedule is not None:
+        per_param = e.plan.inputs.get("state_bytes_per_param", STATE_BYTES_PER_PARAM)
+        rows.append(["in force", str(e.plan.k), time_text(e.schedule.makespan_us), time_text(e.schedule.stall_us),
+                     bytes_text(per_param * e.plan.numel(Placement.GPU)), SOURCE_WORDS.get(e.plan.source, e.plan.source)])
+    if streams:
+        heads.insert(2, "streamed")
+        for row, plan in zip(rows, [*e.rules.values(), e.plan], strict=False):
+            row.insert(2, f"{streamed_share(plan):.0%}")
+    lines = [table(heads, rows, words=(0, len(heads) - 1))]
+    lines += [f"alpha (profiled): {e.alpha:.3g}, device over CPU update time"] if e.alpha is not None else []
+    if (slope := e.k_sensitivity) is not None:
+        lines.append(f"HyTrainDNN's k for equal layers, 1% more of a term: CPU updates {slope.t_cpu:+.2f}, backward {slope.t_bwd:+.2f}, "
+                     f"alpha {slope.alpha:+.2f}")
+    return "\n".join(lines)
 
 
 def _closing(e: Explanation) -> str:
-    lines = ["plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history)]
+    lines = [startup_line(e.startup)] if e.startup else []
+    lines.append("plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history))
     if e.node_runs:
         lines.append("nodes run, in parameters: " + ", ".join(f"{name} {count}" for name, count in sorted(e.node_runs.items())))
     if e.spent_us:
@@ -117,3 +153,7 @@ def _not_offloaded(e: Explanation) -> Iterator[str]:
         names.setdefault(why, []).append(name)
     for why, found in names.items():
         yield f"updated without overlap: {shortened(found)}: {why}"
+
+
+def _time(us: float | None) -> str:
+    return _NONE if us is None else time_text(us)

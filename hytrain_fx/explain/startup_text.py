@@ -1,4 +1,4 @@
-"""The start-up and the memory by tier as two short tables."""
+"""The start-up as a table or in one line, the memory by tier as a table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hytrain_fx.runtime.memory_estimate import MemoryEstimate, MemoryInUse
 
 _NONE = "-"
+_LEAST_SHARE = 0.02  # of the start-up: shorter phases are not worth a word in one line
 PHASE_WORDS = {
     Phase.SETUP: "reading model and optimizer",
     Phase.ENGINE: "engine built or loaded",
@@ -34,6 +35,16 @@ def startup_text(s: Startup) -> str:
     state = "from compile() to the first full-speed step" if s.complete else "from compile() to now, before the first full-speed step"
     rows.append(("all", time_text(s.total_us), f"{time_text(s.own_us)} besides torch.compile, the loop and the full-speed step"))
     return f"start-up, measured: {state}\n" + table(("phase", "time", ""), rows, words=(0, 2))
+
+
+def startup_line(s: Startup) -> str:
+    """The start-up in one line: the sum, and the phases that took 2% of it or more, the longest first."""
+    phases = sorted((phase for phase in PHASE_WORDS if s.spent_us(phase) >= _LEAST_SHARE * s.total_us), key=s.spent_us, reverse=True)
+    words = ", ".join(f"{PHASE_WORDS[phase]} {time_text(s.spent_us(phase))}" for phase in phases)
+    pinned = f"; {bytes_text(s.pinned_bytes)} pinned at {s.pinned_gb_per_s:.3g} GB/s" if s.pinned_bytes else ""
+    until = "to the first full-speed step" if s.complete else "so far"
+    return (f"start-up, measured: {time_text(s.total_us)} {until}, {time_text(s.own_us)} besides torch.compile, the loop and that step: "
+            f"{words}{pinned}")
 
 
 def _note(s: Startup, phase: Phase) -> str:
@@ -65,7 +76,7 @@ def memory_text(m: MemoryInUse) -> str:
         ("host: states and slots", _estimated(m, "host_bytes"), _figure(m.host_bytes), ""),
         ("host: of it pinned", _estimated(m, "pinned_bytes"), _figure(m.pinned_bytes), ""),
     ]
-    return table(("memory", "estimated", "in use", ""), rows, words=(0, 3))
+    return table(("memory", "estimated", "in use", "in use: counted, the peak by CUDA's allocator"), rows, words=(0, 3))
 
 
 def _estimated(m: MemoryInUse, name: str) -> str:

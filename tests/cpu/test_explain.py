@@ -9,25 +9,34 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.cost_model.equation import uniform_k
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.planner import compare, plan, predict, prefix_plan
-from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.cost_model.simulate import Discipline, simulate
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.plan_text import place_of, plan_text
-from hytrain_fx.explain.report import Explanation, Measured, binding_constraint
+from hytrain_fx.explain.report import Explanation, Measured
+from hytrain_fx.explain.unit_groups import unit_groups
+from hytrain_fx.explain.what_binds import binding_constraint
+from hytrain_fx.explain.what_helps import KSensitivity, k_sensitivity, what_helps
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import Resource
+from hytrain_fx.runtime.engine import FinishTimes, GuessCounts
 from hytrain_fx.runtime.memory_estimate import MemoryInUse
+from hytrain_fx.runtime.startup import Startup
 
-from ..null.profiles import prefix, profiles, uniform
+from ..null.profiles import prefix, profile_of, profiles, uniform, unit
 from .explained import compiled
 from .models import Batches, Mlp, mlp
 
 WARMUP = 2
+STARTUP = Startup(1e3, 1e3, 1e3, 1e3, 1e3, 3e6, 6e6, 1e3, 1e6, 1e3, 1e3, 1e3, 7, 0, True)
 
 
 def explained(profile: Profile, chosen: Plan) -> Explanation:
@@ -64,6 +73,8 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
         assert found.measured.step_count == found.measured.steps - 1 == 2
         assert min(found.measured.forward_us) > 0
         assert min(found.measured.backward_us) > 0
+        assert found.guesses == session.engine.guess_counts()
+        assert found.measured.finish is not None
         assert found.node_runs["wait"] == len(session.table) * (WARMUP + 5)
         on_host = [row for row, place in enumerate(session.states.placement) if place is Placement.CPU]
         assert found.memory.host_bytes == session.states.host_bytes(on_host)
@@ -74,10 +85,15 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
 def _check_text(found: Explanation) -> None:
     text, raw = str(found), json.loads(found.to_json())
     assert found.schedule is not None
-    for line in (*found.plan.notes, found.binds, time_text(found.schedule.makespan_us), *(row.unit_name for row in found.plan.rows)):
+    groups = unit_groups(found.plan)
+    for line in (*found.plan.notes, found.binds, time_text(found.schedule.makespan_us), *(group.name for group in groups)):
         assert str(line) in text
-    assert {row.reason for row in found.plan.rows} <= {line.partition(": ")[2] for line in text.splitlines() if line.startswith("  ")}
-    assert all(f"\n{name} " in text for name in found.rules)
+    reasons = {reason for group in groups for _, reason in group.reasons()}
+    assert reasons <= {line.partition(": ")[2] for line in text.splitlines() if line.startswith("  ")}
+    assert all(f"\n{name} " in text for name in (*found.rules, "in force"))
+    assert all(help.change in text for help in found.helps)
+    assert {help["change"] for help in raw["helps"]["predicted"]} == {help.change for help in found.helps}
+    assert raw["idle_share"]["predicted"]["CPU workers"] == found.schedule.idle_share(Resource.CPU)
     assert raw["step"]["predicted"]["step_us"] == found.plan.predicted["step_us"]
     assert raw["rules"]["seed"]["k"] == found.rules["seed"].k
     assert Plan.from_json(json.dumps(raw["plan"])) == found.plan
@@ -113,7 +129,7 @@ def test_any_plan_prints_with_all_its_figures(profile: Profile) -> None:
     for k in range(len(profile.units) + 1):
         draft = prefix(profile, k)
         found = explained(profile, replace(draft, predicted=predict(profile, draft)))
-        assert all(unit.name in str(found) for unit in profile.units)
+        assert all(f"{group.number}  {group.name} " in str(found) for group in unit_groups(found.plan))
         assert time_text(profile.backward_us) in str(found)
         assert json.loads(found.to_json())["step"]["predicted"]["step_us"] == pytest.approx(found.plan.predicted["step_us"])
 
@@ -147,7 +163,9 @@ def test_reasons_of_many_units_are_those_around_k() -> None:
     text = str(explained(profile, many))
     assert all(f"reason of {unit}" in text for unit in (0, 29, 30, 59))
     assert "reason of 10" not in text
-    assert "(52 more are in plan.rows)" in text
+    assert "(56 more are in plan.rows)" in text
+    assert " 0..29  layer.0..29 " in text
+    assert "30..59  layer.30..59 " in text
 
 
 def test_measured_sums_stand_below_the_profiled_ones() -> None:
@@ -157,4 +175,87 @@ def test_measured_sums_stand_below_the_profiled_ones() -> None:
     found = replace(explained(profile, plan(profile)), measured=measured)
     (line,) = [line for line in str(found).splitlines() if "all, measured" in line]
     assert re.findall(r"(\d+) us", line) == ["3", "30", "7", "5"]
-    assert "40 us  median of the last 2 steps" in str(found)
+    assert re.search(r"step +\S+ us +40 us .*median of 2 steps", str(found))
+    assert measured.idle == {"device, waiting for updates": 5.0 / 40.0, "CPU workers": 1 - 7.0 / 40.0}
+
+
+def test_a_deep_model_is_a_page() -> None:
+    """34 units of three kinds, planned with a cap on the device's memory and streaming, fit 70 lines, whatever there is to tell."""
+    profile = profile_of([unit(i, params=10**6, cpu=3e3, gpu=1e2, d2h=1e2, h2d=1e2, forward=3e2, backward=6e2, stream=5e2,
+                               numels=(500_000, 300_000, 200_000)) for i in range(34)])
+    chosen = plan(replace(profile, commit_us=50.0), budget_bytes=10**8, stream="auto")
+    assert 0 < chosen.k < 34
+    assert chosen.numel(Placement.STREAM)
+    times = tuple(100.0 for _ in range(34))
+    measured = Measured(9, times, times, times, times, 1e5, 8, FinishTimes(200.0, 100.0))
+    found = replace(explained(profile, chosen), measured=measured, guesses=GuessCounts(12, 1, 40_000, 3_000), startup=STARTUP,
+                    node_runs={"wait": 3}, spent_us={"passes": 7.0})
+    assert len(str(found).splitlines()) <= 70
+    assert "missed in 1, 3 k of 40 k parameters updated again" in str(found)
+    assert "by the CPU 200 us, streamed 100 us" in str(found)
+    assert "torch.compile, backward 6 s, torch.compile, forward 3 s" in str(found)
+    assert json.loads(found.to_json())["guesses"]["redone"] == 3_000
+
+
+@given(profile=profiles(), k=st.integers(0, 8))
+@settings(deadline=None, max_examples=25)
+def test_groups_hold_every_unit_once(profile: Profile, k: int) -> None:
+    """In order, with all their parameters; neighbours in one group have one size and one place."""
+    chosen = prefix(profile, min(k, len(profile.units)))
+    groups = unit_groups(chosen)
+    assert [unit for group in groups for unit in group.units] == list(range(len(profile.units)))
+    assert sum(row.numel for group in groups for row in group.rows) == profile.params
+    assert all(profile.units[unit].params == group.params for group in groups for unit in group.units)
+    assert all(len({row.placement for row in group.rows}) == 1 for group in groups)
+
+
+def test_what_helps_is_the_plan_solved_again() -> None:
+    """Gains are those of plans solved for the changed profile or memory; tokens count for the same tokens; the most comes first."""
+    profile = uniform(6, cpu=100.0)
+    chosen = plan(profile, budget_bytes=32_000, state_bytes_per_param=16.0)
+    assert chosen.k == 2 < plan(profile).k
+    found = {help.change: help for help in what_helps(profile, chosen, Discipline())}
+    gains = [help.gain_us for help in found.values()]
+    assert gains == sorted(gains, reverse=True)
+    step_us, free = chosen.predicted["step_us"], plan(profile)
+    assert found["1 GB more device memory for states"].k == free.k
+    assert found["1 GB more device memory for states"].gain_us == pytest.approx(step_us - free.predicted["step_us"])
+    longer = profile_of([replace(u, forward_us=1.1 * u.forward_us, backward_us=1.1 * u.backward_us) for u in profile.units])
+    changed = plan(longer, budget_bytes=32_000, state_bytes_per_param=16.0)
+    tokens = found["10% more tokens in a step (for the same tokens)"]
+    assert tokens.gain_us == pytest.approx(step_us - changed.predicted["step_us"] / 1.1)
+    assert tokens.gain_share == pytest.approx(tokens.gain_us / step_us)
+
+
+def test_a_given_plan_is_not_solved_again() -> None:
+    """Of a k that was given, and of a plan without inputs, only the schedule is predicted anew: more memory does nothing."""
+    profile = uniform(6, cpu=100.0)
+    for told in (plan(profile, k=1, budget_bytes=10**6), replace(prefix(profile, 1), source="loaded")):
+        found = what_helps(profile, told, Discipline())
+        assert {help.k for help in found} == {1}
+        assert not any("memory for states" in help.change for help in found)
+        faster = profile_of([replace(u, cpu_update_us=u.cpu_update_us / 1.1) for u in profile.units])
+        gain_us = simulate(profile, told).makespan_us - simulate(faster, told).makespan_us
+        assert next(help.gain_us for help in found if "CPU" in help.change) == pytest.approx(gain_us)
+
+
+def test_a_plan_without_predictions_is_explained() -> None:
+    """As right after a running balance has moved the streamed share: inputs and predictions may be missing."""
+    profile = uniform(3, cpu=100.0)
+    bare = replace(plan(profile), predicted={}, inputs={})
+    text = str(explained(profile, bare))
+    assert time_text(simulate(profile, bare).makespan_us) in text
+    assert "what would help most" in text
+
+
+def test_sensitivities_of_k_are_slopes_of_the_equation() -> None:
+    """1% more of a term moves k as the closed form says; 0 where the backward hides all updates, None where nothing updates."""
+    profile = uniform(10, cpu=100.0, gpu=10.0, backward=20.0)
+    found = k_sensitivity(profile)
+    assert found is not None
+    more = uniform_k(10, 200.0, 1010.0, 0.1) - uniform_k(10, 200.0, 1000.0, 0.1)
+    assert found.t_cpu == pytest.approx(more, rel=0.02)
+    assert found.t_bwd == pytest.approx(uniform_k(10, 202.0, 1000.0, 0.1) - uniform_k(10, 200.0, 1000.0, 0.1), rel=0.02)
+    assert found.alpha == pytest.approx(uniform_k(10, 200.0, 1000.0, 0.101) - uniform_k(10, 200.0, 1000.0, 0.1), rel=0.02)
+    assert k_sensitivity(uniform(10, cpu=1.0)) == KSensitivity(0.0, 0.0, 0.0)
+    assert k_sensitivity(uniform(10, cpu=0.0)) is None

@@ -1,0 +1,142 @@
+"""What would shorten the step most: the plan is solved again for a machine, a batch or a loop that is a little better.
+
+    1 GB more on the device      k may grow
+    CPU updates 10% faster       more or faster cores
+    copies 10% faster            the link
+    10% more tokens              longer windows to hide updates in; counted for the same number of tokens
+    step() called at once        a loop that does not wait for the GPU before step()
+
+Each is compared with the plan that is solved the same way for things as they are. Where the plan was given, or memory on the host decides
+k, the plan stays and only its schedule is predicted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.equation import uniform_sensitivities
+from hytrain_fx.cost_model.planner import GUARD, Rule, Stream
+from hytrain_fx.cost_model.planner import plan as solve
+from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM
+
+MORE_BYTES = 1_000_000_000
+FASTER = 1.1
+_LINK = ("d2h_us", "h2d_us", "stream_in_us", "stream_out_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """One change, the k of its plan, and what it is predicted to save of a step, in microseconds and as a share of the step."""
+
+    change: str
+    k: int
+    gain_us: float
+    gain_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class KSensitivity:
+    """How far HyTrainDNN's k for equal layers moves, in layers, where one of its terms grows by 1%."""
+
+    t_cpu: float
+    t_bwd: float
+    alpha: float
+
+
+def what_helps(profile: Profile, plan: Plan, discipline: Discipline, stream: Stream = "auto") -> list[Help]:
+    """The changes above that apply, by what they are predicted to save, the most first.
+
+    stream    as the plan was solved with: "auto", or the share that was given
+
+    Solves six plans at most, 10 to 60 ms each for a model of 30 units.
+    """
+    again = _Again(plan, discipline, stream if profile.can_stream else 0.0)
+    now = again.plan_of(profile)
+    if now is None:
+        return []
+    found = []
+    for change, changed, tokens, more_bytes in _changes(profile, again):
+        other = again.plan_of(changed, more_bytes)
+        if other is not None:
+            gain_us = now[1] - other[1] / tokens
+            found.append(Help(change, other[0], gain_us, gain_us / now[1]))
+    return sorted(found, key=lambda help: -help.gain_us)
+
+
+def k_sensitivity(profile: Profile) -> KSensitivity | None:
+    """What 1% of each term is worth in k: all 0 where the equation gives k = 0; None where CPU or device updates have no time."""
+    n, t_bwd, t_cpu = len(profile.units), profile.backward_us, profile.cpu_update_us
+    if not (t_bwd > 0 and t_cpu > 0 and profile.gpu_update_us > 0):
+        return None
+    slope = uniform_sensitivities(n, t_bwd, t_cpu, profile.alpha)
+    return KSensitivity(0.01 * t_cpu * slope["t_cpu"], 0.01 * t_bwd * slope["t_bwd"], 0.01 * profile.alpha * slope["alpha"])
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Solves as the plan in force was solved, as far as its inputs tell."""
+
+    plan: Plan
+    discipline: Discipline
+    stream: Stream
+
+    @property
+    def solves(self) -> bool:
+        """Whether a rule made the plan, within the device's memory alone."""
+        raised = any(note.startswith("raised by host memory") for note in self.plan.notes)
+        return self.plan.source in get_args(Rule) and not raised
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Device memory for states; None = no limit."""
+        found = self.plan.inputs.get("budget_bytes")
+        return None if found is None else int(found)
+
+    def plan_of(self, profile: Profile, more_bytes: int = 0) -> tuple[int, float] | None:
+        """k and the predicted step for this profile; None where there is no such plan."""
+        try:
+            if not self.solves:
+                return self.plan.k, simulate(profile, self.plan, self.discipline).makespan_us
+            solved = solve(profile, **self._options(more_bytes))
+        except PlanError:
+            return None
+        return solved.k, solved.predicted["step_us"]
+
+    def _options(self, more_bytes: int) -> dict[str, Any]:
+        inputs, budget = self.plan.inputs, self.budget_bytes
+        return {
+            "rule": self.plan.source,
+            "budget_bytes": None if budget is None else budget + more_bytes,
+            "state_bytes_per_param": inputs.get("state_bytes_per_param", STATE_BYTES_PER_PARAM),
+            "budget_counts_streamed": bool(inputs.get("budget_counts_streamed", True)),
+            "stream": self.stream,
+            "guard": inputs.get("guard", GUARD),
+            "discipline": self.discipline,
+        }
+
+
+def _changes(profile: Profile, again: _Again) -> Iterator[tuple[str, Profile, float, int]]:
+    """What is changed, the profile then, tokens of a step beside those of now, bytes more on the device."""
+    if again.solves and again.budget_bytes is not None and again.plan.k < len(profile.units):
+        yield "1 GB more device memory for states", profile, 1.0, MORE_BYTES
+    if any(row.placement is not Placement.GPU for row in again.plan.rows):
+        yield "CPU updates 10% faster", _scaled(profile, ("cpu_update_us",), 1 / FASTER), 1.0, 0
+        yield "copies over the link 10% faster", _scaled(profile, _LINK, 1 / FASTER), 1.0, 0
+    yield "10% more tokens in a step (for the same tokens)", _scaled(profile, ("forward_us", "backward_us"), FASTER), FASTER, 0
+    if profile.host_memory_gb_per_s is not None:
+        yield "host memory 10% faster", replace(profile, host_memory_gb_per_s=FASTER * profile.host_memory_gb_per_s), 1.0, 0
+    if profile.commit_us > 0 and again.discipline.commit_at == "backward_start":
+        yield "step() called as the device begins the backward", replace(profile, commit_us=0.0), 1.0, 0
+
+
+def _scaled(profile: Profile, names: Iterable[str], factor: float) -> Profile:
+    """The profile with these times of every unit multiplied."""
+    units = tuple(replace(unit, **{name: factor * getattr(unit, name) for name in names}) for unit in profile.units)
+    return replace(profile, units=units)
