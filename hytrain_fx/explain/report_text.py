@@ -111,7 +111,7 @@ def _helps(e: Explanation) -> str:
     most = [of for of in e.helps if of.gain_share >= _LITTLE]
     lines = [f"  {of.change}: {time_text(of.gain_us)} less a step ({of.gain_share:.1%}), k = {of.k}" for of in most]
     rest = [of.change for of in e.helps if of.gain_share < _LITTLE]
-    lines += [f"  less than {_LITTLE:.1%}: {'; '.join(rest)}"] if rest else []
+    lines += [f"  less than {_LITTLE:.1%} of the step: {'; '.join(rest)}"] if rest else []
     return "\n".join(["what would help most (predicted, the plan solved again for each):", *lines])
 
 
@@ -132,8 +132,9 @@ def _rules(e: Explanation) -> str:
     lines = [table(heads, rows, words=(0, len(heads) - 1))]
     lines += [f"alpha (profiled): {e.alpha:.3g}, device over CPU update time"] if e.alpha is not None else []
     if (slope := e.k_sensitivity) is not None:
-        lines.append(f"HyTrainDNN's k for equal layers, 1% more of a term: CPU updates {slope.t_cpu:+.2f}, backward {slope.t_bwd:+.2f}, "
-                     f"alpha {slope.alpha:+.2f}")
+        lines.append(f"HyTrainDNN's k for equal layers moves with 1% more of a term by: CPU updates {slope.t_cpu:+.2f}, "
+                     f"backward {slope.t_bwd:+.2f}, alpha {slope.alpha:+.2f}" if slope.t_cpu else
+                     "HyTrainDNN's k for equal layers is 0 and stays so: the backward is longer than all CPU updates")
     return "\n".join(lines)
 
 

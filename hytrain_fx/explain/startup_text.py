@@ -1,4 +1,4 @@
-"""The start-up as a table or in one line, the memory by tier as a table."""
+"""The start-up as a table or in two lines, the memory by tier as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hytrain_fx.runtime.memory_estimate import MemoryEstimate, MemoryInUse
 
 _NONE = "-"
-_LEAST_SHARE = 0.02  # of the start-up: shorter phases are not worth a word in one line
+_LEAST_SHARE = 0.02  # of the start-up: shorter phases are not worth a word there
 PHASE_WORDS = {
     Phase.SETUP: "reading model and optimizer",
     Phase.ENGINE: "engine built or loaded",
@@ -38,13 +38,13 @@ def startup_text(s: Startup) -> str:
 
 
 def startup_line(s: Startup) -> str:
-    """The start-up in one line: the sum, and the phases that took 2% of it or more, the longest first."""
+    """The start-up in two lines: the sum, and the phases that took 2% of it or more, the longest first."""
     phases = sorted((phase for phase in PHASE_WORDS if s.spent_us(phase) >= _LEAST_SHARE * s.total_us), key=s.spent_us, reverse=True)
-    words = ", ".join(f"{PHASE_WORDS[phase]} {time_text(s.spent_us(phase))}" for phase in phases)
+    words = "; ".join(f"{PHASE_WORDS[phase]} {time_text(s.spent_us(phase))}" for phase in phases)
     pinned = f"; {bytes_text(s.pinned_bytes)} pinned at {s.pinned_gb_per_s:.3g} GB/s" if s.pinned_bytes else ""
     until = "to the first full-speed step" if s.complete else "so far"
-    return (f"start-up, measured: {time_text(s.total_us)} {until}, {time_text(s.own_us)} besides torch.compile, the loop and that step: "
-            f"{words}{pinned}")
+    return (f"start-up, measured: {time_text(s.total_us)} {until}, {time_text(s.own_us)} besides torch.compile, the loop and that step\n"
+            f"  {words}{pinned}")
 
 
 def _note(s: Startup, phase: Phase) -> str:

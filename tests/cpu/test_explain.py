@@ -193,7 +193,7 @@ def test_a_deep_model_is_a_page() -> None:
     assert len(str(found).splitlines()) <= 70
     assert "missed in 1, 3 k of 40 k parameters updated again" in str(found)
     assert "by the CPU 200 us, streamed 100 us" in str(found)
-    assert "torch.compile, backward 6 s, torch.compile, forward 3 s" in str(found)
+    assert "torch.compile, backward 6 s; torch.compile, forward 3 s" in str(found)
     assert json.loads(found.to_json())["guesses"]["redone"] == 3_000
 
 
