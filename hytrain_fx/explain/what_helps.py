@@ -6,13 +6,14 @@
     10% more tokens              longer windows to hide updates in; counted for the same number of tokens
     step() called at once        a loop that does not wait for the GPU before step()
 
-Each is compared with the plan that is solved the same way for things as they are. Where the plan was given, or memory on the host decides
-k, the plan stays and only its schedule is predicted again.
+Each is compared with what is predicted for things as they are, in the same way: by a plan solved anew or the one in force, whichever is
+faster. Where the plan was given, or memory on the host decides k, only the schedule of the plan in force is predicted again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -58,15 +59,14 @@ def what_helps(profile: Profile, plan: Plan, discipline: Discipline, stream: Str
     Solves six plans at most, 10 to 60 ms each for a model of 30 units.
     """
     again = _Again(plan, discipline, stream if profile.can_stream else 0.0)
-    now = again.plan_of(profile)
+    now = again.best_of(profile)
     if now is None:
         return []
     found = []
     for change, changed, tokens, more_bytes in _changes(profile, again):
-        other = again.plan_of(changed, more_bytes)
-        if other is not None:
-            gain_us = now[1] - other[1] / tokens
-            found.append(Help(change, other[0], gain_us, gain_us / now[1]))
+        step_us, k = again.best_of(changed, more_bytes) or now
+        gain_us = now[0] - step_us / tokens
+        found.append(Help(change, k, gain_us, gain_us / now[0]))
     return sorted(found, key=lambda help: -help.gain_us)
 
 
@@ -99,15 +99,19 @@ class _Again:
         found = self.plan.inputs.get("budget_bytes")
         return None if found is None else int(found)
 
-    def plan_of(self, profile: Profile, more_bytes: int = 0) -> tuple[int, float] | None:
-        """k and the predicted step for this profile; None where there is no such plan."""
-        try:
-            if not self.solves:
-                return self.plan.k, simulate(profile, self.plan, self.discipline).makespan_us
-            solved = solve(profile, **self._options(more_bytes))
-        except PlanError:
-            return None
-        return solved.k, solved.predicted["step_us"]
+    def best_of(self, profile: Profile, more_bytes: int = 0) -> tuple[float, int] | None:
+        """The predicted step for this profile and its k: of a plan solved for it or, where that is better, the one in force.
+
+        None where neither can be predicted.
+        """
+        found = []
+        with suppress(PlanError):
+            found.append((simulate(profile, self.plan, self.discipline).makespan_us, self.plan.k))
+        if self.solves:
+            with suppress(PlanError):
+                solved = solve(profile, **self._options(more_bytes))
+                found.append((solved.predicted["step_us"], solved.k))
+        return min(found, default=None)
 
     def _options(self, more_bytes: int) -> dict[str, Any]:
         inputs, budget = self.plan.inputs, self.budget_bytes
