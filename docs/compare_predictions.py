@@ -34,8 +34,8 @@ not resident) that the run had. Host GB measured is the whole process (RSS, 1.6 
 MISSES = """
 What is missed, and why:
 
-- **A quarter of the states on the device** on a slow host (run L): the rates of `h200` are those of a faster one. torchao took 0.80 s there,
-  0.70 s on another; the planner inside the run, which knows the rates in place, predicted 0.394.
+- **A quarter of the states on the device** on a slow host (run L): the rates of `h200` are those of a faster one. torchao took 0.80 s
+  there, 0.70 s on another; the planner inside the run, which knows the rates in place, predicted 0.394.
 - **Every state on the host**, 4 to 8 % too short: copies, updates and memory are taken to give their best at every moment. In the timeline
   of run K the link to the device gives 33 GB/s while the CPU works, and 51 when it does not.
 - **k solved**, 11 % too long in run K: without streaming the CPU updates faster than the 5.9 G parameters/s of `h200`.
