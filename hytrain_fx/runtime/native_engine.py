@@ -10,14 +10,13 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
 from dataclasses import replace
 
 import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime import build
-from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import (
     MAX_FACTORS,
     CommitItem,
@@ -32,89 +31,30 @@ from hytrain_fx.runtime.engine import (
     staging_shape,
 )
 from hytrain_fx.runtime.memory import available_host_bytes
+from hytrain_fx.runtime.native_structs import (
+    FACTOR_CAPACITY,
+    CCommitItem,
+    CDeviceStates,
+    CFinishTimes,
+    CGuessCounts,
+    COptions,
+    CRowSpec,
+    CShadowMemory,
+    CStagingMemory,
+    CTaskRecord,
+    FactorTable,
+    host_states,
+    pointer,
+)
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
            "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FACTOR_CAPACITY = 4096
 _SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
 _SHADOW_SLOT_BYTES = 4 * 4 * (256 << 10)  # four fp32 arrays of one granule (csrc/engine.h)
-
-
-class _RowSpec(Structure):
-    _fields_ = [("numel", c_int64), ("unit", c_int32), ("dtype", c_int32), ("weight", c_void_p)]
-
-
-class _HostStates(Structure):
-    _fields_ = [
-        ("master", c_void_p),
-        ("low", c_void_p),
-        ("exp_avg", c_void_p),
-        ("exp_avg_sq", c_void_p),
-        ("max_exp_avg_sq", c_void_p),
-        ("slot", c_void_p),
-    ]
-
-
-class _DeviceStates(Structure):
-    _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p)]
-
-
-class _StagingMemory(Structure):
-    _fields_ = [("base", c_void_p), ("slot_params", c_int64), ("arrays", c_int32), ("slots", c_int32)]
-
-
-class _ShadowMemory(Structure):
-    _fields_ = [("base", c_void_p), ("slots", c_int32)]
-
-
-class _GuessCounts(Structure):
-    _fields_ = [("commits", c_int64), ("missed", c_int64), ("params", c_int64), ("redone", c_int64)]
-
-
-class _CommitItem(Structure):
-    _fields_ = [
-        ("row", c_int32),
-        ("at_end", c_int32),
-        ("grad", c_void_p),
-        ("n_factors", c_int32),
-        ("factors", c_int32 * MAX_FACTORS),
-        ("scalars", AdamScalars.CStruct),
-    ]
-
-
-class _FinishTimes(Structure):
-    _fields_ = [("cpu_us", c_double), ("streamed_us", c_double)]
-
-
-class _TaskRecord(Structure):
-    _fields_ = [
-        ("kind", c_int32),
-        ("row", c_int32),
-        ("chunk", c_int32),
-        ("worker", c_int32),
-        ("begin_us", c_double),
-        ("end_us", c_double),
-    ]
-
-
-class _Options(Structure):
-    _fields_ = [
-        ("workers", c_int32),
-        ("device_ordinal", c_int32),
-        ("timeout_s", c_double),
-        ("ring", c_void_p),
-        ("ring_bytes", c_uint64),
-        ("factor_slots", c_void_p),
-        ("factor_capacity", c_int32),
-        ("adamw_functions", c_void_p * 4),
-        ("gather_function", c_void_p),
-        ("worker_cores", POINTER(c_int32)),
-        ("nonfinite", c_void_p),
-    ]
 
 
 class NativeEngine:
@@ -144,11 +84,11 @@ class NativeEngine:
         self._library = build.load(SOURCES)
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
-        self._factors = HostSlab(slab_bytes(2 * _FACTOR_CAPACITY, torch.float32) + slab_bytes(1, torch.int32))
+        self._factors = HostSlab(slab_bytes(2 * FACTOR_CAPACITY, torch.float32) + slab_bytes(1, torch.int32))
         if device.type == "cuda":
             self._factors.pin(device)
-        slots = self._factors.take(2 * _FACTOR_CAPACITY, torch.float32)
-        options = _Options(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), _FACTOR_CAPACITY)
+        slots = self._factors.take(2 * FACTOR_CAPACITY, torch.float32)
+        options = COptions(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), FACTOR_CAPACITY)
         if worker_cores is not None:
             options.worker_cores = (c_int32 * workers)(*worker_cores)
         options.nonfinite = self._factors.take(1, torch.int32).data_ptr()
@@ -199,7 +139,7 @@ class NativeEngine:
 
     def add_row(self, spec: RowSpec) -> int:
         self._rows.append(spec)
-        self._call("add_row", byref(_RowSpec(spec.numel, spec.unit, _DTYPES[spec.weight.dtype], spec.weight.data_ptr())))
+        self._call("add_row", byref(CRowSpec(spec.numel, spec.unit, _DTYPES[spec.weight.dtype], spec.weight.data_ptr())))
         return len(self._rows) - 1
 
     def set_unit(self, row: int, unit: int) -> None:
@@ -211,17 +151,17 @@ class NativeEngine:
 
     def place_on_host(self, row: int, states: RowStates) -> None:
         self._states[row] = states
-        self._call("place_on_host", row, byref(_host_states(states)))
+        self._call("place_on_host", row, byref(host_states(states)))
 
     def place_on_device(self, row: int, states: RowStates) -> None:
         pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq)
         self._states[row] = states
-        self._call("place_on_device", row, byref(_DeviceStates(*map(_pointer, pointers))))
+        self._call("place_on_device", row, byref(CDeviceStates(*map(pointer, pointers))))
 
     def place_streamed(self, row: int, states: RowStates) -> None:
         self._require_staging(staging_shape(states.master.numel(), 3 if states.max_exp_avg_sq is None else 4))
         self._states[row] = states
-        self._call("place_streamed", row, byref(_host_states(states)))
+        self._call("place_streamed", row, byref(host_states(states)))
 
     def send_weight(self, row: int, on: bool) -> None:
         self._call("send_weight", row, int(on))
@@ -235,7 +175,7 @@ class NativeEngine:
         staging = torch.empty(shape, dtype=torch.float32, device=self._device)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # kernels before this point may still use what the memory was
-        self._call("set_staging", byref(_StagingMemory(staging.data_ptr(), shape[2], shape[1], shape[0])))
+        self._call("set_staging", byref(CStagingMemory(staging.data_ptr(), shape[2], shape[1], shape[0])))
         self._staging = staging
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
@@ -273,8 +213,8 @@ class NativeEngine:
     def _commit(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
         slots = POINTER(c_float)()
         self._call("factor_slots", byref(slots))
-        factors = _FactorTable(slots)
-        packed = (_CommitItem * len(items))()
+        factors = FactorTable(slots)
+        packed = (CCommitItem * len(items))()
         structs: dict[int, ctypes.Structure] = {}  # rows of a group share their scalars
         for at, item in zip(packed, items, strict=True):
             scalars = structs.get(id(item.scalars))
@@ -299,20 +239,20 @@ class NativeEngine:
         slots = nbytes // _SHADOW_SLOT_BYTES
         self._shadow = HostSlab(slots * _SHADOW_SLOT_BYTES)
         base = self._shadow.take(self._shadow.nbytes, torch.uint8).data_ptr()
-        self._call("set_shadow", byref(_ShadowMemory(base, slots)))
+        self._call("set_shadow", byref(CShadowMemory(base, slots)))
 
     def guess_counts(self) -> GuessCounts:
-        out = _GuessCounts()
+        out = CGuessCounts()
         self._call("guess_counts", byref(out))
         return GuessCounts(out.commits, out.missed, out.params, out.redone)
 
     def finish_times(self) -> FinishTimes:
-        out = _FinishTimes()
+        out = CFinishTimes()
         self._call("finish_times", byref(out))
         return FinishTimes(out.cpu_us, out.streamed_us)
 
     def expect(self, items: Sequence[CommitItem]) -> None:
-        packed = (_CommitItem * len(items))()
+        packed = (CCommitItem * len(items))()
         for at, item in zip(packed, items, strict=True):
             at.row, at.scalars = item.row, item.scalars.c_struct
         self._call("expect", packed, len(items))
@@ -338,7 +278,7 @@ class NativeEngine:
         self._call("record", int(on))
 
     def take_records(self) -> list[TaskRecord]:
-        buffer, taken = (_TaskRecord * _RECORD_CAPACITY)(), c_int()
+        buffer, taken = (CTaskRecord * _RECORD_CAPACITY)(), c_int()
         self._call("take_records", buffer, _RECORD_CAPACITY, byref(taken))
         return [TaskRecord(Stage(r.kind), r.row, r.chunk, r.worker, r.begin_us, r.end_us) for r in buffer[: taken.value]]
 
@@ -367,37 +307,3 @@ class NativeEngine:
             self._rows, self._states = [], {}
             self._keep.clear()
             self._skips.clear()
-
-
-class _FactorTable:
-    """Numbers the distinct factors of one commit: numbers go straight to their slot, tensors are copied there by the lane to the host."""
-
-    def __init__(self, slots: ctypes._Pointer[c_float]) -> None:
-        self._slots = slots
-        self._index: dict[object, int] = {}
-        self.sources: list[int | None] = []
-        self.keep: list[object] = []
-
-    def index(self, factor: float | torch.Tensor) -> int:
-        key: object = id(factor) if isinstance(factor, torch.Tensor) else float(factor)
-        if key not in self._index:
-            number = len(self.sources)
-            if number == _FACTOR_CAPACITY:
-                raise EngineError(f"more than {_FACTOR_CAPACITY} different gradient factors in one step()")
-            self._index[key] = number
-            if isinstance(factor, torch.Tensor):
-                self.sources.append(factor.data_ptr())
-                self.keep.append(factor)
-            else:
-                self.sources.append(None)
-                self._slots[number] = float(factor)
-        return self._index[key]
-
-
-def _host_states(states: RowStates) -> _HostStates:
-    tensors = (states.master, states.low, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
-    return _HostStates(*map(_pointer, tensors))
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

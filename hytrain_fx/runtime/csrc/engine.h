@@ -45,7 +45,7 @@ inline void sleep_us(double mean_us) {  // delays that tests set
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
 
-// The C interface's structs; runtime/native_engine.py mirrors them field by field.
+// The C interface's structs; runtime/native_structs.py mirrors them field by field.
 struct RowSpec {
   int64_t numel;
   int32_t unit;

@@ -1,0 +1,141 @@
+"""What crosses the C interface of csrc/engine.h: its structs, field by field, and the numbering of a commit's factors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+
+import torch
+
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import MAX_FACTORS, RowStates
+
+FACTOR_CAPACITY = 4096  # distinct factors in one commit
+
+
+class CRowSpec(Structure):
+    """One row of the engine's table."""
+
+    _fields_ = [("numel", c_int64), ("unit", c_int32), ("dtype", c_int32), ("weight", c_void_p)]
+
+
+class CHostStates(Structure):
+    """Addresses of states on the host."""
+
+    _fields_ = [
+        ("master", c_void_p),
+        ("low", c_void_p),
+        ("exp_avg", c_void_p),
+        ("exp_avg_sq", c_void_p),
+        ("max_exp_avg_sq", c_void_p),
+        ("slot", c_void_p),
+    ]
+
+
+class CDeviceStates(Structure):
+    """Addresses of states on the device."""
+
+    _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p)]
+
+
+class CStagingMemory(Structure):
+    """Slots that streamed states visit."""
+
+    _fields_ = [("base", c_void_p), ("slot_params", c_int64), ("arrays", c_int32), ("slots", c_int32)]
+
+
+class CShadowMemory(Structure):
+    """Slots for states as they were before a guess."""
+
+    _fields_ = [("base", c_void_p), ("slots", c_int32)]
+
+
+class CGuessCounts(Structure):
+    """`engine.GuessCounts`."""
+
+    _fields_ = [("commits", c_int64), ("missed", c_int64), ("params", c_int64), ("redone", c_int64)]
+
+
+class CCommitItem(Structure):
+    """One row's part of a step()."""
+
+    _fields_ = [
+        ("row", c_int32),
+        ("at_end", c_int32),
+        ("grad", c_void_p),
+        ("n_factors", c_int32),
+        ("factors", c_int32 * MAX_FACTORS),
+        ("scalars", AdamScalars.CStruct),
+    ]
+
+
+class CFinishTimes(Structure):
+    """`engine.FinishTimes`."""
+
+    _fields_ = [("cpu_us", c_double), ("streamed_us", c_double)]
+
+
+class CTaskRecord(Structure):
+    """`engine.TaskRecord`."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("row", c_int32),
+        ("chunk", c_int32),
+        ("worker", c_int32),
+        ("begin_us", c_double),
+        ("end_us", c_double),
+    ]
+
+
+class COptions(Structure):
+    """What an engine is made with."""
+
+    _fields_ = [
+        ("workers", c_int32),
+        ("device_ordinal", c_int32),
+        ("timeout_s", c_double),
+        ("ring", c_void_p),
+        ("ring_bytes", c_uint64),
+        ("factor_slots", c_void_p),
+        ("factor_capacity", c_int32),
+        ("adamw_functions", c_void_p * 4),
+        ("gather_function", c_void_p),
+        ("worker_cores", POINTER(c_int32)),
+        ("nonfinite", c_void_p),
+    ]
+
+
+class FactorTable:
+    """Numbers the distinct factors of one commit: numbers go straight to their slot, tensors are copied there by the lane to the host."""
+
+    def __init__(self, slots: ctypes._Pointer[c_float]) -> None:
+        self._slots = slots
+        self._index: dict[object, int] = {}
+        self.sources: list[int | None] = []
+        self.keep: list[object] = []
+
+    def index(self, factor: float | torch.Tensor) -> int:
+        key: object = id(factor) if isinstance(factor, torch.Tensor) else float(factor)
+        if key not in self._index:
+            number = len(self.sources)
+            if number == FACTOR_CAPACITY:
+                raise EngineError(f"more than {FACTOR_CAPACITY} different gradient factors in one step()")
+            self._index[key] = number
+            if isinstance(factor, torch.Tensor):
+                self.sources.append(factor.data_ptr())
+                self.keep.append(factor)
+            else:
+                self.sources.append(None)
+                self._slots[number] = float(factor)
+        return self._index[key]
+
+
+def host_states(states: RowStates) -> CHostStates:
+    tensors = (states.master, states.low, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+    return CHostStates(*map(pointer, tensors))
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
