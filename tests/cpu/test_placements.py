@@ -45,7 +45,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     made.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     plans=st.lists(st.lists(st.sampled_from(PLACES), min_size=1, max_size=5), min_size=1, max_size=4),
     delays=st.dictionaries(st.sampled_from(list(Stage)), st.integers(0, 2000), max_size=2),
