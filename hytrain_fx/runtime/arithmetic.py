@@ -37,6 +37,7 @@ class AdamFlag(IntFlag):
     L2 = 4
     LERP_FROM_END = 8
     TORCH_CUDA = 16
+    WIDE_FACTORS = 32
 
 
 class AdamScalarsStruct(ctypes.Structure):
@@ -67,7 +68,8 @@ class AdamScalars:
     lerp             1 - beta1, or that minus 1 with LERP_FROM_END
     neg_step_size    -lr / (1 - beta1^step)
     bias2_sqrt       sqrt(1 - beta2^step)
-    factors          multiplications of the gradient, in order, each rounded to the gradient's dtype; at most MAX_FACTORS
+    factors          multiplications of the gradient, in order, each rounded to the gradient's dtype, or with WIDE_FACTORS to binary32; at most
+                     MAX_FACTORS
     """
 
     CStruct: ClassVar[type[AdamScalarsStruct]] = AdamScalarsStruct
@@ -191,9 +193,9 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
 
 
 def _read_gradient(grad: torch.Tensor, s: AdamScalars) -> torch.Tensor:
-    g = grad
+    g = grad.float() if s.flags & AdamFlag.WIDE_FACTORS else grad
     for factor in s.factors:
-        g = (g.float() * factor).to(grad.dtype)
+        g = (g.float() * factor).to(g.dtype)
     g = g.float()
     return -g if s.flags & AdamFlag.MAXIMIZE else g
 

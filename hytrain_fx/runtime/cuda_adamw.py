@@ -1,6 +1,6 @@
 """The AdamW kernel of `csrc/adamw.cu`: compiled once by NVRTC, loaded by the driver, launched by a handle that needs no Python.
 
-    functions(ordinal)  ->  (fp32, bf16, fp16, bf16 in halves) CUfunction handles for the engine's cuLaunchKernel
+    functions(ordinal)  ->  CUfunction handles for the engine's cuLaunchKernel
     adamw_(...)         ->  the same launch from Python
 
 The kernel's parameters are listed at the top of adamw.cu.
@@ -31,9 +31,10 @@ class FactorPointers(ctypes.Structure):
 
 def functions(ordinal: int) -> list[int]:
     """CUfunction handles on device `ordinal` that update several rows: gradients in fp32, bf16, fp16, the new weight in the same dtype;
-    last, bf16 with masters in two halves (split_master.py).
+    bf16 with masters in two halves (split_master.py); bf16 weights with fp32 gradients, masters whole and in halves.
     """
-    return [cuda_module.function(ordinal, SOURCE, f"adamw_rows_{name}") for name in (*DTYPE_NAMES.values(), "split")]
+    names = (*DTYPE_NAMES.values(), "split", "f32_bf16", "split_f32")
+    return [cuda_module.function(ordinal, SOURCE, f"adamw_rows_{name}") for name in names]
 
 
 def function(ordinal: int, grad: torch.dtype, out: torch.dtype) -> int:

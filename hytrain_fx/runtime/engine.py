@@ -44,7 +44,8 @@ class RowSpec:
 class RowStates:
     """Where one row's optimizer states rest: flat tensors, all on the host or all on the device.
 
-    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype. With `low` the master is in
+    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype; of rows
+    with a copy it is fp32, and a bf16 gradient fills half of it. With `low` the master is in
     two halves (split_master.py), and the signs of `exp_avg_sq` are part of it. Rows of other optimizers than Adam and AdamW have `own`
     states in the place of the moments, which are empty.
     """
@@ -179,10 +180,12 @@ class Engine(Protocol):
     can_stream: bool  # whether rows may be placed with place_streamed
     splits_masters: bool  # whether bf16 rows on the host have their masters in two halves
     can_skip: bool  # whether there are `commit_unless` and `skipped`
+    takes_copies: bool  # whether there is `use_copy`
 
     def add_row(self, spec: RowSpec) -> int: ...  # its number
     def set_unit(self, row: int, unit: int) -> None: ...
     def set_weight(self, row: int, weight: torch.Tensor) -> None: ...
+    def use_copy(self, row: int, copy: torch.Tensor) -> None: ...  # in the place of an fp32 weight
     def place_on_host(self, row: int, states: RowStates) -> None: ...
     def place_on_device(self, row: int, states: RowStates) -> None: ...
     def place_streamed(self, row: int, states: RowStates) -> None: ...

@@ -32,6 +32,7 @@ from hytrain_fx.runtime.engine import (
 )
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.native_structs import (
+    ADAMW_FUNCTIONS,
     FACTOR_CAPACITY,
     CCommitItem,
     CDeviceStates,
@@ -69,6 +70,7 @@ class NativeEngine:
     can_stream = True
     splits_masters = True
     can_skip = True
+    takes_copies = True
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class NativeEngine:
             from hytrain_fx.runtime import cuda_adamw, cuda_module
 
             options.device_ordinal = device.index
-            options.adamw_functions = (c_void_p * 4)(*cuda_adamw.functions(device.index))
+            options.adamw_functions = (c_void_p * ADAMW_FUNCTIONS)(*cuda_adamw.functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._pid = os.getpid()
@@ -111,6 +113,7 @@ class NativeEngine:
         self._keep: deque[list[object]] = deque(maxlen=2)  # by commit: factors that the lane to the host may still read
         self._skips: dict[int, torch.Tensor] = {}
         self._skipped = False
+        self._slot_dtypes: dict[int, torch.dtype] = {}  # rows with copies: of the gradient that came last
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
         function = getattr(self._library, f"hytrain_{name}")
@@ -149,6 +152,12 @@ class NativeEngine:
         self._call("set_weight", row, c_void_p(weight.data_ptr()))
         self._rows[row] = replace(self._rows[row], weight=weight)
 
+    def use_copy(self, row: int, copy: torch.Tensor) -> None:
+        """From now on `copy`, bf16, is what updates of this fp32 row write; states are placed anew after it. The row must be idle."""
+        self._call("use_copy", row, c_void_p(copy.data_ptr()))
+        self._rows[row] = replace(self._rows[row], weight=copy)
+        self._slot_dtypes[row] = copy.dtype
+
     def place_on_host(self, row: int, states: RowStates) -> None:
         self._states[row] = states
         self._call("place_on_host", row, byref(host_states(states)))
@@ -179,6 +188,10 @@ class NativeEngine:
         self._staging = staging
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        for row, grad in zip(rows, grads, strict=True) if self._slot_dtypes else ():
+            if self._slot_dtypes.get(row, grad.dtype) != grad.dtype:
+                self._call("set_gradient_dtype", row, _DTYPES[grad.dtype])
+                self._slot_dtypes[row] = grad.dtype
         pointers = (c_void_p * len(grads))(*(grad.data_ptr() for grad in grads))
         self._call("grad_offload", self._rows_array(rows), pointers, len(rows), self._stream())
 

@@ -11,6 +11,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import MAX_FACTORS, RowStates
 
+ADAMW_FUNCTIONS = 6  # csrc/device.h
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
 
 
@@ -100,7 +101,7 @@ class COptions(Structure):
         ("ring_bytes", c_uint64),
         ("factor_slots", c_void_p),
         ("factor_capacity", c_int32),
-        ("adamw_functions", c_void_p * 4),
+        ("adamw_functions", c_void_p * ADAMW_FUNCTIONS),
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
         ("nonfinite", c_void_p),

@@ -54,6 +54,7 @@ class TorchEngine:
     can_stream = False
     splits_masters = False
     can_skip = False
+    takes_copies = False
 
     def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)
@@ -111,6 +112,9 @@ class TorchEngine:
         landing = self._row(row).landing
         if landing is not None:
             landing.sync()
+
+    def use_copy(self, row: int, copy: torch.Tensor) -> None:
+        raise EngineError(f"the {self.name} engine keeps no 16-bit copies of fp32 weights")
 
     def place_on_host(self, row: int, states: RowStates) -> None:
         self._finish_landing(row)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.runtime import build
-from hytrain_fx.runtime.arithmetic import AdamScalars, AdamScalarsStruct, fma, square_root
+from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, AdamScalarsStruct, fma, square_root
 
 from .adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 
@@ -45,7 +45,8 @@ def any_scalars(draw: st.DrawFn) -> AdamScalars:
         "maximize": draw(st.booleans()),
     }
     decoupled, torch_cuda, step, factors = draw(st.booleans()), draw(st.booleans()), draw(st.integers(1, 20_000)), draw(FACTORS)
-    return AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=torch_cuda, factors=factors)
+    scalars = AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=torch_cuda, factors=factors)
+    return replace(scalars, flags=scalars.flags | (AdamFlag.WIDE_FACTORS if draw(st.booleans()) else 0))
 
 
 @settings(deadline=None, max_examples=150)
@@ -229,6 +230,22 @@ def test_factors_are_mul_(dtype: torch.dtype) -> None:
     kernel_(inside, AdamScalars.of(GROUP, 4, decoupled=True, torch_cuda=False, factors=factors))
     kernel_(outside, AdamScalars.of(GROUP, 4, decoupled=True, torch_cuda=False))
     assert_same_bits(replace(inside, grad=outside.grad), outside)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_factors_are_those_of_the_widened_gradient(dtype: torch.dtype) -> None:
+    """With WIDE_FACTORS a 16-bit gradient gives what its fp32 form gives, every factor in fp32; without it factors round to 16 bits."""
+    scalars = AdamScalars.of(GROUP, 3, decoupled=True, torch_cuda=False, factors=(1 / 3, 0.7))
+    wide = replace(scalars, flags=scalars.flags | AdamFlag.WIDE_FACTORS)
+    narrow = operands(5000, 9, "normal", dtype)
+    widened, rounded = narrow.clone(), narrow.clone()
+    widened.grad = narrow.grad.float()
+    kernel_(narrow, wide)
+    kernel_(widened, scalars)
+    kernel_(rounded, scalars)
+    widened.grad = narrow.grad
+    assert_same_bits(narrow, widened)
+    assert different_bits(narrow.m, rounded.m) > 1000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

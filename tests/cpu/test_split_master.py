@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.runtime import build
-from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.split_master import copy_states, join, split, whole_states
 
-from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
+from .adamw_operands import DTYPE_CODES, GROUP, Operands, different_bits, kernel_, operands
 
 CPU = torch.device("cpu")
 HIGH = st.integers(0, 0xFFFF)
@@ -27,9 +27,9 @@ def floats_of(bits: list[int]) -> torch.Tensor:
 
 
 def split_kernel_(o: Operands, high: torch.Tensor, low: torch.Tensor, scalars: AdamScalars, flags: tuple[str, ...] = build.FLAGS) -> None:
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, high, low, o.m, o.v, o.vmax)]
+    grad, *pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, high, low, o.m, o.v, o.vmax)]
     library = build.load(("adamw_c.cpp",), flags=flags)
-    library.hytrain_fx_split_adamw_chunk(*pointers, ctypes.c_int64(high.numel()), ctypes.byref(scalars.c_struct))
+    library.hytrain_fx_split_adamw_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, ctypes.c_int64(high.numel()), ctypes.byref(scalars.c_struct))
 
 
 @settings(deadline=None, max_examples=300)
@@ -62,15 +62,19 @@ def test_every_weight_with_a_tie_comes_back() -> None:
     torch_cuda=st.booleans(),
     factors=st.lists(st.sampled_from([0.3, 1.0, 7.7]), max_size=2).map(tuple),
     low=LOW,
+    grad_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    wide=st.booleans(),
 )
 def test_the_update_is_that_of_whole_masters(
-    n: int, seed: int, kind: str, amsgrad: bool, maximize: bool, torch_cuda: bool, factors: tuple[float, ...], low: int
+    n: int, seed: int, kind: str, amsgrad: bool, maximize: bool, torch_cuda: bool, factors: tuple[float, ...], low: int,
+    grad_dtype: torch.dtype, wide: bool,
 ) -> None:
     """Weight, master and moments after an update in halves are those after an update of the whole, ties before and after included."""
     rates = {"weight_decay": 0.0 if seed % 2 else 0.1, "lr": 0.0 if seed % 3 == 0 else 1e-3}
     group = GROUP | rates | {"amsgrad": amsgrad, "maximize": maximize}
     scalars = AdamScalars.of(group, 3, decoupled=True, torch_cuda=torch_cuda, factors=factors)
-    whole = operands(n, seed, kind, torch.bfloat16, torch.bfloat16)
+    scalars = replace(scalars, flags=scalars.flags | (AdamFlag.WIDE_FACTORS if wide else 0))
+    whole = operands(n, seed, kind, grad_dtype, torch.bfloat16)
     whole = replace(whole, v=whole.v.abs(), vmax=(torch.zeros(n) if whole.vmax is None else whole.vmax.abs()) if amsgrad else None)
     bits = whole.master.view(torch.int32)
     whole.master.copy_(((bits & ~0xFFFF) | low).view(torch.float32))

@@ -17,6 +17,8 @@ int hytrain_set_unit(hytrain_fx::Engine*, int, int);
 int hytrain_send_weight(hytrain_fx::Engine*, int, int);
 int hytrain_finish_times(hytrain_fx::Engine*, hytrain_fx::FinishTimes*);
 int hytrain_set_weight(hytrain_fx::Engine*, int, void*);
+int hytrain_use_copy(hytrain_fx::Engine*, int, void*);
+int hytrain_set_gradient_dtype(hytrain_fx::Engine*, int, int);
 int hytrain_guess_counts(hytrain_fx::Engine*, hytrain_fx::GuessCounts*);
 int hytrain_grad_offload(hytrain_fx::Engine*, const int32_t*, const void* const*, int, void*);
 int hytrain_arm_cpu(hytrain_fx::Engine*, const int32_t*, int);

@@ -1,6 +1,6 @@
 // Drives the engine through its C interface, on the CPU device and without Python, for a thread sanitizer to watch (scripts/race_check).
 //
-// Random steps: rows of every dtype and placement, units that sit out, delays in every stage, factors that come late and are guessed, gradients
+// Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, gradients
 // dropped and made anew, rows that move, records taken on the way. What the engine makes of it is compared, bit for bit, with adamw_chunk called
 // in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
 //
@@ -33,7 +33,8 @@ struct Reference {  // whole, updated in order on the main thread
 
 struct TrainedRow {
   int64_t n;
-  Dtype dtype;
+  Dtype dtype, grad_dtype;
+  bool copied;  // an fp32 row to which a bf16 copy was given
   int unit;
   Where where = kHost;
   std::vector<char> weight, slot, grad;
@@ -42,7 +43,7 @@ struct TrainedRow {
   Reference reference;
   int steps = 0;
   bool sends_weight = false;  // streamed: the upper half of a master comes home too; else it is read from the weight
-  int64_t width() const { return dtype == Dtype::kF32 ? 4 : 2; }
+  int64_t slot_width() const { return dtype == Dtype::kF32 || copied ? 4 : 2; }
   bool split() const { return dtype == Dtype::kBF16 && where != kDevice; }
 };
 
@@ -69,7 +70,7 @@ class Run {
     check(hytrain_set_staging(engine_, &staging));
     ShadowMemory shadow{shadow_.data(), kShadowSlots};
     check(hytrain_set_shadow(engine_, &shadow));
-    for (int r = 0; r < 9; ++r) add(r);
+    for (int r = 0; r < 12; ++r) add(r);
   }
   ~Run() { check(hytrain_destroy(engine_)); }
 
@@ -121,14 +122,16 @@ class Run {
     TrainedRow row;
     const int64_t sizes[] = {2 * kChunk + 3 * kGranule + 7, kChunk, kGranule + 1, 5};
     row.n = sizes[random_() % 4];
-    row.dtype = static_cast<Dtype>(number % 3);
-    row.unit = number / 3;
+    row.copied = number % 4 == 3;
+    row.dtype = row.grad_dtype = row.copied ? Dtype::kBF16 : static_cast<Dtype>(number % 4);
+    row.unit = number / 4;
     row.reference = {normal(row.n, 1), Floats(row.n, 0.0f), Floats(row.n, 0.0f)};
     row.weight = narrowed(row.reference.master, row.dtype);
     rows_.push_back(std::move(row));
     TrainedRow& kept = rows_.back();
-    RowSpec spec{kept.n, kept.unit, static_cast<int32_t>(kept.dtype), kept.weight.data()};
+    RowSpec spec{kept.n, kept.unit, static_cast<int32_t>(kept.copied ? Dtype::kF32 : kept.dtype), kept.weight.data()};
     check(hytrain_add_row(engine_, &spec));
+    if (kept.copied) check(hytrain_use_copy(engine_, number, kept.weight.data()));
     place(number, static_cast<Where>(random_() % 3));
   }
 
@@ -139,7 +142,7 @@ class Run {
     row.m = row.reference.m;
     row.v = row.reference.v;
     Floats master = row.reference.master;
-    std::vector<char> slot(row.n * row.width());
+    std::vector<char> slot(row.n * row.slot_width());
     if (row.split()) {
       row.high.resize(row.n);
       row.low.resize(row.n);
@@ -212,7 +215,8 @@ class Run {
       TrainedRow& row = rows_[r];
       Floats values = normal(row.n, 0.1f);
       if (infinite && chance(50)) values[random_() % values.size()] = INFINITY;
-      row.grad = narrowed(values, row.dtype);
+      if (row.copied) row.grad_dtype = row.where == kHost && chance(50) ? Dtype::kBF16 : Dtype::kF32;
+      row.grad = narrowed(values, row.grad_dtype);
       CommitItem item{};
       item.row = r;
       item.at_end = chance(5);
@@ -264,6 +268,7 @@ class Run {
     std::vector<const void*> grads;
     for (int32_t r : rows) {
       buffers.push_back(rows_[r].grad);
+      if (rows_[r].copied) check(hytrain_set_gradient_dtype(engine_, r, static_cast<int>(rows_[r].grad_dtype)));
       if (other) std::memset(buffers.back().data(), 1, buffers.back().size());
     }
     for (const std::vector<char>& buffer : buffers) grads.push_back(buffer.data());
@@ -311,8 +316,9 @@ class Run {
     AdamScalars scalars = item.scalars;
     scalars.factor_count = scaled ? 1 : 0;
     scalars.factors[0] = clip_;
+    if (row.copied) scalars.flags |= kWideFactors;
     Reference& r = row.reference;
-    adamw_chunk(row.grad.data(), row.dtype, r.master.data(), r.m.data(), r.v.data(), nullptr, nullptr, row.dtype, row.n, scalars);
+    adamw_chunk(row.grad.data(), row.grad_dtype, r.master.data(), r.m.data(), r.v.data(), nullptr, nullptr, row.dtype, row.n, scalars);
     ++row.steps;
   }
 

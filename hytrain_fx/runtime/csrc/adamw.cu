@@ -68,7 +68,10 @@ __device__ __forceinline__ void update(typename Grad::Storage grad, float& p, fl
   float g = Grad::widen(grad);
 #pragma unroll
   for (unsigned int k = 0; k < kMaxFactors; ++k)
-    if (k < s.factor_count) g = Grad::widen(Grad::narrow(__fmul_rn(g, s.factors[k])));
+    if (k < s.factor_count) {
+      const float product = __fmul_rn(g, s.factors[k]);
+      g = (s.flags & kWideFactors) ? product : Grad::widen(Grad::narrow(product));
+    }
   if (s.flags & kMaximize) g = -g;
   const float weight = __fmul_rn(p, s.decay);
   if (s.flags & kL2) g = __fmaf_rn(s.l2, weight, g);
@@ -117,9 +120,10 @@ __device__ __forceinline__ void split_master(float p, Bits16& high, Bits16& low,
   v = __uint_as_float((__float_as_uint(v) & 0x7FFFFFFFu) | (((tail == 0x8000u) & odd) << 31));
 }
 
+template <class Grad>
 __device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
                                             const AdamScalars& s, int* nonfinite, int mark) {
-  const auto* grad = static_cast<const Bits16*>(grad_);
+  const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* high = static_cast<Bits16*>(weight);
   const bool amsgrad = s.flags & kAmsgrad;
   const bool vectors = aligned(grad) && aligned(low) && aligned(m) && aligned(v) && aligned(vmax) && aligned(high);
@@ -129,7 +133,8 @@ __device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, floa
   bool finite = true;
   for (long long i = thread; i < whole; i += threads) {
     const long long at = i * kVector;
-    Pack<Bits16> gs, highs, lows;
+    Pack<typename Grad::Storage> gs;
+    Pack<Bits16> highs, lows;
     Pack<float> ms, vs, vmaxs;
     gs.load(grad + at);
     highs.load(high + at);
@@ -139,9 +144,9 @@ __device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, floa
     if (amsgrad) vmaxs.load(vmax + at);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      finite &= is_finite(BF16::widen(gs.value[k]));
+      finite &= is_finite(Grad::widen(gs.value[k]));
       float p = join_master(highs.value[k], lows.value[k], vs.value[k]);
-      update<BF16>(gs.value[k], p, ms.value[k], vs.value[k], vmaxs.value[k], s);
+      update<Grad>(gs.value[k], p, ms.value[k], vs.value[k], vmaxs.value[k], s);
       split_master(p, highs.value[k], lows.value[k], vs.value[k]);
     }
     highs.store(high + at);
@@ -151,10 +156,10 @@ __device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, floa
     if (amsgrad) vmaxs.store(vmax + at);
   }
   for (long long i = whole * kVector + thread; i < n; i += threads) {
-    finite &= is_finite(BF16::widen(grad[i]));
+    finite &= is_finite(Grad::widen(grad[i]));
     float largest = amsgrad ? vmax[i] : 0.0f, first = m[i], second = v[i];
     float p = join_master(high[i], low[i], second);
-    update<BF16>(grad[i], p, first, second, largest, s);
+    update<Grad>(grad[i], p, first, second, largest, s);
     split_master(p, high[i], low[i], second);
     m[i] = first;
     v[i] = second;
@@ -235,6 +240,7 @@ ADAMW(adamw_f16_f16, F16, F16)
 // Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
 // queue blocks the launching thread. Kernels adamw_rows_<dtype>: one parameter, `Rows` by value; grid (any x, number of rows), block 256.
 // adamw_rows_split: bf16 rows with masters in two halves, `master` the address of `low`, `out` the weight, which is read too.
+// adamw_rows_f32_bf16, adamw_rows_split_f32: bf16 weights with fp32 gradients, masters whole or in halves.
 namespace hytrain_fx {
 
 constexpr int kRows = 28;
@@ -262,19 +268,25 @@ __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nu
 
 }  // namespace hytrain_fx
 
-#define ADAMW_ROWS(name, Grad)                                                                                   \
+#define ADAMW_ROWS(name, Grad, Out)                                                                                   \
   extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
     if (hytrain_fx::left_out(r)) return;                                                                         \
-    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Grad>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}, r.nonfinite, r.mark); \
+    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}, r.nonfinite, r.mark); \
   }
 
-ADAMW_ROWS(adamw_rows_f32, F32)
-ADAMW_ROWS(adamw_rows_bf16, BF16)
-ADAMW_ROWS(adamw_rows_f16, F16)
+ADAMW_ROWS(adamw_rows_f32, F32, F32)
+ADAMW_ROWS(adamw_rows_bf16, BF16, BF16)
+ADAMW_ROWS(adamw_rows_f16, F16, F16)
+ADAMW_ROWS(adamw_rows_f32_bf16, F32, BF16)
 
-extern "C" __global__ void __launch_bounds__(256) adamw_rows_split(const __grid_constant__ hytrain_fx::Rows rows) {
-  const hytrain_fx::Row& r = rows.at[blockIdx.y];
-  if (hytrain_fx::left_out(r)) return;
-  hytrain_fx::adamw_split(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master), r.m, r.v, r.vmax, r.out, r.n, r.scalars, r.nonfinite, r.mark);
-}
+#define ADAMW_ROWS_SPLIT(name, Grad)                                                                             \
+  extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
+    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
+    if (hytrain_fx::left_out(r)) return;                                                                         \
+    hytrain_fx::adamw_split<hytrain_fx::Grad>(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master), r.m, r.v, r.vmax, r.out, r.n, \
+                                              r.scalars, r.nonfinite, r.mark);                                   \
+  }
+
+ADAMW_ROWS_SPLIT(adamw_rows_split, BF16)
+ADAMW_ROWS_SPLIT(adamw_rows_split_f32, F32)

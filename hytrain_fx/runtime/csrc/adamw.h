@@ -4,7 +4,7 @@
 // fuse any of them, and the only fused multiply-adds are the ones written as fmaf. adamw.cu and arithmetic.py write the same
 // expression, so a parameter may move between CPU and GPU in mid-training without a changed bit. Denormals are kept.
 //
-//     g = (grad * factor_0 ... factor_k, each rounded to grad's dtype)     -g if maximize
+//     g = (grad * factor_0 ... factor_k, each rounded to grad's dtype)     -g if maximize; with kWideFactors each rounded to binary32
 //     p = p * decay                                                      decoupled weight decay (AdamW); decay = 1 without
 //     g = fma(l2, p, g)                                                  only with kL2 (Adam)
 //     m = fma(lerp, g - m, kLerpFromEnd ? g : m)                         torch.lerp
@@ -117,10 +117,16 @@ struct F16 {
   }
 };
 
+inline void multiply(float* g, int64_t n, const AdamScalars& s) {
+  for (uint32_t k = 0; k < s.factor_count; ++k)
+    for (int64_t i = 0; i < n; ++i) g[i] *= s.factors[k];
+}
+
 // Gradient of one block as fp32, its factors applied, negated for maximize (exact in every dtype).
 template <class Format>
 inline void read_gradient16(const uint16_t* grad, float* g, int64_t n, const AdamScalars& s) {
   Format::widen(grad, g, n);
+  if (s.flags & kWideFactors) return multiply(g, n, s);
   for (uint32_t k = 0; k < s.factor_count; ++k) Format::round(g, s.factors[k], n);
 }
 
@@ -131,8 +137,7 @@ inline void read_gradient(const void* grad, Dtype dtype, int64_t start, float* _
     read_gradient16<F16>(static_cast<const uint16_t*>(grad) + start, g, n, s);
   } else {
     std::memcpy(g, static_cast<const float*>(grad) + start, static_cast<size_t>(n) * sizeof(float));
-    for (uint32_t k = 0; k < s.factor_count; ++k)
-      for (int64_t i = 0; i < n; ++i) g[i] *= s.factors[k];
+    multiply(g, n, s);
   }
   if (s.flags & kMaximize)
     for (int64_t i = 0; i < n; ++i) g[i] = -g[i];

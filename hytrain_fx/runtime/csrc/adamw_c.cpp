@@ -13,9 +13,9 @@ int hytrain_fx_adamw_chunk(const void* grad, int32_t grad_dtype, float* master, 
 }
 
 // As split_adamw_chunk in split_adamw.h; the flags are not checked.
-void hytrain_fx_split_adamw_chunk(const uint16_t* grad, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
-                                  const hytrain_fx::AdamScalars* scalars) {
-  hytrain_fx::split_adamw_chunk(grad, high, low, m, v, vmax, n, *scalars);
+void hytrain_fx_split_adamw_chunk(const void* grad, int32_t grad_dtype, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax,
+                                  int64_t n, const hytrain_fx::AdamScalars* scalars) {
+  hytrain_fx::split_adamw_chunk(grad, static_cast<hytrain_fx::Dtype>(grad_dtype), high, low, m, v, vmax, n, *scalars);
 }
 
 }  // extern "C"

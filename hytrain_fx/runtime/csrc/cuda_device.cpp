@@ -217,7 +217,7 @@ class CudaDevice : public Device {
   std::shared_ptr<CudaShared> shared_;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
-  std::array<CUfunction, kAdamwFunctions> adamw_{};  // by Dtype; last: masters in halves
+  std::array<CUfunction, kAdamwFunctions> adamw_{};  // as adamw_kernel numbers them
   CUfunction gather_;
 };
 
@@ -245,8 +245,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     void* parameters[] = {packed};
     const long long blocks = std::min(kUpdateBlocks, (largest + kElementsPerBlock - 1) / kElementsPerBlock);
     const Driver& d = shared_->driver;
-    const int kernel = rows[first].low ? kAdamwFunctions - 1 : static_cast<int>(rows[first].dtype);
-    d.check(d.launch(adamw_[kernel], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1,
+    d.check(d.launch(adamw_[adamw_kernel(rows[first])], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1,
                      0, stream(lane), parameters, nullptr),
             "launch the AdamW kernel");
   }

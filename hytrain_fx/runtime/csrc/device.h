@@ -51,13 +51,14 @@ struct NonFinite {
 // Operands of one AdamW update whose states rest on the device.
 struct DeviceUpdate {
   const void* grad;
-  Dtype dtype;
+  Dtype dtype;            // of the gradient
+  Dtype out_dtype;        // of the weight: the gradient's, or bf16 where that is fp32
   float* master;          // null where it rests in two halves: `out`, which is read too, and `low`
   uint16_t* low;
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null without amsgrad
-  void* out;              // the new weight, in the gradient's dtype; null where `master` is the weight
+  void* out;              // the new weight; null where `master` is the weight
   int64_t numel;
   AdamScalars scalars;
   NonFinite nonfinite;
@@ -81,14 +82,19 @@ class Device {
   virtual EventPtr record(Lane lane) = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
-  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one dtype, all masters whole or all in halves
+  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   virtual double now_us() = 0;                            // host time on the events' clock
 };
 
 std::unique_ptr<Device> make_cpu_device();
-// CUfunction handles of the compiled kernels: `adamw_functions` by Dtype, last the one for masters in halves (adamw.cu); `gather_function` (gather.cu).
-constexpr int kAdamwFunctions = 4;
+// CUfunction handles of the compiled kernels: `adamw_functions` as `adamw_kernel` numbers them (adamw.cu); `gather_function` (gather.cu).
+constexpr int kAdamwFunctions = 6;
+inline int adamw_kernel(const DeviceUpdate& update) {  // by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
+  const bool mixed = update.dtype != update.out_dtype;
+  if (update.low) return mixed ? 5 : 3;
+  return mixed ? 4 : static_cast<int>(update.dtype);
+}
 std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions, void* gather_function);
 
 }  // namespace hytrain_fx

@@ -61,10 +61,31 @@ void Engine::set_weight(int row, void* weight) {
   r.spec.weight = weight;
 }
 
+void Engine::use_copy(int row, void* copy) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Row& r = at(row);
+  if (r.phase != Phase::IDLE || r.copied || weight_dtype(r) != Dtype::kF32) {
+    throw std::logic_error("row " + std::to_string(row) + " is given a copy, but is in use, has one, or is not fp32");
+  }
+  r.copied = true;
+  r.spec.dtype = static_cast<int32_t>(Dtype::kBF16);
+  r.grad_dtype = Dtype::kBF16;
+  r.spec.weight = copy;
+}
+
+void Engine::set_gradient_dtype(int row, Dtype dtype) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Row& r = at(row);
+  if (!r.copied) throw std::logic_error("row " + std::to_string(row) + " has no copy: its gradients are of its weight's dtype");
+  if (r.phase == Phase::PENDING) throw std::runtime_error("row " + std::to_string(row) + " has a new gradient while its last update is in flight");
+  r.grad_dtype = dtype;
+}
+
 void Engine::add_row(const RowSpec& spec) {
   std::lock_guard<std::mutex> lock(mutex_);
   Row row;
   row.spec = spec;
+  row.grad_dtype = static_cast<Dtype>(spec.dtype);
   for (int64_t begin = 0; begin < spec.numel; begin += kChunk) {
     Chunk chunk{begin, std::min(begin + kChunk, spec.numel), 0};
     chunk.granules = static_cast<int>((chunk.end - chunk.begin + kGranule - 1) / kGranule);

@@ -49,7 +49,7 @@ inline void sleep_us(double mean_us) {  // delays that tests set
 struct RowSpec {
   int64_t numel;
   int32_t unit;
-  int32_t dtype;  // Dtype: of gradient and weight
+  int32_t dtype;  // Dtype of the weight, and but for rows with a copy (`use_copy`) of its gradient
   void* weight;
 };
 
@@ -135,6 +135,10 @@ class Engine {
   void add_row(const RowSpec& spec);  // numbered in the order of the calls
   void set_unit(int row, int unit);
   void set_weight(int row, void* weight);
+  // The bf16 `copy` takes the place of the row's fp32 weight: it is what updates write. Its gradients are fp32 where they rest on the device,
+  // and of the dtype last set where they come to the slot, which is of 4 bytes an element. Factors multiply them in fp32.
+  void use_copy(int row, void* copy);
+  void set_gradient_dtype(int row, Dtype dtype);
   void place_on_host(int row, const HostStates& states);
   void place_on_device(int row, const DeviceStates& states);
   void set_staging(const StagingMemory& memory);
@@ -183,6 +187,8 @@ class Engine {
   };
   struct Row {
     RowSpec spec{};
+    bool copied = false;  // use_copy
+    Dtype grad_dtype{};   // of the gradient in the slot
     Place place = Place::NOWHERE;
     HostStates host{};
     DeviceStates device{};
@@ -234,7 +240,11 @@ class Engine {
   };
 
   static bool known_now(const CommitItem& item, const void* const* factors);
-  static int64_t grad_bytes(const Row& row) { return row.spec.dtype == static_cast<int>(Dtype::kF32) ? 4 : 2; }
+  static int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+  static Dtype weight_dtype(const Row& row) { return static_cast<Dtype>(row.spec.dtype); }
+  static int64_t weight_bytes(const Row& row) { return bytes_of(weight_dtype(row)); }
+  static int64_t slot_grad_bytes(const Row& row) { return bytes_of(row.grad_dtype); }
+  static Dtype device_grad_dtype(const Row& row) { return row.copied ? Dtype::kF32 : weight_dtype(row); }
   NonFinite nonfinite_of(int row) const { return {options_.nonfinite, row + 1}; }
   Row& at(int row);
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);

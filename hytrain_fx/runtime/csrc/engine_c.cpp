@@ -41,6 +41,12 @@ int hytrain_set_unit(Engine* engine, int row, int unit) {
 int hytrain_set_weight(Engine* engine, int row, void* weight) {
   return guarded([&] { engine->set_weight(row, weight); });
 }
+int hytrain_use_copy(Engine* engine, int row, void* copy) {
+  return guarded([&] { engine->use_copy(row, copy); });
+}
+int hytrain_set_gradient_dtype(Engine* engine, int row, int dtype) {
+  return guarded([&] { engine->set_gradient_dtype(row, static_cast<hytrain_fx::Dtype>(dtype)); });
+}
 int hytrain_place_on_host(Engine* engine, int row, const hytrain_fx::HostStates* states) {
   return guarded([&] { engine->place_on_host(row, *states); });
 }

@@ -103,7 +103,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   row.busy_us = 0;
 }
 
-// Rows on the device, by launch and in the order of the launches. A unit's rows of one dtype go together, the last unit first: its gradients
+// Rows on the device, by launch and in the order of the launches. A unit's rows of one kernel go together, the last unit first: its gradients
 // come first. Rows whose release came with those of other units, at the end of a backward graph, go apart (they would hold back the large
 // weights of their unit until then), after the others, and lowest unit first, being due in that order now.
 std::vector<std::vector<const CommitItem*>> Engine::launches(const std::vector<const CommitItem*>& items) {
@@ -113,7 +113,7 @@ std::vector<std::vector<const CommitItem*>> Engine::launches(const std::vector<c
   std::map<std::pair<int, int>, Launch> early, late;  // by -unit and dtype, by dtype and unit
   for (const CommitItem* item : items) {
     const Row& row = at(item->row);
-    const int unit = row.spec.unit, dtype = row.spec.dtype;
+    const int unit = row.spec.unit, dtype = 2 * row.spec.dtype + row.copied;
     if (units[row.released.get()].size() > 1) {
       late[{dtype, unit}].push_back(item);
     } else {
@@ -144,8 +144,8 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
     Row& row = at(item->row);
     awaited.insert(item->at_end || !row.ready || skip ? end : row.ready);
     awaited.insert(row.released);
-    updates.push_back({item->grad, static_cast<Dtype>(row.spec.dtype), row.device.master, nullptr, row.device.exp_avg, row.device.exp_avg_sq,
-                       row.device.max_exp_avg_sq, grad_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars, nonfinite_of(item->row), skip});
+    updates.push_back({item->grad, device_grad_dtype(row), weight_dtype(row), row.device.master, nullptr, row.device.exp_avg, row.device.exp_avg_sq,
+                       row.device.max_exp_avg_sq, weight_bytes(row) == 2 ? row.spec.weight : nullptr, row.spec.numel, item->scalars, nonfinite_of(item->row), skip});
   }
   for (const EventPtr& event : awaited) device_->wait(Lane::UPDATE, event);
   EventPtr before = recording_ ? device_->record(Lane::UPDATE) : nullptr;

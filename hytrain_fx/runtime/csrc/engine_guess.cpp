@@ -48,7 +48,7 @@ void Engine::set_shadow(const ShadowMemory& memory) {
 bool Engine::may_guess(const Row& row, int n_factors) const {
   if (!can_guess_ || n_factors != static_cast<int>(last_factors_.size()) || outcomes_ < kLeastOutcomes) return false;
   if (row.spec.numel < kLeastGuessed) return false;
-  if (grad_bytes(row) == 2 && !row.host.low) return false;  // its new weight would take the place of the gradient
+  if (weight_bytes(row) == 2 && !row.host.low) return false;  // its new weight would take the place of the gradient
   const uint32_t remembered = outcomes_ < kRemembered ? (1u << outcomes_) - 1 : (1u << kRemembered) - 1;
   return static_cast<double>(std::bitset<32>(same_ & remembered).count()) >= kLeastSame * std::min(outcomes_, kRemembered);
 }

@@ -41,7 +41,7 @@ void Engine::begin_gradient(Row& row, int index, const void* grad, std::vector<P
   ++row.generation;
   row.armed_cpu = row.armed_reload = false;
   row.issued = 0;
-  const int64_t size = grad_bytes(row);
+  const int64_t size = slot_grad_bytes(row);
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
     Chunk& chunk = row.chunks[c];
     chunk.taken = chunk.finished = chunk.redo = chunk.redo_end = 0;
@@ -182,7 +182,7 @@ void Engine::fetch(int row, void* dst, void* stream) {
   }
   device_->wait(Lane::FETCH, device_->record_compute(stream));
   device_->wait(Lane::FETCH, landing);
-  device_->copy(Lane::FETCH, dst, at(row).host.slot, at(row).spec.numel * grad_bytes(at(row)));
+  device_->copy(Lane::FETCH, dst, at(row).host.slot, at(row).spec.numel * slot_grad_bytes(at(row)));
   device_->compute_wait(stream, device_->record(Lane::FETCH));
 }
 

@@ -115,6 +115,7 @@ bool Engine::take_task(const Key& key, Task& task) {
     task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_values[i];
   }
   task.scalars.factor_count = static_cast<uint32_t>(row.n_factors);
+  if (row.copied) task.scalars.flags |= kWideFactors;
   return true;
 }
 
@@ -132,18 +133,17 @@ void Engine::finish_task(const Key& key) {
 }
 
 bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars) {
-  char* slot = offset(row.host.slot, begin * grad_bytes(row));
-  const Dtype dtype = static_cast<Dtype>(row.spec.dtype);
+  char* slot = offset(row.host.slot, begin * slot_grad_bytes(row));
+  const Dtype dtype = weight_dtype(row);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
-  if (!all_finite(slot, dtype, n)) return false;
+  if (!all_finite(slot, row.grad_dtype, n)) return false;
   float* const m = row.host.exp_avg + begin;
   float* const v = row.host.exp_avg_sq + begin;
   float* const vmax = offset_floats(row.host.max_exp_avg_sq, begin);
   if (row.host.low) {
-    split_adamw_chunk(reinterpret_cast<const uint16_t*>(slot), static_cast<uint16_t*>(row.host.master) + begin, row.host.low + begin, m, v, vmax, n,
-                      scalars);
+    split_adamw_chunk(slot, row.grad_dtype, static_cast<uint16_t*>(row.host.master) + begin, row.host.low + begin, m, v, vmax, n, scalars);
   } else {
-    adamw_chunk(slot, dtype, static_cast<float*>(row.host.master) + begin, m, v, vmax, grad_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
+    adamw_chunk(slot, dtype, static_cast<float*>(row.host.master) + begin, m, v, vmax, weight_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
   }
   return true;
 }

@@ -84,13 +84,13 @@ const Engine::Key* Engine::next_reload() {
 }
 
 // Where an update by the CPU leaves it: a 16-bit weight takes the place of its gradient, but for the half of a master that is the weight.
-const void* Engine::new_weight(const Row& row) { return row.host.low || grad_bytes(row) == 4 ? row.host.master : row.host.slot; }
+const void* Engine::new_weight(const Row& row) { return row.host.low || weight_bytes(row) == 4 ? row.host.master : row.host.slot; }
 
 Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
   Row& row = rows_[upload.row];
   updated_.erase({row.spec.unit, upload.row, upload.chunk});
   const Chunk& chunk = row.chunks[upload.chunk];
-  const int64_t size = grad_bytes(row), bytes = (chunk.end - chunk.begin) * size;
+  const int64_t size = weight_bytes(row), bytes = (chunk.end - chunk.begin) * size;
   const void* source = new_weight(row);
   const bool recording = recording_;
   lock.unlock();
@@ -139,7 +139,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   const HostStates& host = row.host;
   if (++row.streamed == chunks) streaming_.erase({row.spec.unit, upload.row, 0});
   const bool recording = recording_, sends_weight = host.low && row.sends_weight;
-  const int64_t n = chunk.end - chunk.begin, width = grad_bytes(row);
+  const int64_t n = chunk.end - chunk.begin, width = weight_bytes(row), grad_width = bytes_of(device_grad_dtype(row));
   struct Array {
     void* home;
     int64_t width;  // bytes of one element
@@ -164,7 +164,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   for (const EventPtr& event : {in, row.ready, row.released}) device_->wait(Lane::STREAM_UPDATE, event);
   EventPtr update_begin = record(Lane::STREAM_UPDATE);
   device_->update(Lane::STREAM_UPDATE,
-                  {{offset(row.grad, chunk.begin * width), static_cast<Dtype>(row.spec.dtype), host.low ? nullptr : visit[0],
+                  {{offset(row.grad, chunk.begin * grad_width), device_grad_dtype(row), weight_dtype(row), host.low ? nullptr : visit[0],
                     host.low ? reinterpret_cast<uint16_t*>(visit[0]) : nullptr, visit[1], visit[2], host.max_exp_avg_sq ? visit[3] : nullptr,
                     weight, n, row.scalars, nonfinite_of(upload.row), row.skip}});
   EventPtr updated = device_->record(Lane::STREAM_UPDATE);

@@ -33,10 +33,13 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
   }
 }
 
-inline void prefetch_split_block(const uint16_t* grad, const uint16_t* high, const uint16_t* low, const float* m, const float* v, int64_t start) {
+inline void prefetch_split_block(const void* grad, Dtype grad_dtype, const uint16_t* high, const uint16_t* low, const float* m, const float* v,
+                                 int64_t start) {
   constexpr int64_t kLine = 64;  // bytes
+  const int64_t grad_bytes = grad_dtype == Dtype::kF32 ? 4 : 2;
+  const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
+  for (int64_t at = 0; at < kBlock * grad_bytes; at += kLine) __builtin_prefetch(lines + at, 0);
   for (int64_t i = start; i < start + kBlock; i += kLine / 2) {
-    __builtin_prefetch(grad + i, 0);
     __builtin_prefetch(high + i, 1);
     __builtin_prefetch(low + i, 1);
   }
@@ -48,17 +51,17 @@ inline void prefetch_split_block(const uint16_t* grad, const uint16_t* high, con
 
 }  // namespace detail
 
-// Updates n parameters in one pass on the calling thread: reads the bf16 `grad`; high, low, m, v (and vmax with kAmsgrad) in place, `high`
+// Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low, m, v (and vmax with kAmsgrad) in place, `high`
 // being the new weight. No two arrays may overlap. No alignment is needed.
-inline void split_adamw_chunk(const uint16_t* grad, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
+inline void split_adamw_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
                               const AdamScalars& scalars) {
   const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
   alignas(64) float g[detail::kBlock], p[detail::kBlock], positive_v[detail::kBlock];
   for (int64_t start = 0; start < n; start += detail::kBlock) {
     const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
     const int64_t ahead = start + detail::kAhead;
-    if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, high, low, m, v, ahead);
-    detail::read_gradient(grad, Dtype::kBF16, start, g, count, scalars);
+    if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, grad_dtype, high, low, m, v, ahead);
+    detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
     detail::join_master(high + start, low + start, v + start, p, positive_v, count);
     update(g, p, m + start, positive_v, vmax == nullptr ? nullptr : vmax + start, count, scalars);
     detail::split_master(p, positive_v, high + start, low + start, v + start, count);
