@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
 
 from hytrain_fx import dataflow, torch_private
+from hytrain_fx.cast_trial import CastRows, cast_rows
+from hytrain_fx.copy_inputs import with_copies
 from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.flops import node_flops
 from hytrain_fx.layers import Unit, unit_of_rows
 from hytrain_fx.runtime.startup import Phase
+from hytrain_fx.torch_private_trace import look_at, traced_form
 
 R = TypeVar("R")
 
@@ -114,6 +118,19 @@ class _Pair:
     saved_views: dict[str, int] = field(default_factory=dict)
 
 
+class InputCopies(Protocol):
+    """Which fp32 parameters have bf16 copies that graphs read in their place."""
+
+    def looks(self, gm: fx.GraphModule, rows: Iterable[int]) -> bool:
+        """Whether to look at a graph that has these rows among its inputs."""
+
+    def of(self, found: CastRows, rows: Collection[int]) -> Mapping[int, torch.Tensor]:
+        """The copies, by row, that a graph of which this was found is to read."""
+
+    def before_graph(self, direct: Collection[int]) -> None:
+        """A compiled graph that reads these rows' parameters themselves is about to run."""
+
+
 class Capture(Generic[R]):
     """The backend of one compiled model and the record of its graphs.
 
@@ -122,6 +139,7 @@ class Capture(Generic[R]):
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
     around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
     timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten
+    copies               bf16 copies that graphs are to read in the place of fp32 parameters; None: there are none
     """
 
     def __init__(
@@ -132,6 +150,7 @@ class Capture(Generic[R]):
         rewrite: Callable[[CapturedGraph], R],
         around_backward: Callable[[int], AbstractContextManager[torch_private.Edit | None]] = lambda _: contextlib.nullcontext(),
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+        copies: InputCopies | None = None,
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
@@ -140,6 +159,7 @@ class Capture(Generic[R]):
         self._rewrite = rewrite
         self._around_backward = around_backward
         self._timed = timed
+        self._copies = copies
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
         self._unit_of = unit_of_rows(units)
         self._used: dict[int, None] = {}
@@ -173,6 +193,8 @@ class Capture(Generic[R]):
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
         pair = _Pair(self._pairs, self._rows_of_inputs(example_inputs))
         self._pairs += 1
+        with self._timed(Phase.COMPILE_FORWARD):
+            copies = self._copies_for(gm, example_inputs, pair)
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
@@ -191,7 +213,21 @@ class Capture(Generic[R]):
                 return inner_compile(graph, inputs, **kwargs)
 
         with self._timed(Phase.COMPILE_FORWARD), torch_private.autograd_cache_off():
-            return torch_private.compile_fx(gm, example_inputs, timed_compile, patches)
+            compiled = torch_private.compile_fx(gm, _traced_with(example_inputs, copies), timed_compile, patches)
+        return compiled if self._copies is None else self._called_with(compiled, pair, copies)
+
+    def _copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], pair: _Pair) -> dict[int, torch.Tensor]:
+        """By position among the inputs: the copies that this graph reads in the place of parameters."""
+        rows = frozenset(pair.row_of_input.values())
+        if self._copies is None or not self._copies.looks(gm, rows):
+            return {}
+        of_row = self._copies.of(look_at(gm, example_inputs, partial(cast_rows, row_of_input=pair.row_of_input)), rows)
+        return {i: of_row[row] for i, row in pair.row_of_input.items() if row in of_row}
+
+    def _called_with(self, compiled: Callable[..., Any], pair: _Pair, copies: Mapping[int, torch.Tensor]) -> Callable[..., Any]:
+        assert self._copies is not None
+        direct = tuple(row for i, row in pair.row_of_input.items() if i not in copies)
+        return with_copies(compiled, copies, partial(self._copies.before_graph, direct))
 
     def _rows_of_inputs(self, example_inputs: Sequence[Any]) -> dict[int, int]:
         return {i: self._row_of[id(e)] for i, e in enumerate(example_inputs) if id(e) in self._row_of}
@@ -258,6 +294,12 @@ class Capture(Generic[R]):
                 f"parameter {self.names[missing[0]]!r} ({type(self.parameters[missing[0]]).__name__}) is an input of pair "
                 f"{pair.number} but no placeholder of its forward graph holds it; expected a plain dense Parameter"
             )
+
+
+def _traced_with(inputs: Sequence[Any], copies: Mapping[int, torch.Tensor]) -> Sequence[Any]:
+    if not copies:
+        return inputs
+    return [traced_form(copies[i], requires_grad=e.requires_grad) if i in copies else e for i, e in enumerate(inputs)]
 
 
 def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ What is fixed of them is read once; each run of a node compares whole lists, in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,11 +35,13 @@ class RowGroup:
     on_device: list[int] = field(default_factory=list)  # also of streamed rows
 
     @classmethod
-    def of(cls, rows: tuple[int, ...], table: ParameterTable) -> RowGroup:
+    def of(cls, rows: tuple[int, ...], table: ParameterTable, copied: Container[int] = ()) -> RowGroup:
+        """`copied`: rows whose gradients come in bf16."""
         parameters = tuple(table.parameters[row] for row in rows)
         with without_torch_function():
             layouts = [torch.strided] * len(rows)
-            return cls(rows, parameters, [p.stride() for p in parameters], [p.dtype for p in parameters], layouts)
+            dtypes = [torch.bfloat16 if row in copied else p.dtype for row, p in zip(rows, parameters, strict=True)]
+            return cls(rows, parameters, [p.stride() for p in parameters], dtypes, layouts)
 
     def place(self, placement: Sequence[Placement]) -> None:
         """Note where the rows are now."""
@@ -48,7 +50,7 @@ class RowGroup:
         self.on_device = [] if len(self.on_host) == len(self.rows) else [i for i in everywhere if i not in self.on_host]
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients have the parameters' order of memory and dtype."""
+        """Whether the gradients have the parameters' order of memory, and the dtypes that the graphs make."""
         return (
             list(map(_layout_of, grads)) == self.layouts
             and list(map(_stride_of, grads)) == self.strides
@@ -60,8 +62,13 @@ class RowGroup:
         return [self.rows[i] for i in which], [self.parameters[i] for i in which], [grads[i] for i in which]
 
 
-def norm_of_each(grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
-    """The norm of each gradient (0-dim), with the bits that torch gives it alone."""
+def norm_of_each(
+    grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], order: float, foreach: bool
+) -> Sequence[torch.Tensor]:
+    """The norm of each gradient (0-dim) in its parameter's dtype, with the bits that torch gives it alone."""
+    if list(map(_dtype_of, grads)) != list(map(_dtype_of, parameters)):
+        wide = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))  # one at a time: they take memory
+        return [_foreach_norm([grad], order)[0] if foreach else torch.linalg.vector_norm(grad, order) for grad in wide]
     if not foreach:
         return [torch.linalg.vector_norm(grad, order) for grad in grads]
     if len(set(map(_dtype_of, grads))) == 1:

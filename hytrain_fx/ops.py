@@ -15,7 +15,8 @@ Session numbers count up from 0 in each process, so that the graphs of two runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -56,28 +57,35 @@ class NodeRegistry:
     def __init__(self) -> None:
         self._sessions: dict[int, StepNodes] = {}
         self._parameters: dict[int, Sequence[torch.Tensor]] = {}
+        self._copies: dict[int, Mapping[int, torch.Tensor]] = {}
         self._opened = 0
 
-    def register(self, nodes: StepNodes, parameters: Sequence[torch.Tensor] = ()) -> int:
+    def register(
+        self, nodes: StepNodes, parameters: Sequence[torch.Tensor] = (), copies: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> int:
         """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls of this process.
 
-        With `parameters` (by row), each `wait` checks that it was given these and not copies made ahead of it.
+        With `parameters` (by row), each `wait` checks that it was given these or `copies`, and not tensors made of them ahead of it.
         """
         session = self._opened
         self._opened += 1
         self._sessions[session] = nodes
         self._parameters[session] = parameters
+        self._copies[session] = copies
         return session
 
     def unregister(self, session: int) -> None:
         """Close a session; a node of one of its graphs that runs later is an EngineError."""
         self._sessions.pop(session, None)
         self._parameters.pop(session, None)
+        self._copies.pop(session, None)
 
     def check_uncopied(self, session: int, rows: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
         """Raise EngineError where a `wait` holds a copy of a parameter: what reads the copy would see the old weight."""
-        parameters = self._parameters[session]
+        parameters, copies = self._parameters[session], self._copies[session]
         for row, weight in zip(rows, weights, strict=True) if parameters else ():
+            if row in copies and weight.data_ptr() == copies[row].data_ptr():
+                continue
             if weight is not parameters[row] and weight.data_ptr() != parameters[row].data_ptr():
                 raise EngineError(
                     f"the wait for row {row} (shape {tuple(weight.shape)}) was given a copy of the parameter, made ahead of it by a layout "

@@ -68,6 +68,8 @@ class OutsideWrites:
         """
         with torch.no_grad(), without_torch_function():
             for row in rows:
+                if row in self._states.copies:  # their fp32 memory is followed as a whole
+                    continue
                 if row not in self._watched:
                     if not self._is_ours(row):
                         self._engine.drain([row])
@@ -103,7 +105,8 @@ class OutsideWrites:
                 self._require_form(row)
             self._engine.drain(moved)
             for row in moved:
-                self._engine.set_weight(row, self._table.parameters[row].detach())
+                if row not in self._states.copies:
+                    self._engine.set_weight(row, self._table.parameters[row].detach())
                 self._states.follow_memory(row)
             self._memory = now
             self._moved.update(moved)
@@ -125,6 +128,24 @@ class OutsideWrites:
                 self._states.follow_weight(row)
             self.note(written)
             return written
+
+    def follow_copies(self, touched: Collection[int]) -> None:
+        """Take what was written to fp32 memory that graphs do not read, because they read copies, for masters and copies."""
+        copies = self._states.copies
+        seen = touched if self._table.device.type == "cpu" else ()
+        written = [row for row in copies if copies[row].current and (not self._is_ours(row) or row in self._moved or row in seen)]
+        if written:
+            self._engine.drain(written)
+            for row in written:
+                self._states.follow_weight(row)
+            self._moved.difference_update(written)
+            self.note(written)
+
+    def note_all(self, rows: Collection[int]) -> None:
+        """Versions and memory that these rows have now are ours."""
+        self.note(rows)
+        for row in rows:
+            self._memory[0][row] = self._table.parameters[row].data_ptr()
 
     def note(self, rows: Collection[int]) -> None:
         """The versions that these rows have now are ours."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hytrain_fx.autocast_copies import AutocastCopies
 from hytrain_fx.call_gate import CallGate
 from hytrain_fx.capture import Capture, CapturedGraph, GraphKind
 from hytrain_fx.commit import CommitBuilder
@@ -46,6 +47,7 @@ from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of, with_gradients
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
     Edit,
@@ -99,10 +101,13 @@ class Session:
         self.builder = self._make_builder(optimizer)
         self.planning = Planning(self)
         self._allocate(self.planning.first_placement())
-        self.number = NODES.register(self.nodes, self.table.parameters)
-        parts = (self.table.names, self.table.parameters, self.units)
-        self.capture: Capture[PipelineRecord] = Capture(*parts, self._rewrite, self.around_backward, self._clock.phase)
+        self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         self._writes = OutsideWrites(self.table, self.engine, self.states)
+        wanted = self.config.autocast_copies == "auto"
+        self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=self.nodes.forget_forms)
+        parts = (self.table.names, self.table.parameters, self.units)
+        calls = (self._rewrite, self.around_backward, self._clock.phase)
+        self.capture: Capture[PipelineRecord] = Capture(*parts, *calls, self.copies if self.engine.takes_copies and wanted else None)
         self._destinations = GradDestinations(self.table.parameters)
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -141,13 +146,14 @@ class Session:
         of = self.config
         compile_call = partial(compiled_call_of, model, self.capture.backend, of.dynamic, of.mode, of.options, self.before_eager_code)
         set_compiled_call(model, CallGate(compile_call, self))
-        self._guarded = guard_type(_touch_of(weakref.ref(self)))
+        self._guarded = guard_type(touch_of(weakref.ref(self)))
         for row, parameter in enumerate(self.table.parameters):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_eager_gradient_of(weakref.ref(self), row)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(eager_gradient_of(weakref.ref(self), row)))
         self._guard_all()
         settle_before_forks(self.engine, len(self.table))
         # Not a reference to the session: it must not be kept alive by its own end.
-        self._shut_down = weakref.finalize(model, shut_down, self.engine, self.number, len(self.table), os.getpid())
+        ends = (self.engine, self.number, len(self.table), os.getpid(), weakref.ref(model), self.copies.restore)
+        self._shut_down = weakref.finalize(model, shut_down, *ends)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
         record = rewrite(graph, session=self.number, units=self.units, dump=self.config.dump)
@@ -185,6 +191,7 @@ class Session:
         if self._depth > 1:
             return
         self.touched |= self._writes.follow_memory()
+        self.copies.enter_forward(self.touched)
         if torch.is_grad_enabled():  # in an evaluation weights may be there that are not the training's (an average of them)
             with self._clock.phase(Phase.PLAN):
                 self.planning.before_forward()
@@ -199,6 +206,7 @@ class Session:
     def before_eager_code(self) -> None:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
         self.engine.wait(self._all_rows)
+        self.copies.before_eager_code()
         self.nodes.let_go_of_all()
         self._writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
@@ -229,7 +237,7 @@ class Session:
                     yield None
                     return
                 with self.nodes.returning(elsewhere) as returned:
-                    yield partial(_with_gradients, self._graph_grads[graph], returned)
+                    yield partial(with_gradients, self._graph_grads[graph], returned)
         finally:
             self._guard_all()
 
@@ -261,6 +269,7 @@ class Session:
             rows = [item.row for item in items]
             self.nodes.consumed.update([item.row for item in items if item.grad is None])
             increment_versions([self.table.parameters[row] for row in rows])
+            self.copies.committed(rows)
             self._writes.note(rows)
             self._writes.end_step()
         self.touched.clear()
@@ -310,6 +319,7 @@ class Session:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
         row = self.table.row_of[id(parameter)]
         self.engine.drain([row])
+        self.copies.fill([row])
         self._writes.watch([row])
         self.touched.add(row)
         if torch.is_grad_enabled():
@@ -327,6 +337,7 @@ class Session:
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
             with self._clock.phase(Phase.MOVE), without_torch_function():
                 self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
+        self.copies.moved()
 
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""
@@ -347,50 +358,13 @@ class Session:
     def close(self) -> None:
         """Finish what is committed and stop the threads; the model stays as trained, the states readable. Safe to call twice."""
         try:
+            self.copies.restore()
             self._shut_down()
         finally:
             self.closed = True
             for hook in self._hooks:
                 hook.remove()
             unguard_all(self.table.parameters)
-
-
-def _touch_of(session: weakref.ref[Session]) -> Any:
-    def on_touch(parameter: nn.Parameter) -> None:
-        found = session()
-        if found is not None:
-            found.touch(parameter)
-
-    return on_touch
-
-
-def _with_gradients(positions: Mapping[int, int], returned: Mapping[int, torch.Tensor], results: Sequence[Any]) -> Sequence[Any]:
-    """The results of a compiled backward with these rows' gradients where it was made to return None."""
-    edited = list(results)
-    for row, gradient in returned.items():
-        edited[positions[row]] = gradient
-    return tuple(edited) if isinstance(results, tuple) else edited
-
-
-def _eager_gradient_of(session: weakref.ref[Session], row: int) -> Any:
-    def on_gradient(parameter: torch.Tensor) -> None:
-        found = session()
-        if found is not None and found.nodes.is_eager(row):  # torch calls it for the graphs' None gradients too
-            found.eager_rows.add(row)
-            found.nodes.parts.used_eagerly.add(row)
-
-    return on_gradient
-
-
-def shut_down(engine: Engine, number: int, rows: int, pid: int) -> None:
-    """Finish what is committed and stop the threads; runs when the model dies, at `close`, and at interpreter exit."""
-    if os.getpid() != pid:
-        return  # a forked child has no threads to stop
-    try:
-        engine.drain(range(rows))
-    finally:
-        engine.close()
-        NODES.unregister(number)
 
 
 def find_session(model: nn.Module) -> Session | None:

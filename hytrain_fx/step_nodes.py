@@ -60,6 +60,7 @@ class SessionNodes:
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward
         self._elsewhere = NOWHERE_ELSE
         self._returned: dict[int, torch.Tensor] = {}
+        self._slot_dtypes: dict[int, torch.dtype] = {}  # of gradients in slots, of rows with copies
 
     # ---- the nodes ----
 
@@ -173,9 +174,9 @@ class SessionNodes:
     def fetch(self, row: int) -> torch.Tensor:
         """The gradient in the slot of `row`, brought back to the device."""
         shape, strides, dtype = self._forms[row]
-        gradient = torch.empty_strided(shape, strides, dtype=dtype, device=self.table.device)
+        gradient = torch.empty_strided(shape, strides, dtype=self._slot_dtypes.get(row, dtype), device=self.table.device)
         self._engine.fetch(row, gradient)
-        return gradient
+        return gradient.to(dtype)  # one that came in bf16 is an fp32 one all the same
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
         """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
@@ -232,6 +233,10 @@ class SessionNodes:
             found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
             return any(is_in_slot(grad) if isinstance(grad, GradStandIn) else self.is_untouched(row, grad) for row, grad in found)
 
+    def forget_forms(self) -> None:
+        """Rows have got copies: their gradients come in another dtype."""
+        self._groups.clear()
+
     def end_sums(self) -> None:
         """Add what came in a backward that has ended to the gradients that were there before it."""
         sums = dict(self.parts.open)
@@ -260,7 +265,7 @@ class SessionNodes:
         key = tuple(rows)
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = RowGroup.of(key, self.table)
+            group = self._groups[key] = RowGroup.of(key, self.table, self._states.copies)
         return group
 
     def _keep_returned(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
@@ -336,7 +341,7 @@ class SessionNodes:
         """Gradients in the parameters' form to their slots, stand-ins into `.grad`."""
         if not rows:
             return
-        norms = [(norm, norm_of_each(grads, *norm)) for norm in self.norms_wanted]
+        norms = [(norm, norm_of_each(grads, parameters, *norm)) for norm in self.norms_wanted]
         self._offload(rows, grads)
         make, fresh = self.standins.make, self._fresh
         for i, (row, parameter) in enumerate(zip(rows, parameters, strict=True)):
@@ -350,6 +355,8 @@ class SessionNodes:
             generation[row] += 1
         if self.consumed:
             self.consumed.difference_update(rows)
+        if self._states.copies:
+            self._slot_dtypes.update((row, grad.dtype) for row, grad in zip(rows, grads, strict=True) if row in self._states.copies)
         self._engine.grad_offload(rows, grads)
 
     def _keep_on_device(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:

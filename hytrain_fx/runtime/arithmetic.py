@@ -68,8 +68,8 @@ class AdamScalars:
     lerp             1 - beta1, or that minus 1 with LERP_FROM_END
     neg_step_size    -lr / (1 - beta1^step)
     bias2_sqrt       sqrt(1 - beta2^step)
-    factors          multiplications of the gradient, in order, each rounded to the gradient's dtype, or with WIDE_FACTORS to binary32; at most
-                     MAX_FACTORS
+    factors          multiplications of the gradient, in order, at most MAX_FACTORS; each rounded to the gradient's dtype, with WIDE_FACTORS
+                     to binary32
     """
 
     CStruct: ClassVar[type[AdamScalarsStruct]] = AdamScalarsStruct

@@ -6,6 +6,8 @@ way a tie went; the sign of `exp_avg_sq`, which is never negative, holds it. Fin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, RowStates
@@ -40,12 +42,21 @@ def whole_states(states: RowStates, device: torch.device) -> RowStates:
     return whole
 
 
+def halved(states: RowStates, device: torch.device) -> RowStates:
+    """The states with a whole master in two halves, in the memory where it was; computes on `device`."""
+    numel, whole = states.master.numel(), replace(states, master=states.master.clone())
+    high, low = states.master.view(torch.bfloat16)[:numel], states.master.view(torch.int16)[numel:]
+    halves = replace(states, master=high, low=low)
+    split_into(halves, whole, device)
+    return halves
+
+
 def copy_states(source: RowStates, target: RowStates, device: torch.device) -> None:
     """Write every state of `source` into `target`, at most one of which has its master in halves; computes on `device`."""
     if source.low is not None:
         _join_into(target, source, device)
     elif target.low is not None:
-        _split_into(target, source, device)
+        split_into(target, source, device)
     else:
         if target.master.data_ptr() != source.master.data_ptr():
             target.master.copy_(source.master)
@@ -66,7 +77,8 @@ def _join_into(target: RowStates, source: RowStates, device: torch.device) -> No
         target.exp_avg_sq[part].copy_(marked.abs())
 
 
-def _split_into(target: RowStates, source: RowStates, device: torch.device) -> None:
+def split_into(target: RowStates, source: RowStates, device: torch.device) -> None:
+    """Write the whole master and the second moment of `source` into the halves of `target`, which may share that moment."""
     assert target.low is not None
     for begin in range(0, source.master.numel(), CHUNK_PARAMS):
         part = slice(begin, begin + CHUNK_PARAMS)

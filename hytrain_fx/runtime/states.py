@@ -4,7 +4,8 @@
     STREAM   fp32 states on the host, no slot: the gradient stays on the device
     GPU      fp32 states on the device
 
-On the host the masters of bf16 rows are in two halves, one of them the weight, where the engine has it so.
+On the host the masters of bf16 rows are in two halves, one of them the weight, where the engine has it so. So are those of
+fp32 rows that the device has in 16 bits (`copied_weights.py`): their weight here is the copy.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import replace
 import torch
 
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.copied_weights import CopiedWeights
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
 from hytrain_fx.runtime.masters import load_masters
 from hytrain_fx.runtime.own_states import OwnStates
 from hytrain_fx.runtime.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
-from hytrain_fx.runtime.split_master import copy_states, whole_states
+from hytrain_fx.runtime.split_master import copy_states, halved, split_into, whole_states
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,8 @@ class StateStore:
         engine: Engine,
         own_bytes: Sequence[int] | None = None,
     ) -> None:
-        self._weights = tuple(weights)
+        self._weights = list(weights)
+        self.copies = CopiedWeights()
         self._amsgrad = tuple(amsgrad)
         self._own_bytes = None if own_bytes is None else tuple(own_bytes)
         self._engine = engine
@@ -81,6 +84,8 @@ class StateStore:
         copy_states(values, states, weight.device)
         if weight.dtype != torch.float32:
             weight.copy_(states.master)
+        if row in self.copies and self.placement[row] is not Placement.GPU:
+            self.copies.updated([row])
 
     @property
     def slabs(self) -> list[HostSlab]:
@@ -133,6 +138,8 @@ class StateStore:
                 if place is Placement.GPU:
                     self._states[row] = self._device_states(row)
                 copy_states(states, self._states[row], self._weights[row].device)
+                if row in self.copies and place is Placement.GPU:
+                    self.copies[row].current = True
             to_tell = {*rows, *self._arrange_slots(rows)}
         except BaseException:
             self.placement[:], self._states, self._slabs = held
@@ -142,6 +149,31 @@ class StateStore:
         if place is Placement.GPU:
             for row in rows:
                 self._slabs.pop(row)  # the last row of a slab frees it
+
+    def use_copy(self, row: int) -> torch.Tensor:
+        """From now on the device has an idle row's fp32 weight in 16 bits: the bf16 copy that graphs are to read."""
+        weight, states = self._weights[row], self._states[row]
+        copy = self.copies.add(row, weight)
+        if self.placement[row] is not Placement.GPU:
+            self._states[row] = halved(states, weight.device)
+        self._weights[row] = copy
+        self._engine.use_copy(row, copy)
+        self._tell_engine([row])
+        return copy
+
+    def fill_weight(self, row: int) -> None:
+        """Have the fp32 memory of a row with a copy, at rest, show its master."""
+        if not self.copies[row].current and self.placement[row] is not Placement.GPU:
+            self.copies.fill(row, self._states[row])
+
+    def _follow_copied(self, row: int) -> None:
+        """What was written to the fp32 memory becomes master and copy; nothing can have been where it does not show the weight."""
+        of, states = self.copies[row], self._states[row]
+        if not of.current:
+            return
+        if self.placement[row] is not Placement.GPU:
+            split_into(states, replace(states, master=flat_memory(of.weight), low=None), of.copy.device)
+        of.copy.copy_(of.weight.detach())
 
     def keep_weight(self, row: int, on: bool) -> None:
         """Whether to know, wherever the row is updated, the weight that the last update left. It must be there still when this begins."""
@@ -165,6 +197,8 @@ class StateStore:
         """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits,
         where what the last update left is known.
         """
+        if row in self.copies:
+            return self._follow_copied(row)
         weight, states = flat_memory(self._weights[row]), self._states[row]
         if weight.dtype == torch.float32 or self._leaves_weight(row):
             self._load_master(row)
@@ -182,13 +216,15 @@ class StateStore:
 
     def take_weight(self, row: int) -> None:
         """Make the weight the master in every element."""
+        if row in self.copies:
+            return self._follow_copied(row)
         self._load_master(row)
 
     def follow_memory(self, row: int) -> None:
         """The parameter of an idle row has other memory: an fp32 master on the device is that memory."""
-        states = self._states[row]
-        if self.placement[row] is Placement.GPU and self._weights[row].dtype == torch.float32:
-            self._states[row] = replace(states, master=flat_memory(self._weights[row]))
+        weight = self.copies[row].weight if row in self.copies else self._weights[row]
+        if self.placement[row] is Placement.GPU and weight.dtype == torch.float32:
+            self._states[row] = replace(self._states[row], master=flat_memory(weight))
             self._tell_engine([row])
 
     def _tell_engine(self, rows: Iterable[int]) -> None:
@@ -213,7 +249,10 @@ class StateStore:
         return tensors * slab_bytes(self._weights[row].numel(), torch.float32)
 
     def _slot_bytes(self, row: int) -> int:
-        return slab_bytes(self._weights[row].numel(), self._weights[row].dtype)
+        return slab_bytes(self._weights[row].numel(), self._slot_dtype(row))
+
+    def _slot_dtype(self, row: int) -> torch.dtype:
+        return torch.float32 if row in self.copies else self._weights[row].dtype
 
     def _device_tensors(self, row: int) -> int:
         moments = 0 if self._own_bytes is not None else 2 + self._amsgrad[row]
@@ -244,7 +283,7 @@ class StateStore:
         for unit, of_unit in changed.items():
             self._slot_slabs.pop(unit, None)
             for row in of_unit:
-                slot = slabs[unit].take(self._weights[row].numel(), self._weights[row].dtype)
+                slot = slabs[unit].take(self._weights[row].numel(), self._slot_dtype(row))
                 self._states[row] = replace(self._states[row], slot=slot)
         self._slot_slabs |= slabs
         return [row for of_unit in changed.values() for row in of_unit]
@@ -276,6 +315,9 @@ class StateStore:
         def zeros() -> torch.Tensor:
             return torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
 
+        if row in self.copies:
+            self.copies[row].take_memory()
+            weight = self.copies[row].weight
         master = flat_memory(weight) if weight.dtype == torch.float32 else zeros()
         if self._own_bytes is not None:
             return _with_own_states(master)

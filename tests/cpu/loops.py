@@ -60,7 +60,8 @@ class HandAdam(torch.optim.Optimizer):
         state["step"] += 1
         scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=False)
         assert p.grad is not None
-        adamw_(p.grad, state["master"], state["m"], state["v"], state["vmax"] if group["amsgrad"] else None, scalars, out=p)
+        master = p.detach() if p.dtype == torch.float32 else state["master"]  # what is written to the weight counts
+        adamw_(p.grad, master, state["m"], state["v"], state["vmax"] if group["amsgrad"] else None, scalars, out=p)
 
 
 class TorchAdam(torch.optim.Optimizer):

@@ -10,10 +10,12 @@ by hand and by the planner, and a delay in any stage of the engine. Both loops d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ class Side:
     model: Any
     optimizer: Any
     scaler: torch.amp.GradScaler
+    held: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,13 @@ class Usage:
 class Soak:
     """Two models in lockstep; `run` raises AssertionError where they part, and gives what was used on the way."""
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, autocast: bool = False) -> None:
         def make() -> tuple[nn.Module, Batches]:
             return Soaked().to(dtype), [(torch.randint(0, _TOKENS, (6,)),) for _ in range(7)]
 
         self._random = random.Random(seed)
         self._scales = dtype == torch.float32
+        self._autocast = autocast
         self.twins = Twins(make, workers=2, timeout_s=60.0, replan_every=40)
         reference, ours = self.twins.restart()
         self._sides = [Side(model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
@@ -106,6 +110,9 @@ class Soak:
 
     def _chance(self, percent: float) -> bool:
         return self._random.random() * 100 < percent
+
+    def _casting(self, on: bool) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if on else contextlib.nullcontext()
 
     def _agree(self, action: Callable[[Side], Any], what: str) -> None:
         """Both sides do it and see the same."""
@@ -145,9 +152,11 @@ class Soak:
     def _backward(self, scaled: bool) -> None:
         batch = self._random.choice(self.twins.batches)
         factor = float("inf") if scaled and self._chance(15) else 1.0
+        plainly = self._chance(5)  # this part is not autocast
 
         def go(side: Side) -> float:
-            loss = side.model(*batch)
+            with self._casting(self._autocast and not plainly):
+                loss = side.model(*batch)
             (side.scaler.scale(loss * factor) if scaled else loss).backward()
             return float(loss.detach())
 
@@ -182,11 +191,12 @@ class Soak:
     def _maybe_evaluate(self) -> None:
         if not self._chance(10):
             return
+        casts = self._autocast and self._chance(60)
         batch = self._random.choice(self.twins.batches)
 
         def go(side: Side) -> float:
             side.model.eval()
-            with torch.no_grad():
+            with torch.no_grad(), self._casting(casts):
                 loss = side.model(*batch)
             side.model.train()
             return float(loss)
@@ -222,6 +232,12 @@ class Soak:
         at = self._random.randrange(len(list(self.twins.plain.parameters())))
         if self._chance(8):
             self._agree(lambda side: float(list(side.model.parameters())[at].detach().float().sum()), "a weight read")
+        if self._chance(4):
+            self._agree(lambda side: _none(list(side.model.parameters())[at].data.mul_(0.99)), "a weight written")
+        if self._chance(3):
+            self._agree(lambda side: side.held.update({at: list(side.model.parameters())[at].detach()}), "a view taken")
+        if self._chance(3):
+            self._agree(lambda side: side.held.clear(), "views dropped")
         if self._chance(2):
             self._agree(lambda side: float(side.model.state_dict()["head.weight"].float().sum()), "a checkpoint read")
             self.twins.optimizer.state_dict()
@@ -242,12 +258,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Random steps of a random loop beside the plain loop, bit for bit.")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "autocast"), nargs="*",
+                        default=["float32", "bfloat16", "autocast"])
     of = parser.parse_args()
     torch.set_num_threads(1)
     failed = False
     for name in of.dtype:
-        soak = Soak(getattr(torch, name), of.seed)
+        soak = Soak(getattr(torch, name, torch.float32), of.seed, autocast=name == "autocast")
         used = soak.run(of.steps)
         soak.close()
         more_bytes, more_threads = grown(used)

@@ -1,0 +1,66 @@
+"""What parameters and graphs call of a session without keeping it alive: hooks hold it weakly, and so does the end of a model."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hytrain_fx.ops import NODES
+from hytrain_fx.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from hytrain_fx.session import Session
+
+
+def touch_of(session: weakref.ref[Session]) -> Callable[[nn.Parameter], None]:
+    """What a guarded parameter calls when eager code reaches it."""
+
+    def on_touch(parameter: nn.Parameter) -> None:
+        found = session()
+        if found is not None:
+            found.touch(parameter)
+
+    return on_touch
+
+
+def eager_gradient_of(session: weakref.ref[Session], row: int) -> Callable[[torch.Tensor], None]:
+    """What autograd calls when it has added to a parameter's `.grad`."""
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        found = session()
+        if found is not None and found.nodes.is_eager(row):  # torch calls it for the graphs' None gradients too
+            found.eager_rows.add(row)
+            found.nodes.parts.used_eagerly.add(row)
+
+    return on_gradient
+
+
+def with_gradients(positions: Mapping[int, int], returned: Mapping[int, torch.Tensor], results: Sequence[Any]) -> Sequence[Any]:
+    """The results of a compiled backward with these rows' gradients where it was made to return None."""
+    edited = list(results)
+    for row, gradient in returned.items():
+        edited[positions[row]] = gradient
+    return tuple(edited) if isinstance(results, tuple) else edited
+
+
+def shut_down(
+    engine: Engine, number: int, rows: int, pid: int, model: weakref.ref[nn.Module], restore: Callable[[], None]
+) -> None:
+    """Finish what is committed and stop the threads; runs when the model dies, at `close`, and at interpreter exit.
+
+    restore    gives every parameter its memory; parameters may outlive their model, not the process
+    """
+    if os.getpid() != pid:
+        return  # a forked child has no threads to stop
+    try:
+        if model() is None:
+            restore()
+        engine.drain(range(rows))
+    finally:
+        engine.close()
+        NODES.unregister(number)

@@ -1,0 +1,73 @@
+"""The private torch surface of tracing a graph only to look at it, and of finding out who else holds a tensor. See `torch_private`.
+
+    look_at(gm, inputs, look)    AOTAutograd traces forward and backward in one graph; `look` sees it, nothing is compiled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.torch_private import _private, autograd_cache_off, use_count, without_torch_function
+
+S = TypeVar("S")
+_ENTER_AUTOCAST: Final = "_enter_autocast"  # how Dynamo writes `with torch.autocast(...)` inside of a model down
+
+
+class _Looked(BaseException):
+    """Ends the trace; nothing in torch catches it."""
+
+    def __init__(self, seen: object) -> None:
+        self.seen = seen
+
+
+def look_at(gm: fx.GraphModule, inputs: Sequence[Any], look: Callable[[fx.GraphModule], S]) -> S:
+    """What `look` says of the graph that AOTAutograd would hand on, with Inductor's decompositions.
+
+    It is forward and backward in one where a gradient is wanted, else the forward. Nothing of `gm` is changed.
+    """
+    trace = _private("torch._functorch.aot_autograd", "aot_module_simplified")
+    decompositions = _private("torch._inductor.decomposition", "select_decomp_table")()
+
+    def looked(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        raise _Looked(look(graph))
+
+    try:
+        with autograd_cache_off():
+            trace(gm, inputs, fw_compiler=looked, inference_compiler=looked, partition_fn=looked, decompositions=decompositions)
+    except _Looked as end:
+        return end.seen  # type: ignore[return-value]
+    raise UnsupportedError(f"torch {torch.__version__} traced a graph without handing it on; hytrain_fx was run on torch 2.11 and 2.13")
+
+
+def may_autocast(gm: fx.GraphModule, device: torch.device) -> bool:
+    """Whether autocast to bfloat16 is on for what Dynamo has just traced, or is entered within it."""
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16:
+        return True
+    return any(node.op == "call_function" and getattr(node.target, "__name__", "") == _ENTER_AUTOCAST for node in gm.graph.nodes)
+
+
+def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
+    """A tensor of this form for AOTAutograd to trace with, in the place of an input that Dynamo knows; its sizes are fixed."""
+    context = _private("torch._guards", "TracingContext").try_get()
+    if context is None or context.fake_mode is None:
+        raise UnsupportedError(f"torch {torch.__version__} compiles a graph without a fake mode; hytrain_fx was run on torch 2.11 and 2.13")
+    with without_torch_function():
+        fake: Tensor = context.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+    return fake.requires_grad_(requires_grad)
+
+
+def is_held_alone(parameter: nn.Parameter, accumulator: Node) -> bool:
+    """Whether nobody but the model holds this parameter's memory: no view, no NumPy alias, no graph that has saved it.
+
+    `accumulator` is its AccumulateGrad node, which refers to it too.
+    """
+    storage_uses = _private("torch._C", "_storage_Use_Count")
+    with without_torch_function():
+        storage = parameter.untyped_storage()
+        return storage_uses(storage._cdata) <= 2 and use_count(parameter) <= 2  # the wrapper asked; the accumulator
