@@ -317,6 +317,8 @@ class Session:
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
+        if not self._shut_down.alive:
+            return  # a parameter that has outlived its model
         row = self.table.row_of[id(parameter)]
         self.engine.drain([row])
         self.copies.fill([row])

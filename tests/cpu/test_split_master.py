@@ -29,7 +29,8 @@ def floats_of(bits: list[int]) -> torch.Tensor:
 def split_kernel_(o: Operands, high: torch.Tensor, low: torch.Tensor, scalars: AdamScalars, flags: tuple[str, ...] = build.FLAGS) -> None:
     grad, *pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, high, low, o.m, o.v, o.vmax)]
     library = build.load(("adamw_c.cpp",), flags=flags)
-    library.hytrain_fx_split_adamw_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, ctypes.c_int64(high.numel()), ctypes.byref(scalars.c_struct))
+    n = ctypes.c_int64(high.numel())
+    library.hytrain_fx_split_adamw_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, n, ctypes.byref(scalars.c_struct))
 
 
 @settings(deadline=None, max_examples=300)
