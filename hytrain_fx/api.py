@@ -87,6 +87,7 @@ def explain(model: nn.Module) -> Explanation:
         spent_us=_spent_us(session),
         optimizer=() if session.rule is None else session.rule.notes,
         guesses=session.engine.guess_counts(),
+        copies=session.copies.in_words(),
         stream=session.config.stream,
     )
 
@@ -101,7 +102,7 @@ def inspect(model: nn.Module) -> Inspection:
     unit_of = unit_of_rows(session.units)
     names = tuple(unit.name or "(model)" for unit in session.units)
     rows = tuple(
-        InspectedRow(name, names[unit_of[row]], p.numel() * p.element_size(), str(session.states.placement[row]), p.numel())
+        InspectedRow(name, names[unit_of[row]], session.states.travelling_bytes(row), str(session.states.placement[row]), p.numel())
         for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)

@@ -145,6 +145,14 @@ class AutocastCopies:
                 for row in self._copies:
                     self._states.fill_weight(row)
 
+    def in_words(self) -> str | None:
+        """How many weights have copies, and how much of them; None where there are none."""
+        if not self._copies:
+            return None
+        params, everything = sum(c.numel() for c in self._copies.tensors.values()), sum(p.numel() for p in self._table.parameters)
+        return (f"autocast: {len(self._copies)} of {len(self._table)} weights ({params / everything:.1%} of the parameters), which are fp32, "
+                "rest on the device as bf16 copies")
+
     def _give_back(self, rows: Iterable[int]) -> None:
         changed, behind = [], []
         for row in rows:

@@ -265,7 +265,7 @@ class Planning:
             new = solve(
                 profile,
                 rule=config.planner,
-                budget_bytes=int(budget),
+                budget_bytes=max(int(budget) - (self._wider_bytes() if self._may_stream else 0), 0),
                 budget_counts_streamed=config.gpu_states == "auto",
                 host_budget_bytes=self._resident_host_bytes() + host_budget_bytes(config.host_memory),
                 stream=stream if self._may_stream else 0.0,
@@ -330,9 +330,10 @@ class Planning:
                    for place in (Placement.CPU, Placement.STREAM))
 
     def _host_bytes_per_param(self) -> float:
-        """States on the host without slots."""
+        """States on the host without slots, but for what slots have that gradients do not fill."""
         session = self._session
-        return session.states.host_bytes(range(len(session.table)), Placement.STREAM) / sum(p.numel() for p in session.table.parameters)
+        states_bytes = session.states.host_bytes(range(len(session.table)), Placement.STREAM) + self._wider_bytes()
+        return states_bytes / sum(p.numel() for p in session.table.parameters)
 
     def _device_bytes_per_param(self) -> float:
         """States, and the gradient that stays on the device until its update has run."""
@@ -340,6 +341,11 @@ class Planning:
         rows = range(len(session.table))
         grads = sum(p.numel() * p.element_size() for p in session.table.parameters)
         return (session.states.device_bytes(rows) + grads) / sum(p.numel() for p in session.table.parameters)
+
+    def _wider_bytes(self) -> int:
+        """By how much gradients of rows with 16-bit copies are larger in a slot or on the device than on their way."""
+        parameters = self._session.table.parameters
+        return sum(p.numel() * p.element_size() - self._session.states.travelling_bytes(row) for row, p in enumerate(parameters))
 
     def _rows_of(self, unit: Unit) -> tuple[int, ...]:
         rows = self._session.table.names
@@ -359,7 +365,7 @@ class Planning:
             params=sum(p.numel() for p in parameters),
             param_names=tuple(session.table.names[row] for row in unit.rows),
             param_numels=tuple(p.numel() for p in parameters),
-            grad_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            grad_bytes=sum(map(session.states.travelling_bytes, unit.rows)),
             forward_flops=flops["forward"],
             backward_flops=flops["backward"],
         )

@@ -129,8 +129,10 @@ class Session:
         parameters, rule, rows = self.table.parameters, self.rule, range(len(self.table))
         self._probe = UpdateProbe(self.engine, parameters) if rule is None else RuleProbe(self.engine, parameters, rule)
         own_bytes = None if rule is None else [rule.own_bytes(row) for row in rows]
-        self.resources = Resources(parameters, amsgrad, ring_bytes_for(parameters, self.config), self._clock, own_bytes)
-        return StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
+        states = StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
+        ring_bytes = ring_bytes_for(parameters, self.config)
+        self.resources = Resources(parameters, amsgrad, ring_bytes, self._clock, own_bytes, states.copies)
+        return states
 
     def _allocate(self, placement: Sequence[Placement]) -> None:
         self.resources.announce(placement)

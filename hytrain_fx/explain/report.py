@@ -85,6 +85,7 @@ class Explanation:
     optimizer        how updates run that are not Adam's or AdamW's, in sentences
     guesses          updates that began before the factors of their gradients were known, and those made again
     stream           as `compile` was told
+    copies           how many fp32 weights the device has in 16 bits, in a sentence
     """
 
     plan: Plan
@@ -104,6 +105,7 @@ class Explanation:
     optimizer: tuple[str, ...] = ()
     guesses: GuessCounts | None = None
     stream: Stream = "auto"
+    copies: str | None = None
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -172,6 +174,7 @@ class Explanation:
             "device": self.device,
             "engine": {"name": self.engine, "workers": self.workers},
             "optimizer": list(self.optimizer),
+            "copies": self.copies,
             "steps_done": self.steps_done,
             "step": {
                 "predicted": {"step_us": schedule.makespan_us, "stall_us": schedule.stall_us} if schedule else None,

@@ -63,7 +63,7 @@ def _head(e: Explanation) -> str:
     else:
         how = f"profiled in {e.profile.steps} steps" if e.profile.steps else f"estimated (data sheets) for {e.profile.device}"
         lines.append(f"{how} on {e.profile.host}; predicted: simulated from the {'profiled' if e.profile.steps else 'estimated'} times")
-    return "\n".join([*lines, *(f"note: {text}" for text in (*e.optimizer, *e.plan.notes))])
+    return "\n".join([*lines, *(f"note: {text}" for text in (*([e.copies] if e.copies else []), *e.optimizer, *e.plan.notes))])
 
 
 def _step(e: Explanation) -> str:

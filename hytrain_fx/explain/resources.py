@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,7 @@ class Resources:
     amsgrad       by row
     own_bytes     by row: what another optimizer than Adam and AdamW keeps; None for these two
     ring_bytes    what the engine's ring takes
+    copied        rows of which the device has a bf16 copy, as they come
     """
 
     def __init__(
@@ -37,12 +39,18 @@ class Resources:
         ring_bytes: int,
         clock: StartupClock,
         own_bytes: Sequence[int] | None = None,
+        copied: Container[int] = (),
     ) -> None:
         self.clock = clock
         own: Sequence[int | None] = [None] * len(parameters) if own_bytes is None else own_bytes
-        self._rows = [RowSize(p.numel(), p.element_size(), third, of) for p, third, of in zip(parameters, amsgrad, own, strict=True)]
+        self._sizes = [RowSize(p.numel(), p.element_size(), third, of) for p, third, of in zip(parameters, amsgrad, own, strict=True)]
+        self._copied = copied
         self._device = parameters[0].device
         self._ring_bytes = ring_bytes
+
+    @property
+    def _rows(self) -> list[RowSize]:
+        return [replace(of, itemsize=2, copied=True) if row in self._copied else of for row, of in enumerate(self._sizes)]
 
     def estimate(self, placement: Sequence[Placement]) -> MemoryEstimate:
         """Bytes by tier under this placement."""

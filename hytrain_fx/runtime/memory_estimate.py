@@ -5,6 +5,9 @@
     CPU         weight (its gradient passes through the ring)   states, slot
     STREAM      weight, gradient until its update               states (they pass through the staging area)
 
+An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient and its slot with 4 bytes an element.
+Its own fp32 memory is the master of a resident row, else there only while the loop looks at it, and is not counted.
+
 Activations are not part of it: what the compiled graphs keep for the backward is known when a step has run.
 """
 
@@ -25,6 +28,7 @@ FP32_BYTES = 4
 class RowSize:
     """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it.
 
+    copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
     own_bytes    what another optimizer than Adam and AdamW keeps in the place of moments
     """
 
@@ -32,11 +36,17 @@ class RowSize:
     itemsize: int
     amsgrad: bool = False
     own_bytes: int | None = None
+    copied: bool = False
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weight, and of its gradient."""
+        """Of the weight."""
         return self.numel * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its gradient on the device, and of its slot."""
+        return self.numel * (FP32_BYTES if self.copied else self.itemsize)
 
     @property
     def fp32_tensors(self) -> int:
@@ -101,11 +111,11 @@ def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, 
     """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
     of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}
     host_states, streamed = _host_bytes(of[Placement.CPU]), _host_bytes(of[Placement.STREAM])
-    slots = sum(padded_bytes(row.weight_bytes) for row in of[Placement.CPU])
+    slots = sum(padded_bytes(row.gradient_bytes) for row in of[Placement.CPU])
     return MemoryEstimate(
         weights_bytes=sum(row.weight_bytes for row in rows),
         device_states_bytes=sum(_device_bytes(row) for row in of[Placement.GPU]),
-        device_gradients_bytes=sum(row.weight_bytes for row in (*of[Placement.GPU], *of[Placement.STREAM])),
+        device_gradients_bytes=sum(row.gradient_bytes for row in (*of[Placement.GPU], *of[Placement.STREAM])),
         ring_bytes=ring_bytes,
         staging_bytes=staging_bytes(of[Placement.STREAM]),
         host_states_bytes=host_states,

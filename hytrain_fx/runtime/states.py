@@ -96,6 +96,10 @@ class StateStore:
         """Bytes of host memory the states of these rows take under `place`, with their slots where it is CPU."""
         return sum(self._state_bytes(row) + (self._slot_bytes(row) if place is Placement.CPU else 0) for row in rows)
 
+    def travelling_bytes(self, row: int) -> int:
+        """Bytes of a row's gradient on its way to the host, as a rule, and of its new weight on its way back."""
+        return self._weights[row].numel() * self._weights[row].element_size()
+
     def device_bytes(self, rows: Iterable[int]) -> int:
         """Bytes of device memory the states of these rows take there (fp32 weights are their own masters)."""
         own = self._own_bytes

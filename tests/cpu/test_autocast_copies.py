@@ -118,8 +118,7 @@ def _half_a_backward(model: Any) -> torch.Tensor:
 
 def _evaluated(model: Any, on: bool) -> torch.Tensor:
     with torch.no_grad(), cast(on):
-        loss: torch.Tensor = model(torch.arange(21).view(3, 7))
-    return loss
+        return torch.as_tensor(model(torch.arange(21).view(3, 7)))
 
 
 def _edited(model: Any) -> torch.Tensor:
@@ -260,7 +259,8 @@ def test_what_travels_and_what_rests(twins: Twins, monkeypatch: pytest.MonkeyPat
     """Between steps weights with a copy have no fp32 memory, their copies have 2 bytes an element, and 2 bytes of gradient leave."""
     session = twins.session
     session.place(plan_of(session, [Placement.CPU]))
-    offload, sent = session.engine.grad_offload, {}
+    offload = session.engine.grad_offload
+    sent: dict[str, int] = {}
 
     def counted(rows: Any, grads: Any) -> None:
         sent.update((session.table.names[row], grad.nbytes) for row, grad in zip(rows, grads, strict=True))
@@ -279,6 +279,10 @@ def test_what_travels_and_what_rests(twins: Twins, monkeypatch: pytest.MonkeyPat
     del view
     steps(BETWEEN["nothing"], count=1)(twins.ours, optimizer, twins.batches)
     assert bytes_of(session)["up.weight"] == 0
+    memory = hytrain_fx.explain(twins.ours).memory
+    assert memory.estimate is not None
+    assert memory.weights_bytes == sum(numel * (2 if name in COPIED else 4) for name, numel in numels.items())
+    assert memory.host_bytes == memory.estimate.host_bytes
 
 
 def start(make: Callable[[], tuple[nn.Module, Batches]] = net, **options: Any) -> tuple[Any, Any, Batches]:
@@ -391,7 +395,8 @@ def test_a_convolution_under_autocast() -> None:
     inside: list[set[str]] = []
 
     def make() -> tuple[nn.Module, Batches]:
-        return Conv().to(memory_format=torch.channels_last), [(torch.randn(2, 3, 6, 6),) for _ in range(3)]
+        model: Any = Conv()
+        return model.to(memory_format=torch.channels_last), [(torch.randn(2, 3, 6, 6),) for _ in range(3)]
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = steps(BETWEEN["clip"], count=3)(model, optimizer, batches)
