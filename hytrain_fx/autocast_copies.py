@@ -150,20 +150,16 @@ class AutocastCopies:
         if not self._copies:
             return None
         params, everything = sum(c.numel() for c in self._copies.tensors.values()), sum(p.numel() for p in self._table.parameters)
-        return (f"autocast: {len(self._copies)} of {len(self._table)} weights ({params / everything:.1%} of the parameters), which are fp32, "
-                "rest on the device as bf16 copies")
+        return (f"autocast: {len(self._copies)} of {len(self._table)} weights, all fp32, rest on the device as bf16 copies "
+                f"({params / everything:.1%} of the parameters)")
 
     def _give_back(self, rows: Iterable[int]) -> None:
-        changed, behind = [], []
-        for row in rows:
-            of = self._copies[row]
-            if self._states.placement[row] is Placement.GPU or not of.has_memory:
-                continue
-            parameter = self._table.parameters[row]
-            if not self._stays and is_held_alone(parameter, accumulator(parameter)):
-                of.give_memory_back()
-                changed.append(row)
-            elif not of.current:
-                behind.append(row)
-        self._writes.note_all(changed)
-        self.fill(behind)
+        there = [row for row in rows if self._states.placement[row] is not Placement.GPU and self._copies[row].has_memory]
+        parameters = self._table.parameters
+        alone = [row for row in there if not self._stays and is_held_alone(parameters[row], accumulator(parameters[row]))]
+        if alone and self._table.device.type == "cuda":
+            torch.cuda.synchronize(self._table.device)  # a copy that the loop makes on a stream of its own may still read it
+        for row in alone:
+            self._copies[row].give_memory_back()
+        self._writes.note_all(alone)
+        self.fill(set(there) - set(alone))
