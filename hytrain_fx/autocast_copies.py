@@ -22,7 +22,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.outside_writes import OutsideWrites
 from hytrain_fx.parameters import ParameterTable
-from hytrain_fx.runtime.copied_weights import may_be_copied
+from hytrain_fx.runtime.copied_weights import owns_memory
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.torch_private import accumulator, get_grad, increment_versions, without_torch_function
@@ -77,7 +77,7 @@ class AutocastCopies:
         return {row: self._copies[row].copy for row in found.in_bf16 if row in self._copies and row in rows}
 
     def _may_begin(self, row: int) -> bool:
-        return row not in self._read_in_fp32 and row not in self._copies and may_be_copied(self._table.parameters[row])
+        return row not in self._read_in_fp32 and row not in self._copies and owns_memory(self._table.parameters[row])
 
     def _begin(self, rows: list[int]) -> None:
         with torch.no_grad(), without_torch_function():
@@ -156,7 +156,8 @@ class AutocastCopies:
     def _give_back(self, rows: Iterable[int]) -> None:
         there = [row for row in rows if self._states.placement[row] is not Placement.GPU and self._copies[row].has_memory]
         parameters = self._table.parameters
-        alone = [row for row in there if not self._stays and is_held_alone(parameters[row], accumulator(parameters[row]))]
+        mine = [row for row in there if not self._stays and owns_memory(parameters[row])]
+        alone = [row for row in mine if is_held_alone(parameters[row], accumulator(parameters[row]))]
         if alone and self._table.device.type == "cuda":
             torch.cuda.synchronize(self._table.device)  # a copy that the loop makes on a stream of its own may still read it
         for row in alone:

@@ -91,10 +91,12 @@ class CopiedWeights:
         of.current = True
 
 
-def may_be_copied(weight: torch.Tensor) -> bool:
-    """Whether the weight is fp32 and alone in its memory, so that this can be given back."""
-    storage_bytes = weight.untyped_storage().nbytes()
-    return weight.dtype == torch.float32 and weight.storage_offset() == 0 and storage_bytes == weight.numel() * weight.element_size()
+def owns_memory(weight: torch.Tensor) -> bool:
+    """Whether the weight is fp32 and its memory its own to give back: no part of a larger one, no file's, not another process's too."""
+    storage = weight.untyped_storage()
+    shared = weight.device.type == "cpu" and storage.is_shared()
+    whole = weight.storage_offset() == 0 and storage.nbytes() == weight.numel() * weight.element_size()
+    return weight.dtype == torch.float32 and whole and storage.resizable() and not shared
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

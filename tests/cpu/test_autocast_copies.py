@@ -113,7 +113,7 @@ def _half_a_backward(model: Any) -> torch.Tensor:
         loss = model(torch.arange(21).view(3, 7))
     given = torch.autograd.grad(loss, [model.up.weight, model.norm.weight])
     assert given[0].dtype == torch.float32
-    return given[0].abs().sum() + given[1].abs().sum()
+    return torch.as_tensor(given[0].abs().sum() + given[1].abs().sum())
 
 
 def _evaluated(model: Any, on: bool) -> torch.Tensor:
@@ -339,6 +339,14 @@ def test_parameters_have_their_memory_when_training_is_over() -> None:
         assert torch.equal(found, copied_model.up.weight)
 
 
+def from_a_buffer() -> tuple[nn.Module, Batches]:
+    model = Net()
+    for name in COPIED:
+        weight = model.get_parameter(name)
+        weight.data = torch.frombuffer(bytearray(weight.detach().numpy().tobytes()), dtype=torch.float32).view(weight.shape)
+    return model, net()[1]
+
+
 def broken() -> tuple[nn.Module, Batches]:
     class Broken(Net):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -349,10 +357,10 @@ def broken() -> tuple[nn.Module, Batches]:
 
 
 @pytest.mark.parametrize(("make", "options"), [
-    (broken, {}), (net, {"autocast_copies": False}), (net, {"engine": "torch"}),
-], ids=["graph break", "option", "torch engine"])
+    (broken, {}), (from_a_buffer, {}), (net, {"autocast_copies": False}), (net, {"engine": "torch"}),
+], ids=["graph break", "memory of others", "option", "torch engine"])
 def test_models_that_stay_in_fp32(make: Any, options: dict[str, Any]) -> None:
-    """With a graph break, with the option off and on the torch engine there are no copies, and weights keep their memory."""
+    """With a graph break, in memory that is not torch's, with the option off and on the torch engine weights have no copies and keep theirs."""
     model, optimizer, batches = start(make, **options)
     steps(BETWEEN["nothing"], count=2)(model, optimizer, batches)
     session = session_of(model)
