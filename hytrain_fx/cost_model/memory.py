@@ -4,6 +4,8 @@
     updated on the device               2 weight + 2 gradient + 12 states         -
     updated by the CPU                  2 weight (gradients pass through a ring)  12 states + 2 slot
     streamed                            2 weight + 2 gradient (+ staging slots)   12 states
+
+Fp32 weights under autocast, of which the device has bf16 copies: gradients that stay on the device are fp32, and so are slots.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ WEIGHT_BYTES = 2
 GRAD_BYTES = 2
 STATE_BYTES = 12
 SLOT_BYTES = 2
+AUTOCAST_GRAD_BYTES = 4  # on the device and of a slot; on the link 2
 RING_BYTES = 640_000_000 - STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES  # gradients on their way, as in runtime/launch.py
 DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
 HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
@@ -75,21 +78,29 @@ def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, s
     on_host = shape.params - on_device
     by_cpu = on_host - streamed_params
     staging = STAGING_SLOTS * STAGING_PARAMS if streamed_params else 0
+    slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1))
     return Footprint(WEIGHT_BYTES * shape.params, gradients + (ring_bytes(shape) if by_cpu else 0), STATE_BYTES * (on_device + staging),
-                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES * on_host, SLOT_BYTES * by_cpu)
+                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES * on_host, slot_bytes * by_cpu)
 
 
 def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
     """Device memory left for states: as many leading units as fit within it fit beside their gradients, too."""
     limit = DEVICE_SHARE * device.memory_bytes
     of_states = [0, *accumulate(STATE_BYTES * u.params for u in shape.units)]
+    # What solves k counts streamed gradients as they travel: those of autocast are wider, in the worst case all of them.
+    limit -= (_grad_bytes(shape) - GRAD_BYTES) * shape.params
     left = [limit - footprint(shape, tokens, k, recompute).device_bytes for k in range(len(of_states))]
     k = next((k for k, free in enumerate(left) if free < 0), len(left)) - 1
     if k < 0:
         return 0
     budget = of_states[k] + left[k]
     return int(budget if k + 1 == len(left) else min(budget, of_states[k + 1] - 1))
+
+
+def _grad_bytes(shape: ModelShape) -> int:
+    """Of a gradient that stays on the device until its update."""
+    return AUTOCAST_GRAD_BYTES if shape.autocast else GRAD_BYTES
 
 
 def _kept_bytes(shape: ModelShape, tokens: int, recompute: bool) -> list[int]:
@@ -108,20 +119,20 @@ def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_s
     gradients = 0
     fullest = (0, activations)  # the backward begins
     for u, kept in zip(reversed(shape.units), reversed(_kept_bytes(shape, tokens, recompute)), strict=True):
-        gradients += int(GRAD_BYTES * u.params * (1.0 if u.index < k else streamed_share))
+        gradients += int(_grad_bytes(shape) * u.params * (1.0 if u.index < k else streamed_share))
         fullest = max(fullest, (gradients, activations), key=sum)
         activations -= kept
     return fullest
 
 
-def largest_params(device: DeviceSpec, activations_bytes: int) -> dict[str, float]:
+def largest_params(device: DeviceSpec, activations_bytes: int, autocast: bool = False) -> dict[str, float]:
     """The most parameters each way of placing states holds beside so many bytes of activations, ring left out.
 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on the device.
     """
     device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
-    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES + SLOT_BYTES)
-    resident_bytes = WEIGHT_BYTES + GRAD_BYTES + STATE_BYTES
+    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES))
+    resident_bytes = WEIGHT_BYTES + (AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES
     on_host = min(host_params, device_bytes / WEIGHT_BYTES)
     return {
         "device": device_bytes / resident_bytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ def report(
     budget_bytes: int | None = None,
     guard: float = GUARD,
     sweep: bool = True,
+    autocast: bool = False,
 ) -> Report:
     """Compare the systems for one micro-batch of `tokens` tokens.
 
@@ -79,10 +80,13 @@ def report(
     device        a spec, a known name, or a JSON file
     budget_bytes  device memory for resident optimizer states, None = what the device has left, for streamed gradients too
     sweep         with other micro-batches and sizes
+    autocast      the weights are fp32 and run under autocast to bf16 (`autocast_copies`), instead of 16-bit ones with fp32 masters
 
     Raises ConfigError for an unknown model or device, PlanError for a negative budget.
     """
     shape = model if isinstance(model, ModelShape) else read_shape(model)
+    if autocast:
+        shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
     spec = device if isinstance(device, DeviceSpec) else find_device(device)
     sequence = min(tokens, shape.context) if sequence is None else sequence
     profile = analytic_profile(shape, spec, tokens, recompute, sequence=sequence)
@@ -95,7 +99,8 @@ def report(
     swept = SweepOf(shape, spec, sequence, recompute, budget_bytes, guard).sweep(tokens) if sweep else Sweep()
     return Report(
         shape.name, shape.params, spec, tokens, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
-        _hidden_from_tokens(profile, spec, recompute), largest_params(spec, activation_bytes(shape, tokens, recompute)),
+        _hidden_from_tokens(profile, spec, recompute),
+        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast),
         capacities(shape, spec, tokens, sequence, recompute), _equal_layers(profile), plans[OURS], profile, swept)
 
 

@@ -39,13 +39,17 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Units in forward order. `context` is the longest sequence, in tokens; `causal` halves the attention's work."""
+    """Units in forward order. `context` is the longest sequence, in tokens; `causal` halves the attention's work.
+
+    `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of them.
+    """
 
     name: str
     units: tuple[UnitShape, ...]
     context: int
     vocab: int
     causal: bool = True
+    autocast: bool = False
 
     @property
     def params(self) -> int:

@@ -24,6 +24,7 @@ def add_report(commands: Any) -> None:
     report.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
     report.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
     report.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
+    report.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
     report.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
     form = report.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all figures as JSON")
@@ -53,7 +54,8 @@ def _report(args: argparse.Namespace) -> str:
     if args.host is not None:
         device = device.on_host_of(find_device(args.host))
     budget_bytes = None if args.budget_gb is None else int(args.budget_gb * 1e9)
-    made = report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes)
+    made = report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
+                  autocast=args.autocast)
     if args.json:
         return _written(made.to_json(), args.out)
     if args.html:

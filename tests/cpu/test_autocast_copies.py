@@ -360,7 +360,7 @@ def broken() -> tuple[nn.Module, Batches]:
     (broken, {}), (from_a_buffer, {}), (net, {"autocast_copies": False}), (net, {"engine": "torch"}),
 ], ids=["graph break", "memory of others", "option", "torch engine"])
 def test_models_that_stay_in_fp32(make: Any, options: dict[str, Any]) -> None:
-    """With a graph break, in memory that is not torch's, with the option off and on the torch engine weights have no copies and keep theirs."""
+    """With a graph break, in memory not torch's, with the option off, on the torch engine: no copies, and weights keep their memory."""
     model, optimizer, batches = start(make, **options)
     steps(BETWEEN["nothing"], count=2)(model, optimizer, batches)
     session = session_of(model)

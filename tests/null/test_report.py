@@ -177,3 +177,15 @@ def test_largest_models() -> None:
 def test_figures_as_text(text: str, expected: str) -> None:
     """A figure has three digits and the unit that keeps it between 1 and 1000."""
     assert text == expected
+
+
+def test_autocast_keeps_fp32_gradients_where_they_stay() -> None:
+    """Fp32 weights under autocast have 16 bits on the device, as 16-bit ones; slots and gradients that stay there have 2 bytes more."""
+    cast, n = replace(SHAPE, autocast=True), len(SHAPE.units)
+    by_cpu, resident = footprint(cast, 16, 0), footprint(cast, 16, n)
+    assert by_cpu.weights_bytes == footprint(SHAPE, 16, 0).weights_bytes
+    assert by_cpu.host_bytes == 16 * SHAPE.params
+    assert by_cpu.device_bytes == footprint(SHAPE, 16, 0).device_bytes
+    assert resident.gradients_bytes == 2 * footprint(SHAPE, 16, n).gradients_bytes
+    assert report(SHAPE, H200, 8192, sweep=False, autocast=True).largest_params["host"] == pytest.approx(
+        report(SHAPE, H200, 8192, sweep=False).largest_params["host"] * 14 / 16)
