@@ -11,6 +11,7 @@ makes, is never rounded to bf16 there: Inductor computes such kernels in fp32. A
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ def cast_rows(graph: fx.GraphModule, row_of_input: Mapping[int, int]) -> CastRow
     holders = {plain_input(node.meta.get("desc")): node for node in graph.graph.find_nodes(op="placeholder")}
     output = graph.graph.output_node()
     grads = _gradients(output)
-    found = {row: holders[index] for index, row in row_of_input.items() if index in holders}
+    times = Counter(row_of_input.values())
+    found = {row: holders[index] for index, row in row_of_input.items() if index in holders and times[row] == 1}
     makes = {row: grads[index] for index, row in row_of_input.items() if index in grads}
     in_bf16 = (row for row, node in found.items() if _read_in_bf16(node, once=row in makes) and _is_widened(makes.get(row), output))
     return CastRows(frozenset(in_bf16), frozenset(makes))

@@ -123,7 +123,7 @@ def _evaluated(model: Any, on: bool) -> torch.Tensor:
 
 def _edited(model: Any) -> torch.Tensor:
     grad_of(model).add_(1e-3)
-    return grad_of(model).norm()
+    return torch.as_tensor(grad_of(model).norm())
 
 
 def _put(model: Any) -> None:
@@ -213,6 +213,17 @@ def test_a_weight_in_the_loss_beside_the_model(twins: Twins) -> None:
         return seen
 
     twins.agree(loop)
+
+
+def test_a_backward_through_weights_that_were_updated_is_torchs_error(twins: Twins) -> None:
+    """What a forward has saved of a copy is told that an update has written it."""
+    _, optimizer = twins.restart()
+    with cast():
+        early, late = (twins.ours(*batch) for batch in twins.batches[:2])
+    late.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
 
 
 def test_schedulers_and_scalers(twins: Twins) -> None:
