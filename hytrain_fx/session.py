@@ -30,7 +30,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.resources import Resources, pinning_of
-from hytrain_fx.grad_destinations import GradDestinations
+from hytrain_fx.grad_destinations import GradDestinations, with_gradients
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
@@ -47,7 +47,7 @@ from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of, with_gradients
+from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
     Edit,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -38,14 +38,6 @@ def eager_gradient_of(session: weakref.ref[Session], row: int) -> Callable[[torc
             found.nodes.parts.used_eagerly.add(row)
 
     return on_gradient
-
-
-def with_gradients(positions: Mapping[int, int], returned: Mapping[int, torch.Tensor], results: Sequence[Any]) -> Sequence[Any]:
-    """The results of a compiled backward with these rows' gradients where it was made to return None."""
-    edited = list(results)
-    for row, gradient in returned.items():
-        edited[positions[row]] = gradient
-    return tuple(edited) if isinstance(results, tuple) else edited
 
 
 def shut_down(
