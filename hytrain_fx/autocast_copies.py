@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from hytrain_fx.cast_trial import CastRows
 from hytrain_fx.errors import EngineError
@@ -157,10 +157,14 @@ class AutocastCopies:
         there = [row for row in rows if self._states.placement[row] is not Placement.GPU and self._copies[row].has_memory]
         parameters = self._table.parameters
         mine = [row for row in there if not self._stays and owns_memory(parameters[row])]
-        alone = [row for row in mine if is_held_alone(parameters[row], accumulator(parameters[row]))]
+        alone = [row for row in mine if _is_held_alone(parameters[row])]
         if alone and self._table.device.type == "cuda":
             torch.cuda.synchronize(self._table.device)  # a copy that the loop makes on a stream of its own may still read it
         for row in alone:
             self._copies[row].give_memory_back()
         self._writes.note_all(alone)
         self.fill(set(there) - set(alone))
+
+
+def _is_held_alone(parameter: nn.Parameter) -> bool:
+    return is_held_alone(parameter, accumulator(parameter) if parameter.requires_grad else None)

@@ -62,12 +62,12 @@ def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
     return fake.requires_grad_(requires_grad)
 
 
-def is_held_alone(parameter: nn.Parameter, accumulator: Node) -> bool:
+def is_held_alone(parameter: nn.Parameter, accumulator: Node | None) -> bool:
     """Whether nobody but the model holds this parameter's memory: no view, no NumPy alias, no graph that has saved it.
 
-    `accumulator` is its AccumulateGrad node, which refers to it too.
+    `accumulator` is its AccumulateGrad node, which refers to it too; None where it requires no gradient.
     """
     storage_uses = _private("torch._C", "_storage_Use_Count")
     with without_torch_function():
-        storage = parameter.untyped_storage()
-        return storage_uses(storage._cdata) <= 2 and use_count(parameter) <= 2  # the wrapper asked; the accumulator
+        storage = parameter.untyped_storage()  # one reference more
+        return storage_uses(storage._cdata) <= 2 and use_count(parameter) <= (1 if accumulator is None else 2)
