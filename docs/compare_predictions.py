@@ -26,18 +26,19 @@ HEADS = ("run", "what", "k", "streamed", "measured, s", "predicted, s", "error",
          "error")
 TEXT = """# Predictions beside measurements
 
-Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md), one H200, 4 x 2048 tokens unless said, bf16; runs were
-on different machines of that kind. Predicted: the named device `h200` and nothing of the run, for the k and the streamed share (of what is
+Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md), one H200, bf16, 4 x 2048 tokens unless
+said; runs were on different machines of that kind. Predicted: the named device `h200` and nothing of the run, for the k and the streamed share (of what is
 not resident) that the run had. Host GB measured is the whole process (RSS, 1.6 GB of it Python and torch), predicted states and slots.
 
 """
 MISSES = """
 What is missed, and why:
 
-- **On slow hosts** (L, M): the rates of `h200` are those of a faster one. torchao took 0.70 s on one machine, 0.80 s on that of run L and 0.95 s on
-  that of run M. The planner inside the run, which knows the rates in place, predicted 0.394 of 0.419 s (L) and 0.526 of 0.541 s (M).
-- **Every state on the host**, 4 to 8 % too short elsewhere: copies, updates and memory are taken to give their best at every moment. In the timeline
-  of run K the link to the device gives 33 GB/s while the CPU works, and 51 when it does not.
+- **On slow hosts** (L, M): the rates of `h200` are those of a faster one. torchao took 0.70 s on one machine, 0.80 s on that of run L
+  and 0.95 s on that of run M. The planner inside the run, which knows the rates in place, predicted 0.394 of 0.419 s (L) and 0.526 of
+  0.541 s (M).
+- **Every state on the host**, 4 to 8 % too short elsewhere: copies, updates and memory are taken to give their best at every moment. In
+  the timeline of run K the link to the device gives 33 GB/s while the CPU works, and 51 when it does not.
 - **k solved**, 11 % too long in run K: without streaming the CPU updates faster than the 5.9 G parameters/s of `h200`.
 - **ZeRO-Offload is predicted too fast**: its schedule is played with our kernel's rate, DeepSpeed's own is 4.1 G parameters/s (0.77
   instead of 0.53 s for the updates). The report compares schedules, not kernels.
@@ -88,7 +89,8 @@ ROWS = (
     Measured("M", "all on the device", "llama-3.1b", 28, 0.337, device_gb=66.7),
     Measured("M", "all on the device, 16k tokens", "llama-3.1b", 28, 0.644, device_gb=89.4, tokens=16384),
     Measured("M", "ours, every state on the host", "llama-3.1b", 0, 0.541, share=0.386, device_gb=29.9, host_gb=43.2),
-    Measured("M", "ours, every state on the host, 16k tokens", "llama-3.1b", 0, 0.666, share=0.372, device_gb=52.6, host_gb=43.3, tokens=16384),
+    Measured("M", "ours, every state on the host, 16k tokens", "llama-3.1b", 0, 0.666, share=0.372, device_gb=52.6, host_gb=43.3,
+             tokens=16384),
     Measured("M", "our engine with barriers (--barrier)", "llama-3.1b", 0, 0.936, device_gb=29.9, host_gb=45.5, barrier="before_forward"),
     Measured("M", "ZeRO-Offload", "llama-3.1b", 0, 1.639, device_gb=29.2, barrier="zero_offload"),
     Measured("E", "ZeRO-Offload", "llama-3.1b", 0, 1.374, device_gb=29.7, barrier="zero_offload"),
