@@ -28,7 +28,8 @@ TEXT = """# Predictions beside measurements
 
 Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md), one H200, bf16, 4 x 2048 tokens unless
 said; runs were on different machines of that kind. Predicted: the named device `h200` and nothing of the run, for the k and the
-streamed share (of what is not resident) that the run had. Host GB measured is the whole process (RSS, 1.6 GB of it Python and torch), predicted states and slots.
+streamed share (of what is not resident) that the run had.
+Host GB measured is the whole process (RSS, 1.6 GB of it Python and torch), predicted states and slots.
 
 """
 MISSES = """
