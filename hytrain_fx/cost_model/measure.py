@@ -26,7 +26,6 @@ from enum import Enum
 
 import torch
 
-
 MOST_MARKS = 1 << 15
 """Of one step; one with more of them (an evaluation between two steps) is not measured."""
 
