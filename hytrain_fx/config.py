@@ -24,9 +24,9 @@ class Config:
                    updated by the CPU; "auto" solves it on CUDA together with k (planner "windowed"), and is 0 with the model on the CPU
     gpu_states     what may rest on the device: "auto" (what is free), a fraction 0..1 of the states, or bytes
     host_memory    bytes the states may take on the host, None = what the host has available
-    speculate      whether updates by the CPU may begin before step(): "auto" where the loop waits for the device between backward() and
-                   step() (loss.item(), a norm that is printed) and has done the same for some steps, True in every backward, False
-                   in none. The training is the same; native engine, bf16 and fp32 parameters
+    speculate      whether updates by the CPU may begin before step(): "auto" where the loop waits for the GPU between backward() and step()
+                   (loss.item(), a norm that is printed) and has done the same for some steps, True in every backward, False in none.
+                   The training is the same; native engine, bf16 and fp32 parameters
     shadow_memory  bytes of host memory for states as they were before updates on a guess: those that begin before step(), and those whose
                    gradients' factors (clipping, loss scale) are still unknown; None = a quarter of what is available when there is first
                    such an update, 0 = no update begins so

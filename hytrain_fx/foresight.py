@@ -30,8 +30,10 @@ _LATE: Final = 0.5  # share of the parameters on the host whose gradients have a
 class Foresight:
     """Commits rows early, for one session.
 
-    speculate    "auto" as above, True in every backward, False in none
-    generation   by row: how often its gradient went to its slot (`SessionNodes.generation`)
+    speculate     "auto" as above, True in every backward, False in none
+    generation    by row: how often its gradient went to its slot (`SessionNodes.generation`)
+    runs_behind   whether the device computes behind the launching thread. Where it does not (a CPU) every step is late and none waits:
+                  there "auto" is False, as early updates would only take cores from the backward
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class Foresight:
         builder: CommitBuilder,
         groups: Sequence[Mapping[str, Any]],
         generation: Sequence[int],
+        runs_behind: bool,
     ) -> None:
         self._always = speculate is True
         self._watches = self._always  # during the backward; later also where steps are late
-        self._is_off = speculate is False or not engine.can_begin_early
+        self._is_off = speculate is False or not engine.can_begin_early or (speculate == "auto" and not runs_behind)
         self._engine = engine
         self._builder = builder
         self._groups = groups

@@ -322,6 +322,8 @@ def do(part: str, model: Any, optimizer: Any, batch: tuple[Any, ...], step: int)
 @pytest.fixture(scope="module")
 def learner() -> Iterator[Twins]:
     made = Twins(wide(torch.float32), k=0, workers=2, timeout_s=20.0, shadow_memory=64 << 20)
+    assert not made.session.foresight.goes_ahead
+    made.session.speculate("auto", runs_behind=True)
     yield made
     made.close()
 
@@ -360,12 +362,13 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
 
 
 def test_without_speculation_nothing_is_learned() -> None:
-    """speculate=False: no update begins before step(); so with shadow_memory=0, and on an engine that cannot."""
-    for options in ({"speculate": False}, {"speculate": True, "shadow_memory": 0}, {"speculate": True, "engine": "torch"}):
+    """speculate=False: no update begins before step(); nor by default on a CPU, with shadow_memory=0, and on an engine that cannot."""
+    always = {"speculate": True}
+    for options in ({"speculate": False}, {"speculate": "auto"}, always | {"shadow_memory": 0}, always | {"engine": "torch"}):
         torch.manual_seed(0)
         model, batches = wide(torch.float32)()
         _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, workers=1, timeout_s=20.0, **options)
-        for step in range(6):
+        for step in range(7):
             model(*batches[step % 3]).backward()
             time.sleep(0.01)
             optimizer.step()
