@@ -105,10 +105,12 @@ class CommitBuilder:
         items, steps = [], self.steps
         for row in rows:
             group = group_of.get(row)
-            if group is None or not _readable(group):
+            if group is None:
                 continue
             key = (id(group), steps[row] + 1)
             if key not in known:
+                if not _readable(group):
+                    continue
                 try:
                     known[key] = self._scalars(group, key[1])
                 except (ArithmeticError, LookupError, TypeError, UnsupportedError):
