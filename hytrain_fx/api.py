@@ -87,6 +87,7 @@ def explain(model: nn.Module) -> Explanation:
         spent_us=_spent_us(session),
         optimizer=() if session.rule is None else session.rule.notes,
         guesses=session.engine.guess_counts(),
+        early=session.engine.early_counts(),
         stream=session.config.stream,
     )
 

@@ -9,10 +9,11 @@ A compiled backward makes all its gradients whoever asked; autograd drops what n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hytrain_fx.torch_private import LeafGradient, accumulator, leaf_gradient, will_all_accumulate
@@ -56,6 +57,14 @@ class GradDestinations:
 
     def _nodes_of(self, rows: frozenset[int]) -> list[Node]:
         return [accumulator(self._parameters[row]) for row in rows]
+
+
+def with_gradients(positions: Mapping[int, int], returned: Mapping[int, Tensor], results: Sequence[Any]) -> Sequence[Any]:
+    """The results of a compiled backward with these rows' gradients where it was made to return None."""
+    edited = list(results)
+    for row, gradient in returned.items():
+        edited[positions[row]] = gradient
+    return tuple(edited) if isinstance(results, tuple) else edited
 
 
 def _having(found: Iterable[tuple[int, LeafGradient]], kind: LeafGradient) -> frozenset[int]:

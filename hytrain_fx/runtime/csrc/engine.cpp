@@ -3,6 +3,7 @@
 //   engine_commit.cpp   what step() calls
 //   engine_threads.cpp  lander, workers
 //   engine_guess.cpp    updates before the factors of their gradients are known
+//   engine_early.cpp    updates before step()
 //   engine_upload.cpp   uploader
 #include "engine.h"
 
@@ -48,6 +49,11 @@ Engine::~Engine() {
 // ---- the table of rows ----
 
 void Engine::set_unit(int row, int unit) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (at(row).spec.unit == unit) return;
+  }
+  drain(&row, 1);  // what is under way goes by its unit
   std::lock_guard<std::mutex> lock(mutex_);
   at(row).spec.unit = unit;
 }
