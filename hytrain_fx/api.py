@@ -88,6 +88,7 @@ def explain(model: nn.Module) -> Explanation:
         optimizer=() if session.rule is None else session.rule.notes,
         guesses=session.engine.guess_counts(),
         copies=session.copies.in_words(),
+        early=session.engine.early_counts(),
         stream=session.config.stream,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hytrain_fx.cost_model.balance import balance_reason, balanced_share, streamed_share, with_share
+from hytrain_fx.cost_model.balance import TOLERANCE, balance_reason, balanced_share, streamed_share, with_share
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
@@ -12,19 +12,29 @@ from hytrain_fx.runtime.engine import FinishTimes
 _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose first updates ran in its wake
 _SEEN_STEPS = 4
 _NOTE = "the streamed share was balanced"  # begins the note about it
+_WIDEST = 4 * TOLERANCE
 
 
 class Balancing:
-    """The ends of the last steps under one plan."""
+    """The ends of the last steps under one plan.
+
+    A share that is to go back where it came from was moved by noise, and each move holds a step up: the tolerance doubles then, until a
+    plan with another k comes.
+    """
 
     def __init__(self) -> None:
         self._ends_us: list[tuple[float, float]] = []
         self._settling = _SETTLING_STEPS
+        self._k: int | None = None
+        self._tolerance = TOLERANCE
+        self._last_change = 0.0  # of the share
 
-    def restart(self) -> None:
+    def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
         self._ends_us.clear()
         self._settling = _SETTLING_STEPS
+        if plan.k != self._k:
+            self._k, self._tolerance, self._last_change = plan.k, TOLERANCE, 0.0
 
     def saw(self, ends: FinishTimes) -> None:
         """A step has ended; those without both kinds of update tell nothing."""
@@ -39,13 +49,17 @@ class Balancing:
             return None
         seen, self._ends_us = self._ends_us, []
         share = streamed_share(plan)
-        wanted = balanced_share(share, seen, step_us)
+        wanted = balanced_share(share, seen, step_us, self._tolerance)
+        if wanted is not None and (wanted - share) * self._last_change < 0:
+            self._tolerance = min(2 * self._tolerance, _WIDEST)
+            wanted = balanced_share(share, seen, step_us, self._tolerance)
         if wanted is None:
             return None
         why = balance_reason(seen, steps_done)
         new = with_share(plan, units, wanted, why)
         if new.rows == plan.rows:
             return None
+        self._last_change = wanted - share
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]
         return replace(new, notes=(*notes, f"{_NOTE} from {share:.0%} to {streamed_share(new):.0%}: {why}"))
 

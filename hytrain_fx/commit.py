@@ -89,6 +89,35 @@ class CommitBuilder:
                 self._nodes.hold(item.row, item.grad)
         return items
 
+    def groups_by_row(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """The group of each row."""
+        row_of = self._table.row_of
+        return {row_of[id(parameter)]: group for group in groups for parameter in group["params"] if id(parameter) in row_of}
+
+    def foreseen(
+        self, rows: Iterable[int], group_of: Mapping[int, Mapping[str, Any]], known: dict[tuple[int, int], AdamScalars]
+    ) -> list[CommitItem]:
+        """Items as `build` would make them now for these rows, whose gradients are in their slots, but for factors. Nothing is counted.
+
+        Without rows that have no group, or one whose hyper-parameters cannot be read without a wait or an error: that is left to `build`.
+        `known`: what was made before, by group and count of steps.
+        """
+        items, steps = [], self.steps
+        for row in rows:
+            group = group_of.get(row)
+            if group is None:
+                continue
+            key = (id(group), steps[row] + 1)
+            if key not in known:
+                if not _readable(group):
+                    continue
+                try:
+                    known[key] = self._scalars(group, key[1])
+                except (ArithmeticError, LookupError, TypeError, UnsupportedError):
+                    continue
+            items.append(CommitItem(row, known[key]))
+        return items
+
     def expectations(self, groups: Iterable[Mapping[str, Any]]) -> list[CommitItem]:
         """Items that commit the rows on the host before their gradients come."""
         items = []
@@ -129,6 +158,12 @@ class CommitBuilder:
             return CommitItem(row, numbers, None, True)
         # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
         return CommitItem(row, numbers, self._nodes.on_device(row, grad), at_end=True)
+
+
+def _readable(group: Mapping[str, Any]) -> bool:
+    """Whether no hyper-parameter is a tensor on a device: reading that waits, and the backward may not."""
+    return not any(isinstance(value, torch.Tensor) and value.is_cuda for option in group.values() if option is not group["params"]
+                   for value in (option if isinstance(option, tuple | list) else (option,)))
 
 
 def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:

@@ -24,8 +24,12 @@ class Config:
                    updated by the CPU; "auto" solves it on CUDA together with k (planner "windowed"), and is 0 with the model on the CPU
     gpu_states     what may rest on the device: "auto" (what is free), a fraction 0..1 of the states, or bytes
     host_memory    bytes the states may take on the host, None = what the host has available
-    shadow_memory  bytes of host memory for states as they were before updates that began while their gradients' factors (clipping, loss
-                   scale) were still unknown; None = a quarter of what is available when such factors first come, 0 = no update begins so
+    speculate      whether updates by the CPU may begin before step(): "auto" where the loop waits for the GPU between backward() and step()
+                   (loss.item(), a norm that is printed) and has done the same for some steps, True in every backward, False in none.
+                   The training is the same; native engine, bf16 and fp32 parameters
+    shadow_memory  bytes of host memory for states as they were before updates on a guess: those that begin before step(), and those whose
+                   gradients' factors (clipping, loss scale) are still unknown; None = a quarter of what is available when there is first
+                   such an update, 0 = no update begins so
     replan_every   steps within which a change of their length is followed: times are measured anew and states move where that pays;
                    0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
@@ -51,6 +55,7 @@ class Config:
     stream: float | Literal["auto"] = "auto"
     gpu_states: float | int | Literal["auto"] = "auto"
     host_memory: int | None = None
+    speculate: bool | Literal["auto"] = "auto"
     shadow_memory: int | None = None
     replan_every: int = 20
     warmup_steps: int = 5
@@ -74,6 +79,7 @@ class Config:
         _require(_valid_gpu_states(self.gpu_states), "gpu_states", self.gpu_states,
                  '"auto", a float between 0 and 1 (fraction of the states), or an int >= 0 (bytes)')
         _require(_is_none_or_positive(self.host_memory), "host_memory", self.host_memory, "None or a positive int (bytes)")
+        _require(self.speculate == "auto" or isinstance(self.speculate, bool), "speculate", self.speculate, '"auto", True or False')
         _require(self.shadow_memory in (None, 0) or _is_none_or_positive(self.shadow_memory), "shadow_memory", self.shadow_memory,
                  "None or an int >= 0 (bytes)")
         _require(_is_int(self.replan_every) and self.replan_every >= 0, "replan_every", self.replan_every, "an int >= 0")

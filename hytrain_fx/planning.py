@@ -193,7 +193,7 @@ class Planning:
             self._move_us_per_byte = moved_us / moved
         self.history.append(new)
         session.marks.clear()
-        self._balancing.restart()
+        self._balancing.restart(new)
         self._balanced = None
 
     def _take_records(self) -> list[Any]:

@@ -30,6 +30,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.resources import Resources, pinning_of
+from hytrain_fx.foresight import Foresight, Speculate
 from hytrain_fx.grad_destinations import GradDestinations, with_gradients
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
 from hytrain_fx.ir.plan import Placement, Plan
@@ -99,6 +100,7 @@ class Session:
         self.states = self._make_states(optimizer)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
         self.builder = self._make_builder(optimizer)
+        self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self)
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
@@ -268,8 +270,9 @@ class Session:
             else:
                 self.engine.commit_unless(items, skip)
                 self.builder.doubt(items, self.engine.skipped)
+            self.foresight.stepped(items)
             rows = [item.row for item in items]
-            self.nodes.consumed.update([item.row for item in items if item.grad is None])
+            self.nodes.consumed.update(item.row for item in items if item.grad is None)
             increment_versions([self.table.parameters[row] for row in rows])
             self.copies.committed(rows)
             self._writes.note(rows)
@@ -302,6 +305,11 @@ class Session:
         """Time from `compile()` to the first full-speed step, by phase, so far."""
         return self._clock.report()
 
+    def speculate(self, how: Speculate, runs_behind: bool) -> None:
+        """Begin to learn, from nothing, whether updates may begin before `step()`."""
+        self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.generation, runs_behind)
+        self.nodes.on_sent = self.foresight.sent
+
     def zero_grad(self) -> None:
         """Drop all gradients, also those that are in their slots."""
         with without_torch_function():
@@ -311,6 +319,7 @@ class Session:
         self.nodes.parts.open.clear()
         self.engine.discard(self._all_rows)
         self.nodes.consumed.update(self._all_rows)
+        self.foresight.dropped()
 
     def drain(self) -> None:
         """Return when every committed weight is on the device and every state at rest."""

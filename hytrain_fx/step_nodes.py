@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -51,6 +51,7 @@ class SessionNodes:
         self.unit_of: list[int] = [0] * len(table)
         self.standins = StandIns()
         self.parts = BackwardParts(self.end_sums)
+        self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
         self._engine = engine
         self._states = states
         self._marks = marks
@@ -348,6 +349,7 @@ class SessionNodes:
             own = {norm: values[i] for norm, values in norms} if norms else None
             parameter.grad = standin = make(row, parameter, RowGradient(self, row, own))
             fresh[row] = standin.grad_state
+        self.on_sent(rows)
 
     def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         generation = self.generation
@@ -372,6 +374,10 @@ class SessionNodes:
             for row in rows:
                 if self.held.pop(row, None) is not None:
                     self.standins.end_loan(row)
+
+
+def _nobody_waits(rows: Sequence[int]) -> None:
+    return None
 
 
 def is_in_slot(standin: GradStandIn) -> bool:

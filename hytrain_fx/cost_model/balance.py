@@ -18,7 +18,8 @@ from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit
 
-_TOLERANCE = 0.03  # of the step: ends that lie so near are left alone
+TOLERANCE = 0.03
+"""Of a step: ends that lie so near are left alone."""
 _DAMPING = 0.7  # of the way: rates change with the share
 _SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: smaller ones stay (norms, biases)
 
@@ -29,16 +30,17 @@ def streamed_share(plan: Plan) -> float:
     return streamed / (streamed + by_cpu) if streamed else 0.0
 
 
-def balanced_share(share: float, ends_us: Sequence[tuple[float, float]], step_us: float) -> float | None:
+def balanced_share(share: float, ends_us: Sequence[tuple[float, float]], step_us: float, tolerance: float = TOLERANCE) -> float | None:
     """The share under which both kinds of update end together, None where they do already.
 
-    share     the share 0 < y < 1 of the steps that were seen
-    ends_us   of each step: when its last CPU update and its last streamed update ended, from the commit on
-    step_us   length of a step
+    share      the share 0 < y < 1 of the steps that were seen
+    ends_us    of each step: when its last CPU update and its last streamed update ended, from the commit on
+    step_us    length of a step
+    tolerance  share of a step by which the ends may differ
     """
     cpu_us, streamed_us = _medians(ends_us)
     late_us = cpu_us - streamed_us
-    if abs(late_us) <= _TOLERANCE * step_us:
+    if abs(late_us) <= tolerance * step_us:
         return None
     change = late_us / (cpu_us / (1 - share) + streamed_us / share)
     return min(max(share + _DAMPING * change, 0.0), 1.0)

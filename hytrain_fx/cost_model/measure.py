@@ -26,6 +26,9 @@ from enum import Enum
 
 import torch
 
+MOST_MARKS = 1 << 15
+"""Of one step; one with more of them (an evaluation between two steps) is not measured."""
+
 
 class Mark(Enum):
     """What was reached."""
@@ -59,11 +62,16 @@ class StepMarks:
         self._finished: deque[list[tuple[Mark, int, float | torch.cuda.Event]]] = deque(maxlen=keep_steps)
         self._launching: list[tuple[Mark, int, float]] = []
         self._launched: deque[list[tuple[Mark, int, float]]] = deque(maxlen=keep_steps)
+        self._too_many = False  # in the running step
         self.enabled = True
 
     def mark(self, kind: Mark, unit: int = -1) -> None:
         """Note that the compute stream has reached `kind` of unit `unit` at this point."""
-        if not self.enabled:
+        if not self.enabled or self._too_many:
+            return
+        if len(self._running) == MOST_MARKS:
+            self._drop_running()
+            self._too_many = True
             return
         now_us = time.perf_counter() * 1e6
         self._launching.append((kind, unit, now_us))
@@ -76,14 +84,18 @@ class StepMarks:
 
     def note(self, kind: Mark) -> None:
         """Note that the launching thread has come to `kind`, which is no point of the compute stream."""
-        if self.enabled:
+        if self.enabled and not self._too_many:
             self._launching.append((kind, -1, time.perf_counter() * 1e6))
 
     def end_step(self) -> None:
-        """Close the running step; one without a backward is dropped."""
+        """Close the running step; one without a backward, or with more than MOST_MARKS, is dropped."""
         if any(kind is Mark.BACKWARD_END for kind, _, _ in self._running):
             self._finished.append(self._running)
             self._launched.append(self._launching)
+        self._drop_running()
+        self._too_many = False
+
+    def _drop_running(self) -> None:
         self._running, self._launching = [], []
 
     def clear(self) -> None:

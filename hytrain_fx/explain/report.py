@@ -28,7 +28,7 @@ from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, Resource
 
 if TYPE_CHECKING:
-    from hytrain_fx.runtime.engine import FinishTimes, GuessCounts
+    from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
     from hytrain_fx.runtime.memory_estimate import MemoryInUse
     from hytrain_fx.runtime.startup import Startup
 
@@ -84,6 +84,7 @@ class Explanation:
     startup          time from compile() to the first full-speed step, by phase
     optimizer        how updates run that are not Adam's or AdamW's, in sentences
     guesses          updates that began before the factors of their gradients were known, and those made again
+    early            updates that began before step(), and those put back or made again
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
     """
@@ -104,6 +105,7 @@ class Explanation:
     startup: Startup | None = None
     optimizer: tuple[str, ...] = ()
     guesses: GuessCounts | None = None
+    early: EarlyCounts | None = None
     stream: Stream = "auto"
     copies: str | None = None
 
@@ -193,6 +195,7 @@ class Explanation:
             "node_runs": dict(self.node_runs),
             "not_offloaded": dict(self.not_offloaded),
             "guesses": asdict(self.guesses) if self.guesses else None,
+            "early": asdict(self.early) if self.early else None,
             "spent": {"measured": dict(self.spent_us)},
             "sources": SOURCES,
         }

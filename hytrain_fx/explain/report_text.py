@@ -103,6 +103,10 @@ def _ends(e: Explanation) -> Iterator[str]:
         g = e.guesses
         yield (f"guesses: in {g.commits} steps updates began before clipping's or the loss scale's factor was known; "
                f"missed in {g.missed}, {count_text(g.redone)} of {count_text(g.params)} parameters updated again")
+    if e.early and e.early.commits:
+        of = e.early
+        yield (f"early: in {of.commits} steps updates began before step(); "
+               f"missed in {of.missed}, {count_text(of.redone)} of {count_text(of.params)} parameters put back or updated again")
 
 
 def _helps(e: Explanation) -> str:

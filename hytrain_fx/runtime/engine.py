@@ -139,6 +139,24 @@ class GuessCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyCounts:
+    """Updates that began before `step()`, on a guess at its hyper-parameters and factors; since the engine was made.
+
+    commits   steps with such updates
+    missed    of those, where some were put back or made again
+    params    parameters updated so, and `redone` of them
+    host_params, landed_params    of the last commit: parameters in rows on the host, and of those whose gradients had arrived by then
+    """
+
+    commits: int = 0
+    missed: int = 0
+    params: int = 0
+    redone: int = 0
+    host_params: int = 0
+    landed_params: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class FinishTimes:
     """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind."""
 
@@ -181,6 +199,7 @@ class Engine(Protocol):
     splits_masters: bool  # whether bf16 rows on the host have their masters in two halves
     can_skip: bool  # whether there are `commit_unless` and `skipped`
     takes_copies: bool  # whether there is `use_copy`
+    can_begin_early: bool  # whether there is `commit_early`
 
     def add_row(self, spec: RowSpec) -> int: ...  # its number
     def set_unit(self, row: int, unit: int) -> None: ...
@@ -198,6 +217,7 @@ class Engine(Protocol):
     def commit(self, items: Sequence[CommitItem]) -> None: ...
     def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None: ...  # updates nothing where `skip` is not 0
     def skipped(self) -> bool: ...  # whether that was so at the last commit_unless; must be asked before the next commit
+    def commit_early(self, items: Sequence[CommitItem]) -> None: ...  # guesses at items of the commit to come, without factors
     def expect(self, items: Sequence[CommitItem]) -> None: ...
     def wait(self, rows: Sequence[int]) -> None: ...
     def drain(self, rows: Sequence[int]) -> None: ...
@@ -207,6 +227,7 @@ class Engine(Protocol):
     def record(self, on: bool) -> None: ...
     def take_records(self) -> list[TaskRecord]: ...
     def guess_counts(self) -> GuessCounts: ...
+    def early_counts(self) -> EarlyCounts: ...
     def finish_times(self) -> FinishTimes: ...  # of the step before the last commit; zeros where it had not ended by then
     def cpu_update_us(self, row: int) -> float: ...
     def set_delay(self, stage: Stage, mean_us: float) -> None: ...

@@ -20,6 +20,7 @@ from hytrain_fx.runtime import build
 from hytrain_fx.runtime.engine import (
     MAX_FACTORS,
     CommitItem,
+    EarlyCounts,
     FinishTimes,
     GuessCounts,
     RowSpec,
@@ -36,6 +37,7 @@ from hytrain_fx.runtime.native_structs import (
     FACTOR_CAPACITY,
     CCommitItem,
     CDeviceStates,
+    CEarlyCounts,
     CFinishTimes,
     CGuessCounts,
     COptions,
@@ -50,7 +52,7 @@ from hytrain_fx.runtime.native_structs import (
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
-           "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
+           "engine_early.cpp", "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
@@ -62,8 +64,8 @@ class NativeEngine:
     """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
 
     worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
-    shadow_bytes   host memory for states as they were before updates with guessed factors; None: a quarter of what is available when
-                   factors first come from the device; 0: updates wait for their factors
+    shadow_bytes   host memory for states as they were before updates on a guess; None: a quarter of what is available when one is first
+                   made; 0: updates wait for their commit and their factors
     """
 
     name = "native"
@@ -71,6 +73,7 @@ class NativeEngine:
     splits_masters = True
     can_skip = True
     takes_copies = True
+    can_begin_early = True
 
     def __init__(
         self,
@@ -227,13 +230,8 @@ class NativeEngine:
         slots = POINTER(c_float)()
         self._call("factor_slots", byref(slots))
         factors = FactorTable(slots)
-        packed = (CCommitItem * len(items))()
-        structs: dict[int, ctypes.Structure] = {}  # rows of a group share their scalars
+        packed = _packed(items)
         for at, item in zip(packed, items, strict=True):
-            scalars = structs.get(id(item.scalars))
-            if scalars is None:
-                scalars = structs[id(item.scalars)] = item.scalars.c_struct
-            at.row, at.at_end, at.scalars = item.row, item.at_end, scalars
             if item.grad is not None:
                 at.grad = item.grad.data_ptr()
             if item.factors:
@@ -259,16 +257,23 @@ class NativeEngine:
         self._call("guess_counts", byref(out))
         return GuessCounts(out.commits, out.missed, out.params, out.redone)
 
+    def early_counts(self) -> EarlyCounts:
+        out = CEarlyCounts()
+        self._call("early_counts", byref(out))
+        return EarlyCounts(out.commits, out.missed, out.params, out.redone, out.host_params, out.landed_params)
+
     def finish_times(self) -> FinishTimes:
         out = CFinishTimes()
         self._call("finish_times", byref(out))
         return FinishTimes(out.cpu_us, out.streamed_us)
 
+    def commit_early(self, items: Sequence[CommitItem]) -> None:
+        if self._shadow is None:
+            self._make_shadow()
+        self._call("commit_early", _packed(items), len(items))
+
     def expect(self, items: Sequence[CommitItem]) -> None:
-        packed = (CCommitItem * len(items))()
-        for at, item in zip(packed, items, strict=True):
-            at.row, at.scalars = item.row, item.scalars.c_struct
-        self._call("expect", packed, len(items))
+        self._call("expect", _packed(items), len(items))
 
     def wait(self, rows: Sequence[int]) -> None:
         self._call("wait", self._rows_array(rows), len(rows), self._stream())
@@ -320,3 +325,15 @@ class NativeEngine:
             self._rows, self._states = [], {}
             self._keep.clear()
             self._skips.clear()
+
+
+def _packed(items: Sequence[CommitItem]) -> ctypes.Array[CCommitItem]:
+    """Rows, scalars and `at_end`."""
+    packed = (CCommitItem * len(items))()
+    structs: dict[int, ctypes.Structure] = {}  # rows of a group share their scalars
+    for at, item in zip(packed, items, strict=True):
+        scalars = structs.get(id(item.scalars))
+        if scalars is None:
+            scalars = structs[id(item.scalars)] = item.scalars.c_struct
+        at.row, at.at_end, at.scalars = item.row, item.at_end, scalars
+    return packed

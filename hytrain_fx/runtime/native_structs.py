@@ -58,6 +58,12 @@ class CGuessCounts(Structure):
     _fields_ = [("commits", c_int64), ("missed", c_int64), ("params", c_int64), ("redone", c_int64)]
 
 
+class CEarlyCounts(Structure):
+    """`engine.EarlyCounts`."""
+
+    _fields_ = [(name, c_int64) for name in ("commits", "missed", "params", "redone", "host_params", "landed_params")]
+
+
 class CCommitItem(Structure):
     """One row's part of a step()."""
 

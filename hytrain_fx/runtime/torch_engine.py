@@ -20,6 +20,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import (
     CHUNK_PARAMS,
     CommitItem,
+    EarlyCounts,
     FinishTimes,
     GuessCounts,
     RowSpec,
@@ -55,6 +56,7 @@ class TorchEngine:
     splits_masters = False
     can_skip = False
     takes_copies = False
+    can_begin_early = False
 
     def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)
@@ -237,6 +239,9 @@ class TorchEngine:
         if begin is not None:
             self._pipeline.lane_records.append(LaneRecord(Stage.GPU_UPDATE, row.index, 0, begin, row.written))
 
+    def commit_early(self, items: Sequence[CommitItem]) -> None:
+        raise EngineError(f"the {self.name} engine begins no update before step()")
+
     def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None:
         raise EngineError(f"the {self.name} engine cannot leave out a step that is committed")
 
@@ -327,6 +332,9 @@ class TorchEngine:
 
     def guess_counts(self) -> GuessCounts:
         return GuessCounts()  # it waits for the factors
+
+    def early_counts(self) -> EarlyCounts:
+        return EarlyCounts()
 
     def finish_times(self) -> FinishTimes:
         return FinishTimes()  # it streams nothing

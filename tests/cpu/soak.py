@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from hytrain_fx.foresight import Speculate
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.torch_private import autograd_cache_off
@@ -79,14 +81,14 @@ class Usage:
 class Soak:
     """Two models in lockstep; `run` raises AssertionError where they part, and gives what was used on the way."""
 
-    def __init__(self, dtype: torch.dtype, seed: int, *, autocast: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, speculate: Speculate = True, *, autocast: bool = False) -> None:
         def make() -> tuple[nn.Module, Batches]:
             return Soaked().to(dtype), [(torch.randint(0, _TOKENS, (6,)),) for _ in range(7)]
 
         self._random = random.Random(seed)
         self._scales = dtype == torch.float32
         self._autocast = autocast
-        self.twins = Twins(make, workers=2, timeout_s=60.0, replan_every=40)
+        self.twins = Twins(make, workers=2, timeout_s=60.0, replan_every=40, speculate=speculate)
         reference, ours = self.twins.restart()
         self._sides = [Side(model, optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
                        for model, optimizer in ((self.twins.plain, reference), (self.twins.ours, ours))]
@@ -134,6 +136,8 @@ class Soak:
         for _ in range(self._random.choice([1, 1, 1, 2, 3])):
             self._backward(scaled)
             self._maybe_evaluate()
+        if self._chance(50):
+            time.sleep(0.002)  # as a loop that waits for the device before step(): updates on a guess at it have begun
         if self._chance(12):  # a step left out
             self._zero_grad()
             return
@@ -266,11 +270,13 @@ def main() -> int:
     for name in of.dtype:
         soak = Soak(getattr(torch, name, torch.float32), of.seed, autocast=name == "autocast")
         used = soak.run(of.steps)
+        counts = soak.twins.session.engine.early_counts()
         soak.close()
         more_bytes, more_threads = grown(used)
         failed |= more_bytes > 16 << 20 or more_threads > 0
         print(f"{name}: {of.steps} steps, all bits the plain loop's; resident {used[-1].resident_bytes >> 20} MiB at the end, "
-              f"{more_bytes / 2**20:+.1f} MiB and {more_threads:+d} threads from the first half to the last quarter")
+              f"{more_bytes / 2**20:+.1f} MiB and {more_threads:+d} threads from the first half to the last quarter; "
+              f"in {counts.commits} steps updates began before step(), in {counts.missed} some were undone")
     return int(failed)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hytrain_fx.balancing import Balancing
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.planner import prefix_plan
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes, Stage
 
 from .engine_loop import EngineLoop
@@ -42,6 +44,35 @@ def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
             loop.check()
         assert engine.finish_times().cpu_us > 0
         assert engine.finish_times().streamed_us == 0
+
+
+def test_a_share_that_noise_moves_back_stays() -> None:
+    """A second move the other way needs ends twice as far apart, a third four times; a plan with another k begins anew."""
+    units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
+
+    def made(k: int) -> Plan:
+        return prefix_plan(units, k, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
+
+    def after(plan: Plan, cpu_us: float, streamed_us: float) -> Plan | None:
+        for _ in range(6):
+            balancing.saw(FinishTimes(cpu_us, streamed_us))
+        better = balancing.better(plan, units, 1e6, 10)
+        if better is not None:
+            balancing.restart(better)
+        return better
+
+    balancing, plan = Balancing(), made(0)
+    balancing.restart(plan)
+    more = after(plan, 1e6, 0.95e6)
+    assert more is not None
+    assert streamed_share(more) > 0.5
+    assert after(more, 0.95e6, 1e6) is None, "5% the other way, twice the tolerance is 6%"
+    assert after(more, 0.9e6, 1e6) is None, "10%, and 12%"
+    less = after(more, 0.6e6, 1e6)
+    assert less is not None
+    assert streamed_share(less) < streamed_share(more)
+    balancing.restart(made(1))
+    assert after(made(1), 1e6, 0.95e6) is not None
 
 
 @pytest.fixture(scope="module")

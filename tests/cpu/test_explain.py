@@ -27,7 +27,7 @@ from hytrain_fx.explain.what_helps import KSensitivity, k_sensitivity, what_help
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import Resource
-from hytrain_fx.runtime.engine import FinishTimes, GuessCounts
+from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
 from hytrain_fx.runtime.memory_estimate import MemoryInUse
 from hytrain_fx.runtime.startup import Startup
 
@@ -189,12 +189,14 @@ def test_a_deep_model_is_a_page() -> None:
     times = tuple(100.0 for _ in range(34))
     measured = Measured(9, times, times, times, times, 1e5, 8, FinishTimes(200.0, 100.0))
     found = replace(explained(profile, chosen), measured=measured, guesses=GuessCounts(12, 1, 40_000, 3_000), startup=STARTUP,
-                    node_runs={"wait": 3}, spent_us={"passes": 7.0})
+                    early=EarlyCounts(9, 2, 70_000, 5_000), node_runs={"wait": 3}, spent_us={"passes": 7.0})
     assert len(str(found).splitlines()) <= 70
     assert "missed in 1, 3 k of 40 k parameters updated again" in str(found)
+    assert "missed in 2, 5 k of 70 k parameters put back or updated again" in str(found)
     assert "by the CPU 200 us, streamed 100 us" in str(found)
     assert "torch.compile, backward 6 s; torch.compile, forward 3 s" in str(found)
     assert json.loads(found.to_json())["guesses"]["redone"] == 3_000
+    assert json.loads(found.to_json())["early"]["commits"] == 9
 
 
 @given(profile=profiles(), k=st.integers(0, 8))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.measure import Mark, StepMarks
+from hytrain_fx.cost_model.measure import MOST_MARKS, Mark, StepMarks
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.task_graph import Unit
@@ -131,6 +131,32 @@ def test_no_measured_step_is_an_error() -> None:
         build_profile(replace(of, step_ends_us=[0.0]), Rates(), None, streams=False)
     with pytest.raises(PlanError, match="no training step has been measured"):
         build_profile(replace(of, marks=StepMarks(torch.device("cpu"))), Rates(), None, streams=False)
+
+
+def test_a_step_with_a_long_evaluation_is_not_measured() -> None:
+    """Its marks do not pile up; the next step is measured again."""
+    marks = StepMarks(torch.device("cpu"))
+
+    def forward() -> None:
+        for kind in (Mark.FORWARD_BEGIN, Mark.WAIT_BEGIN, Mark.WAIT_END, Mark.FORWARD_END):
+            marks.mark(kind, 0)
+
+    def train() -> None:
+        forward()
+        marks.mark(Mark.GRADS, 0)
+        marks.mark(Mark.BACKWARD_END)
+        marks.note(Mark.STEP_END)
+        marks.end_step()
+
+    for _ in range(MOST_MARKS):
+        forward()
+        assert len(marks._running) <= MOST_MARKS
+        assert len(marks._launching) <= MOST_MARKS
+    train()
+    assert marks.steps == 0
+    train()
+    assert marks.steps == 1
+    assert len(marks.launched()[0]) == 7
 
 
 def test_the_link_is_probed_both_ways() -> None:

@@ -1,8 +1,8 @@
 // Drives the engine through its C interface, on the CPU device and without Python, for a thread sanitizer to watch (scripts/race_check).
 //
-// Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, gradients
-// dropped and made anew, rows that move, records taken on the way. What the engine makes of it is compared, bit for bit, with adamw_chunk called
-// in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
+// Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, updates
+// that begin before their commit on right and wrong guesses, gradients dropped and made anew, rows that move, records taken on the way.
+// What the engine makes of it is compared, bit for bit, with adamw_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
 //
 //     race_driver STEPS SEED
 #include <cstdio>
@@ -85,8 +85,11 @@ class Run {
     const bool doubtful = !ahead && scales_, skips = doubtful && chance(20);
     std::vector<CommitItem> items = prepare(rows, skips);
     if (ahead) expect(items);
-    std::thread backward([&] { this->backward(rows, ahead); });  // autograd's thread, on a GPU
+    if (chance(10)) speculates_ = chance(70);
+    const std::vector<CommitItem> foreseen = !ahead && speculates_ ? foresee(items) : std::vector<CommitItem>{};
+    std::thread backward([&] { this->backward(rows, ahead, foreseen); });  // autograd's thread, on a GPU
     backward.join();
+    if (!ahead) between(items);
     if (!ahead && chance(8)) {  // a step left out: the next one may find its rows moved before the last gradient was noted as landed
       const std::vector<int32_t> all = every();
       return check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));
@@ -103,6 +106,10 @@ class Run {
     check(hytrain_guess_counts(engine_, &counts));
     std::printf("guessed %lld of which wrong %lld, parameters %lld of which again %lld\n", static_cast<long long>(counts.commits),
                 static_cast<long long>(counts.missed), static_cast<long long>(counts.params), static_cast<long long>(counts.redone));
+    EarlyCounts early{};
+    check(hytrain_early_counts(engine_, &early));
+    std::printf("begun before their commit %lld of which wrong %lld, parameters %lld of which again %lld\n", static_cast<long long>(early.commits),
+                static_cast<long long>(early.missed), static_cast<long long>(early.params), static_cast<long long>(early.redone));
   }
 
  private:
@@ -170,6 +177,7 @@ class Run {
   void move() {
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
+    check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));  // gradients that no commit has taken
     for (int number = 0; number < static_cast<int>(rows_.size()); ++number) {
       compare_states(rows_[number]);
       if (chance(40)) place(number, static_cast<Where>(random_() % 3));
@@ -239,10 +247,50 @@ class Run {
     for (const CommitItem& item : items) {
       if (rows_[item.row].where == kHost) hosted.push_back(item);
     }
+    const std::vector<int32_t> all = every();
+    check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));  // gradients that no commit has taken
     check(hytrain_expect(engine_, hosted.data(), static_cast<int>(hosted.size())));
   }
 
-  void backward(const std::vector<int>& rows, bool committed) {
+  // Guesses at the items of the commit to come, now and then wrong ones.
+  std::vector<CommitItem> foresee(const std::vector<CommitItem>& items) {
+    std::vector<CommitItem> foreseen;
+    const bool wrong = chance(10);
+    for (CommitItem item : items) {
+      if (rows_[item.row].where != kHost || chance(5)) continue;
+      if (wrong || chance(2)) item.scalars.neg_step_size = -0.02f;
+      foreseen.push_back(item);
+    }
+    return foreseen;
+  }
+
+  // The loop waits for the device, looks at states and gradients, drops the gradient of a row, makes one anew.
+  void between(std::vector<CommitItem>& items) {
+    if (chance(60)) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 1500));
+    if (chance(8)) {
+      const std::vector<int32_t> all = every();
+      check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
+      for (const CommitItem& item : items) compare_states(rows_[item.row]);
+    }
+    for (size_t i = 0; i < items.size();) {
+      const int32_t r = items[i].row;
+      const bool hosted = rows_[r].where == kHost;
+      if (hosted && chance(3)) fetch(r);
+      if (hosted && chance(2)) {
+        offload({r}, false);
+        check(hytrain_arm_cpu(engine_, &r, 1));
+        check(hytrain_arm_reload(engine_, &r, 1));
+      }
+      if (hosted && chance(2)) {
+        if (chance(50)) check(hytrain_discard(engine_, &r, 1));  // else it is there, but not in the commit
+        items.erase(items.begin() + static_cast<std::ptrdiff_t>(i));
+      } else {
+        ++i;
+      }
+    }
+  }
+
+  void backward(const std::vector<int>& rows, bool committed, const std::vector<CommitItem>& foreseen) {
     for (int unit = 2; unit >= 0; --unit) {
       const std::vector<int32_t> of = of_unit(rows, unit);
       if (of.empty()) continue;
@@ -256,6 +304,11 @@ class Run {
         check(hytrain_discard(engine_, hosted.data(), static_cast<int>(hosted.size())));
       }
       if (!hosted.empty()) offload(hosted, false);
+      std::vector<CommitItem> early;
+      for (const CommitItem& item : foreseen) {
+        if (rows_[item.row].unit == unit) early.push_back(item);
+      }
+      if (!early.empty()) check(hytrain_commit_early(engine_, early.data(), static_cast<int>(early.size())));
       check(hytrain_arm_cpu(engine_, of.data(), n));
       check(hytrain_arm_gpu(engine_, of.data(), n, nullptr));
       check(hytrain_arm_reload(engine_, of.data(), n));
@@ -371,7 +424,7 @@ class Run {
   int32_t nonfinite_ = 0;
   float clip_ = 1.0f;
   int absent_ = -1;
-  bool scales_ = true, in_doubt_ = false, skips_ = false;
+  bool scales_ = true, speculates_ = true, in_doubt_ = false, skips_ = false;
   size_t step_ = 0;
   std::deque<TrainedRow> rows_;
   Engine* engine_ = nullptr;

@@ -27,7 +27,8 @@ def test_defaults_are_accepted_and_fixed() -> None:
 @pytest.mark.parametrize("options", [
     {"k": 0}, {"k": 12}, {"plan": EMPTY_PLAN}, {"planner": "windowed"}, {"gpu_states": 0.25}, {"gpu_states": 0}, {"gpu_states": 1.0},
     {"host_memory": 1}, {"replan_every": 10}, {"engine": "torch"}, {"workers": 2}, {"ring_bytes": 1 << 20}, {"timeout_s": 0.5},
-    {"mode": "default"}, {"stream": "auto"}, {"stream": 0.5}, {"stream": 1}, {"dynamic": True}, {"options": {"max_autotune": False}},
+    {"mode": "default"}, {"stream": "auto"}, {"stream": 0.5}, {"stream": 1}, {"speculate": True}, {"speculate": False},
+    {"speculate": "auto"}, {"shadow_memory": 0}, {"dynamic": True}, {"options": {"max_autotune": False}},
     {"autocast_copies": False}, {"autocast_copies": "auto"},
 ])
 def test_accepted(options: dict[str, Any]) -> None:
@@ -41,7 +42,8 @@ def test_accepted(options: dict[str, Any]) -> None:
     ("gpu_states", "most"), ("gpu_states", True), ("host_memory", 0), ("host_memory", 1e9), ("replan_every", -1), ("replan_every", True),
     ("warmup_steps", 0), ("engine", "cuda"), ("workers", 0), ("workers", True), ("ring_bytes", -5), ("timeout_s", 0), ("timeout_s", "long"),
     ("stream", 1.5), ("stream", -0.1), ("stream", "all"), ("stream", True), ("stream", float("nan")),
-    ("autocast_copies", True), ("autocast_copies", 0), ("autocast_copies", "on"), ("mode", "reduce-overhead"), ("mode", "max-autotune"),
+    ("mode", "reduce-overhead"), ("mode", "max-autotune"), ("speculate", "always"), ("speculate", 1), ("speculate", None),
+    ("autocast_copies", True), ("autocast_copies", 0), ("autocast_copies", "on"),
 ])
 def test_refused(name: str, value: object) -> None:
     """A wrong type or range is an error that names the option and what was found; it is a ValueError and one of ours."""

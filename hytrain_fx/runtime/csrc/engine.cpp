@@ -3,6 +3,7 @@
 //   engine_commit.cpp   what step() calls
 //   engine_threads.cpp  lander, workers
 //   engine_guess.cpp    updates before the factors of their gradients are known
+//   engine_early.cpp    updates before step()
 //   engine_upload.cpp   uploader
 #include "engine.h"
 
@@ -48,6 +49,11 @@ Engine::~Engine() {
 // ---- the table of rows ----
 
 void Engine::set_unit(int row, int unit) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (at(row).spec.unit == unit) return;
+  }
+  drain(&row, 1);  // what is under way goes by its unit
   std::lock_guard<std::mutex> lock(mutex_);
   at(row).spec.unit = unit;
 }
@@ -74,7 +80,10 @@ void Engine::use_copy(int row, void* copy) {
 }
 
 void Engine::set_gradient_dtype(int row, Dtype dtype) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const int32_t rows[] = {row};
+  withdraw(rows, 1, lock);  // an update ahead of its commit reads the gradient that was there
+  throw_if_failed();
   Row& r = at(row);
   if (!r.copied) throw std::logic_error("row " + std::to_string(row) + " has no copy: its gradients are of its weight's dtype");
   if (r.phase == Phase::PENDING) throw std::runtime_error("row " + std::to_string(row) + " has a new gradient while its last update is in flight");

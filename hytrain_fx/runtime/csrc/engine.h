@@ -1,6 +1,10 @@
 // The engine: what becomes of a gradient between the backward graph that makes it and the forward graph that reads the new weight.
 //
 //   IDLE --grad_offload--> GRAD --commit--> PENDING --wait--> IDLE        (EXPECTED: committed before its gradient came)
+//                           |  ^               ^
+//                 commit_early  put back       |                          (engine_early.cpp)
+//                           v  |               |
+//                           EARLY --commit-----+
 //
 // A PENDING row placed on the host goes, chunk by chunk, through three threads' hands:
 //   lander   its D2H event has passed      -> landed
@@ -83,6 +87,15 @@ struct GuessCounts {  // of parameters updated before their gradients' factors w
   int64_t redone;     // of params
 };
 
+struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
+  int64_t commits;    // with such rows
+  int64_t missed;     // of those, where some had to be put back or updated again
+  int64_t params;
+  int64_t redone;     // of params: put back or updated again
+  int64_t host_params;    // of the last commit: in rows on the host,
+  int64_t landed_params;  // and of those, with gradients that were there by then
+};
+
 struct FinishTimes {  // of the last step whose updates have all ended, from its commit; 0 where there were none of the kind
   double cpu_us;       // the last update by the CPU
   double streamed_us;  // the last streamed update is on its way
@@ -154,6 +167,10 @@ class Engine {
   // `factors[i]`: device address of a 0-dim float, or null where slot i already holds the value. `skip`: the one of them that, where it is not
   // zero, leaves the step out, or -1.
   void commit(const CommitItem* items, int n, const void* const* factors, int n_factors, int skip, void* stream);
+  // A guess at the commit to come: rows on the host that have their gradients are updated ahead of it, each with these scalars and the factors of
+  // its last commit. commit() confirms it or has the rows put back and updated anew; drain(), discard() and a new gradient put them back. Rows for
+  // which it would not pay, or for which there is no shadow memory, wait for their commit.
+  void commit_early(const CommitItem* items, int n);
   bool skipped();  // whether the last commit with a `skip` was left out; waits until that has come
   void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
   void wait(const int32_t* rows, int n, void* stream);
@@ -169,11 +186,12 @@ class Engine {
   void record(bool on);
   int take_records(TaskRecord* out, int capacity);
   GuessCounts guess_counts();
+  EarlyCounts early_counts();
   FinishTimes finish_times();
   double cpu_update_us(int row);  // of the last finished update: workers' time over their number
 
  private:
-  enum class Phase { IDLE, GRAD, EXPECTED, PENDING };
+  enum class Phase { IDLE, GRAD, EARLY, EXPECTED, PENDING };
   enum class Place { NOWHERE, HOST, DEVICE, STREAMED };
   using Key = std::array<int, 3>;  // unit, row, chunk: the order in which work is due
 
@@ -184,6 +202,7 @@ class Engine {
     std::vector<char*> shadows;  // of the first granules, those taken with guessed factors: their states before
     int redo = 0, redo_end = 0;  // granules to be taken again, from their shadows
     bool undo = false;           // the guess was wrong; they are taken again when the running ones are done
+    bool put_back = false;       // with undo, and after it: they are put back from their shadows, and the chunk is as though nobody had begun it
   };
   struct Row {
     RowSpec spec{};
@@ -200,6 +219,9 @@ class Engine {
     bool bad_guess = false;       // a guessed update met a gradient that is not finite
     const float* skip = nullptr;  // streamed: as in DeviceUpdate
     std::array<float, kMaxFactors> guess{};
+    bool early = false;           // its updates began before its commit
+    uint64_t early_commit = 0;    // number of the commit that was guessed at
+    int put_back = 0;             // chunks being put back
     EventPtr landing, ready, released, weight;
     EventPtr stored;               // streamed: the last copy of its states back to the host
     const void* grad = nullptr;    // streamed: what the kernels read
@@ -210,6 +232,9 @@ class Engine {
     int n_factors = 0;
     std::array<int, kMaxFactors> factors{};        // by slot
     std::array<float, kMaxFactors> factor_values{};  // once known: later commits use the slots again
+    int n_values = 0;    // of them
+    uint32_t same = 0;   // whether a commit's factors were those of the one before: a bit each, the latest lowest
+    int outcomes = 0;    // bits that count
     uint64_t commit = 0;
     double busy_us = 0, last_busy_us = 0;
     std::vector<Chunk> chunks;
@@ -254,6 +279,7 @@ class Engine {
   static const void* new_weight(const Row& row);
   void check_committable(const CommitItem& item);
   void begin_update(Row& row, const CommitItem& item);
+  bool have_ended() const;
   std::vector<std::vector<const CommitItem*>> launches(const std::vector<const CommitItem*>& items);
   void commit_on_device(const std::vector<const CommitItem*>& items, const EventPtr& end, const float* skip);
   void commit_streamed(const CommitItem& item, const EventPtr& end, const float* skip);
@@ -261,7 +287,7 @@ class Engine {
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
   float* half_of(uint64_t commit) { return options_.factor_slots + (commit % 2) * options_.factor_capacity; }
-  static void take_factors(Row& row, const float* slots);
+  static void take_factors(Row& row, const float* slots, bool skipped);
   struct Task {  // what a worker does next
     int granule;
     bool guessed, again, restore;  // restore: and no more than that
@@ -274,13 +300,22 @@ class Engine {
   bool run_task(Row& row, const Chunk& chunk, const Task& task);
   bool update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars);
   // engine_guess.cpp
+  bool may_be_redone(const Row& row) const;
+  static bool is_steady(const Row& row);
   bool may_guess(const Row& row, int n_factors) const;
-  void guess_factors(Row& row, const CommitItem& item);
   void factors_came(const Landing& landing);
   void settle_guess(Row& row, int index);
+  static int64_t shadowed(const Chunk& chunk);  // parameters whose states before are in shadows
   void redo_guessed(const Key& key, Chunk& chunk);
   void leave_out(Row& row, int index);
   void chunk_left_out(Row& row);
+  // engine_early.cpp
+  static bool was_foreseen(const Row& row, const CommitItem& item);
+  void chunk_was_put_back(const Key& key);
+  void give_up_early(Row& row, int index);
+  void withdraw(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
+  void count_early(const Row& row, int64_t params, bool again);
+  void count_landed(const Row& row);
   struct Span {
     char* at;
     int64_t bytes;
@@ -328,12 +363,11 @@ class Engine {
   uint64_t commits_ = 0, issues_ = 0;
   std::vector<char*> shadows_;  // free slots
   bool can_guess_ = false;
-  std::vector<float> last_factors_;            // of the last commit that had some from the device and whose have come
   std::array<bool, 2> factors_on_way_{};       // by half of the slots
   bool skip_on_way_ = false, skipped_ = false;  // of the last commit with a `skip`
-  uint32_t same_ = 0;           // whether a commit's factors were those of the one before: a bit each, the latest lowest
-  int outcomes_ = 0;            // bits that count
   GuessCounts guesses_{};
+  EarlyCounts early_{};
+  uint64_t last_early_ = ~0ull, last_missed_ = ~0ull;  // numbers of the last commits that count in early_.commits and .missed
   bool stop_ = false, recording_ = false;
   std::string failure_;
   std::vector<TaskRecord> records_;

@@ -90,6 +90,12 @@ int hytrain_commit(Engine* engine, const hytrain_fx::CommitItem* items, int n, c
                    void* stream) {
   return guarded([&] { engine->commit(items, n, factors, n_factors, skip, stream); });
 }
+int hytrain_commit_early(Engine* engine, const hytrain_fx::CommitItem* items, int n) {
+  return guarded([&] { engine->commit_early(items, n); });
+}
+int hytrain_early_counts(Engine* engine, hytrain_fx::EarlyCounts* out) {
+  return guarded([&] { *out = engine->early_counts(); });
+}
 int hytrain_skipped(Engine* engine, int* out) {
   return guarded([&] { *out = engine->skipped() ? 1 : 0; });
 }

@@ -1,5 +1,6 @@
 // What step() calls: hyper-parameters fixed, updates let go.
 #include <algorithm>
+#include <cstring>
 
 #include "engine.h"
 
@@ -20,9 +21,10 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   float* const slots = half_of(commits_);
   const float* const skip_at = skip < 0 ? nullptr : static_cast<const float*>(factors[skip]);
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
-  last_finish_ = ready_.empty() && updated_.empty() && streaming_.empty() ? finish_ : FinishTimes{};
+  last_finish_ = have_ended() ? finish_ : FinishTimes{};
   finish_ = {};
   commit_us_ = device_->now_us();
+  early_.host_params = early_.landed_params = 0;
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
     if (!factors[i]) continue;
@@ -42,11 +44,18 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
       commit_streamed(items[i], end, skip_at);
       continue;
     }
+    count_landed(row);
+    const bool foreseen = was_foreseen(row, items[i]);
+    if (row.phase == Phase::EARLY && !foreseen) give_up_early(row, items[i].row);
     begin_update(row, items[i]);
     row.factors_known = !skip_at && known_now(items[i], factors);
-    if (row.factors_known) take_factors(row, slots);
-    if (!row.factors_known && may_guess(row, n_factors)) guess_factors(row, items[i]);
+    row.guessing = foreseen || (!row.factors_known && may_guess(row, items[i].n_factors));
+    if (row.factors_known) take_factors(row, slots, false);
+    if (row.factors_known && row.guessing) settle_guess(row, items[i].row);
     queue_all_ready(row, items[i].row);
+  }
+  for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
+    if (rows_[r].phase == Phase::EARLY) give_up_early(rows_[r], r);
   }
   for (const auto& together : launches(on_device)) commit_on_device(together, end, skip_at);
   if (on_lane) {
@@ -67,7 +76,7 @@ void Engine::check_committable(const CommitItem& item) {
     if (!item.grad) throw std::logic_error(name + " is updated on the device and is committed without its gradient");
     return;
   }
-  if (row.phase != Phase::GRAD) throw std::runtime_error(name + " is committed without a gradient");
+  if (row.phase != Phase::GRAD && row.phase != Phase::EARLY) throw std::runtime_error(name + " is committed without a gradient");
   if (!row.armed_cpu || !row.armed_reload) {
     throw std::runtime_error("dropped node: " + name + " was offloaded but its " + (row.armed_cpu ? "reload" : "cpu_step") + " node did not run");
   }
@@ -93,14 +102,18 @@ bool Engine::known_now(const CommitItem& item, const void* const* factors) {
 }
 
 void Engine::begin_update(Row& row, const CommitItem& item) {
+  if (row.phase != Phase::EARLY) {
+    row.early = row.bad_guess = false;
+    row.busy_us = 0;
+  }
   row.phase = Phase::PENDING;
+  row.guess = row.factor_values;
   row.scalars = item.scalars;
   row.n_factors = item.n_factors;
   std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
   row.commit = commits_;
   row.factors_known = true;
-  row.guessing = row.skipped = row.bad_guess = false;
-  row.busy_us = 0;
+  row.guessing = row.skipped = false;
 }
 
 // Rows on the device, by launch and in the order of the launches. A unit's rows of one kernel go together, the last unit first: its gradients
@@ -170,8 +183,21 @@ void Engine::commit_streamed(const CommitItem& item, const EventPtr& end, const 
   streaming_.insert({row.spec.unit, item.row, 0});
 }
 
-void Engine::take_factors(Row& row, const float* slots) {
-  for (int i = 0; i < row.n_factors; ++i) row.factor_values[i] = slots[row.factors[i]];
+void Engine::take_factors(Row& row, const float* slots, bool skipped) {
+  std::array<float, kMaxFactors> values{};
+  for (int i = 0; i < row.n_factors; ++i) values[i] = slots[row.factors[i]];
+  if (row.n_factors != row.n_values) row.outcomes = -1;
+  const bool same = !skipped && std::memcmp(values.data(), row.factor_values.data(), sizeof values) == 0;
+  row.same = row.same << 1 | (same ? 1u : 0u);
+  ++row.outcomes;
+  row.n_values = row.n_factors;
+  row.factor_values = values;
+}
+
+// Whether every update that is committed is on its way.
+bool Engine::have_ended() const {
+  return std::none_of(rows_.begin(), rows_.end(),
+                      [](const Row& row) { return row.phase == Phase::PENDING && row.issued < static_cast<int>(row.chunks.size()); });
 }
 
 bool Engine::skipped() {

@@ -45,40 +45,35 @@ void Engine::set_shadow(const ShadowMemory& memory) {
   can_guess_ = memory.slots > 0;
 }
 
-bool Engine::may_guess(const Row& row, int n_factors) const {
-  if (!can_guess_ || n_factors != static_cast<int>(last_factors_.size()) || outcomes_ < kLeastOutcomes) return false;
-  if (row.spec.numel < kLeastGuessed) return false;
-  if (weight_bytes(row) == 2 && !row.host.low) return false;  // its new weight would take the place of the gradient
-  const uint32_t remembered = outcomes_ < kRemembered ? (1u << outcomes_) - 1 : (1u << kRemembered) - 1;
-  return static_cast<double>(std::bitset<32>(same_ & remembered).count()) >= kLeastSame * std::min(outcomes_, kRemembered);
+// Whether the row can be updated on a guess, and that is worth its shadows.
+bool Engine::may_be_redone(const Row& row) const {
+  if (!can_guess_ || row.spec.numel < kLeastGuessed) return false;
+  return weight_bytes(row) == 4 || row.host.low;  // else its new weight would take the place of the gradient
 }
 
-void Engine::guess_factors(Row& row, const CommitItem& item) {
-  row.guessing = true;
-  for (int i = 0; i < item.n_factors; ++i) row.guess[i] = last_factors_[item.factors[i]];
+// Whether it pays to go by the factors of the row's last commit.
+bool Engine::is_steady(const Row& row) {
+  if (row.outcomes < kLeastOutcomes) return row.n_values == 0;
+  const uint32_t remembered = row.outcomes < kRemembered ? (1u << row.outcomes) - 1 : (1u << kRemembered) - 1;
+  return static_cast<double>(std::bitset<32>(row.same & remembered).count()) >= kLeastSame * std::min(row.outcomes, kRemembered);
+}
+
+bool Engine::may_guess(const Row& row, int n_factors) const {
+  return n_factors == row.n_values && may_be_redone(row) && is_steady(row);
 }
 
 void Engine::factors_came(const Landing& landing) {
-  if (landing.n_factors == static_cast<int>(last_factors_.size())) {
-    const bool same = std::memcmp(landing.factors, last_factors_.data(), last_factors_.size() * sizeof(float)) == 0;
-    same_ = same_ << 1 | (same ? 1u : 0u);
-    ++outcomes_;
-  } else {
-    same_ = 0;
-    outcomes_ = 0;
-  }
-  last_factors_.assign(landing.factors, landing.factors + landing.n_factors);
   const bool skipped = landing.skip >= 0 && landing.factors[landing.skip] != 0.0f;
   const int64_t redone = guesses_.redone;
   bool guessed = false;
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
     Row& row = rows_[r];
     if (row.phase != Phase::PENDING || row.factors_known || row.commit != landing.commit) continue;
-    take_factors(row, landing.factors);
+    take_factors(row, landing.factors, skipped);
     row.factors_known = true;
     row.skipped = skipped;
     if (row.guessing) {
-      guessed = true;
+      guessed |= !row.early;
       settle_guess(row, r);
     }
     if (skipped) leave_out(row, r);
@@ -103,19 +98,27 @@ void Engine::settle_guess(Row& row, int index) {
   if (right && row.bad_guess) return note_failure("CPU update: " + nonfinite_message(index));
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
     Chunk& chunk = row.chunks[c];
-    if (chunk.shadows.empty()) continue;
+    if (chunk.shadows.empty() || chunk.put_back) continue;
     const Key key{row.spec.unit, index, c};
-    const int64_t params = std::min<int64_t>(static_cast<int64_t>(chunk.shadows.size()) * kGranule, chunk.end - chunk.begin);
-    guesses_.params += params;
+    const int64_t params = shadowed(chunk);
+    if (row.early) {
+      count_early(row, params, !right);
+    } else {
+      guesses_.params += params;
+      guesses_.redone += right ? 0 : params;
+    }
     if (right) {
       finish_task(key);
       continue;
     }
-    guesses_.redone += params;
     ready_.erase(key);
     chunk.queued = chunk.undo = true;
     finish_task(key);
   }
+}
+
+int64_t Engine::shadowed(const Chunk& chunk) {
+  return std::min<int64_t>(static_cast<int64_t>(chunk.shadows.size()) * kGranule, chunk.end - chunk.begin);
 }
 
 void Engine::redo_guessed(const Key& key, Chunk& chunk) {

@@ -16,7 +16,8 @@ int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 void Engine::grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream) {
   std::vector<Part> parts;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    withdraw(rows, n, lock);
     throw_if_failed();
     for (int i = 0; i < n; ++i) begin_gradient(at(rows[i]), rows[i], grads[i], parts);
   }
@@ -143,6 +144,10 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
 }
 
 void Engine::drain(const int32_t* rows, int n) {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    withdraw(rows, n, lock);
+  }
   for (int i = 0; i < n; ++i) {
     std::unique_lock<std::mutex> lock(mutex_);
     throw_if_failed();
@@ -177,7 +182,8 @@ void Engine::fetch(int row, void* dst, void* stream) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     throw_if_failed();
-    if (at(row).phase != Phase::GRAD) throw std::runtime_error("row " + std::to_string(row) + " has no gradient to bring back");
+    const Phase phase = at(row).phase;  // an update ahead of its commit leaves the gradient in the slot
+    if (phase != Phase::GRAD && phase != Phase::EARLY) throw std::runtime_error("row " + std::to_string(row) + " has no gradient to bring back");
     landing = at(row).landing;
   }
   device_->wait(Lane::FETCH, device_->record_compute(stream));
@@ -187,7 +193,8 @@ void Engine::fetch(int row, void* dst, void* stream) {
 }
 
 void Engine::discard(const int32_t* rows, int n) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  withdraw(rows, n, lock);
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
     if (row.phase == Phase::GRAD) row.phase = Phase::IDLE;

@@ -29,7 +29,8 @@ void Engine::queue_all_ready(Row& row, int index) {
 
 void Engine::queue_if_ready(Row& row, int index, int chunk) {
   Chunk& c = row.chunks[chunk];
-  if (row.phase != Phase::PENDING || !row.armed_cpu || !(row.factors_known || row.guessing) || !c.landed || c.queued || row.skipped) return;
+  if ((row.phase != Phase::PENDING && row.phase != Phase::EARLY) || !row.armed_cpu || row.skipped) return;
+  if (!(row.factors_known || row.guessing) || !c.landed || c.queued) return;
   c.queued = true;
   ready_.insert({row.spec.unit, index, chunk});
   work_cv_.notify_all();
@@ -81,7 +82,8 @@ void Engine::work(int index) {
     lock.lock();
     row.busy_us += (end_us - begin_us) / options_.workers;
     note_update(key[1], key[2], index, begin_us, end_us);
-    if (!finite && row.factors_known && !row.skipped) throw std::runtime_error(nonfinite_message(key[1]));
+    const bool counts = row.phase == Phase::PENDING && row.factors_known && !row.skipped && !chunk.put_back;
+    if (!finite && counts) throw std::runtime_error(nonfinite_message(key[1]));
     row.bad_guess |= !finite;
     ++chunk.finished;
     finish_task(key);
@@ -92,7 +94,7 @@ void Engine::work(int index) {
 bool Engine::take_task(const Key& key, Task& task) {
   Row& row = rows_[key[1]];
   Chunk& chunk = row.chunks[key[2]];
-  task = {0, false, chunk.redo < chunk.redo_end, row.skipped, nullptr, row.scalars};
+  task = {0, false, chunk.redo < chunk.redo_end, row.skipped || chunk.put_back, nullptr, row.scalars};
   if (task.again) {
     task.granule = chunk.redo++;
     task.shadow = chunk.shadows[task.granule];
@@ -110,7 +112,7 @@ bool Engine::take_task(const Key& key, Task& task) {
     }
     task.granule = chunk.taken++;
   }
-  if ((chunk.taken == chunk.granules || row.skipped) && chunk.redo == chunk.redo_end) ready_.erase(key);
+  if ((chunk.taken == chunk.granules || task.restore) && chunk.redo == chunk.redo_end) ready_.erase(key);
   for (int i = 0; i < row.n_factors; ++i) {
     task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_values[i];
   }
@@ -123,6 +125,10 @@ void Engine::finish_task(const Key& key) {
   Row& row = rows_[key[1]];
   Chunk& chunk = row.chunks[key[2]];
   if (chunk.undo && chunk.finished == chunk.taken) redo_guessed(key, chunk);
+  if (chunk.put_back) {
+    if (!chunk.undo && chunk.finished == chunk.taken) chunk_was_put_back(key);
+    return;
+  }
   if (chunk.finished < (row.skipped ? chunk.taken : chunk.granules) || !row.factors_known) return;
   shadows_.insert(shadows_.end(), chunk.shadows.begin(), chunk.shadows.end());
   chunk.shadows.clear();

@@ -1,0 +1,59 @@
+"""Updates before step() on a GPU: a loop that waits there is learned, and its bits are those of the same loop without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.runtime.engine import EarlyCounts
+
+from .feed_forward import ADAMW, deterministic
+
+__all__ = ["deterministic"]  # the fixture, for this file too
+
+WIDTH, STEPS = 2048, 24
+
+
+def trained(dtype: torch.dtype, clip: bool, speculate: Any) -> tuple[list[Any], list[torch.Tensor], EarlyCounts]:
+    """A loop that reads loss and norm before step(), changes its learning rate there once, and leaves out one step."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    net: Any = nn.Sequential(*layers).to("cuda", dtype)
+    net, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, stream=0, speculate=speculate)
+    data = [torch.randn(512, WIDTH, device="cuda", dtype=dtype) for _ in range(3)]
+    found: list[Any] = []
+    for step in range(STEPS):
+        loss = net(data[step % 3]).float().square().mean()
+        loss.backward()
+        if clip:
+            found.append(nn.utils.clip_grad_norm_(net.parameters(), 1e3).item())
+        found.append(loss.item())
+        torch.cuda.synchronize()
+        if step == STEPS - 4:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if step != STEPS - 8:
+            optimizer.step()
+        optimizer.zero_grad()
+    weights = [p.detach().clone() for p in net.parameters()]
+    counts = session_of(net).engine.early_counts()
+    hytrain_fx.close(net)
+    return found, weights, counts
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loop_that_waits_is_learned_and_keeps_its_bits(dtype: torch.dtype, clip: bool) -> None:
+    """Early updates happen by default, and always where asked; wrong guesses are undone; losses, norms and weights are the same."""
+    expected, weights, none = trained(dtype, clip, False)
+    assert none.commits == 0
+    for speculate in ("auto", True):
+        found, ours, counts = trained(dtype, clip, speculate)
+        assert found == expected
+        assert all(torch.equal(a, b) for a, b in zip(ours, weights, strict=True))
+        assert counts.commits > 0
+        assert 0 < counts.redone < counts.params
