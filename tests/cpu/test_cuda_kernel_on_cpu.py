@@ -1,0 +1,143 @@
+"""csrc/adamw.cu, compiled as C++ and run thread by thread (tests/native/adamw_cu_on_cpu.cpp): the bits of the CPU kernel, no GPU needed.
+
+tests/gpu has the same on a GPU, with its own roundings and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hytrain_fx.runtime import build
+from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, AdamScalarsStruct
+from hytrain_fx.runtime.cuda_adamw import THREADS
+from hytrain_fx.runtime.split_master import split
+
+from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
+from .test_split_master import split_kernel_
+
+SOURCE = Path(__file__).parents[1] / "native" / "adamw_cu_on_cpu.cpp"
+F32, BF16 = torch.float32, torch.bfloat16
+# As cuda_adamw.functions() lists them: the gradient's dtype, the weight's, masters in halves.
+KERNELS = {0: (F32, F32, False), 1: (BF16, BF16, False), 3: (BF16, BF16, True), 4: (F32, BF16, False), 5: (F32, BF16, True)}
+MARK = 7
+
+
+class Row(ctypes.Structure):
+    """hytrain_fx::Row of adamw.cu."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("grad", "master", "m", "v", "vmax", "out")), ("n", ctypes.c_longlong),
+                ("scalars", AdamScalarsStruct), ("nonfinite", ctypes.c_void_p), ("mark", ctypes.c_int), ("skip", ctypes.c_void_p))
+
+
+Run = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def run_rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("cuda") / "adamw_cu.so"
+    flags = (flag for flag in build.FLAGS if flag != "-O3")
+    subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", str(SOURCE), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+
+    def run(kernel: int, rows: list[Row], blocks: int = 2) -> None:
+        library.run_rows(kernel, (Row * len(rows))(*rows), len(rows), blocks, THREADS)
+
+    return run
+
+
+def row_of(o: Operands, scalars: AdamScalars, low: torch.Tensor | None, nonfinite: torch.Tensor, skip: torch.Tensor | None = None) -> Row:
+    master = o.master if low is None else low
+    at = [None if t is None else t.data_ptr() for t in (o.grad, master, o.m, o.v, o.vmax, o.out)]
+    return Row(*at, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, None if skip is None else skip.data_ptr())
+
+
+def prepared(n: int, seed: int, kind: str, kernel: int, amsgrad: bool, start: int, tied: bool = False) -> Operands:
+    """Operands whose `out` is the rounded master, from element `start` of their memory on (0: aligned to 16 bytes).
+
+    tied   each master lies half-way between two bf16 numbers
+    """
+    grad, out, _ = KERNELS[kernel]
+    o = operands(n + start, seed, kind, grad, out)
+    if tied:
+        o.master.copy_(((o.master.view(torch.int32) & ~0xFFFF) | 0x8000).view(torch.float32))
+    assert o.out is not None
+    o.out.copy_(o.master)
+    return replace(o, v=o.v.abs(), vmax=o.vmax if amsgrad else None).cut(start, n + start)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kernel=st.sampled_from(sorted(KERNELS)),
+    sizes=st.lists(st.tuples(st.integers(1, 700), st.sampled_from([0, 0, 1, 8])), min_size=1, max_size=4),
+    seed=st.integers(0, 1 << 30),
+    kind=st.sampled_from(["normal", "wide", "denormal"]),
+    amsgrad=st.booleans(),
+    maximize=st.booleans(),
+    torch_cuda=st.booleans(),
+    factors=st.lists(st.sampled_from([0.3, 1.0, 7.7]), max_size=2).map(tuple),
+    wide=st.booleans(),
+    stands_still=st.booleans(),
+    skipped=st.integers(-1, 3),
+)
+def test_rows_have_the_bits_of_the_cpu_kernel(
+    run_rows: Run, kernel: int, sizes: list[tuple[int, int]], seed: int, kind: str, amsgrad: bool, maximize: bool, torch_cuda: bool,
+    factors: tuple[float, ...], wide: bool, stands_still: bool, skipped: int,
+) -> None:
+    """Weight, master and moments of several rows in one launch: with a tail, off 16 bytes, factors wide or rounded, a row left out.
+
+    Where the learning rate is 0, masters that are ties stay, and rounding them hides a bit.
+    """
+    group = GROUP | {"amsgrad": amsgrad, "maximize": maximize} | ({"lr": 0.0} if stands_still else {})
+    scalars = AdamScalars.of(group, 3, decoupled=True, torch_cuda=torch_cuda, factors=factors)
+    scalars = replace(scalars, flags=scalars.flags | (AdamFlag.WIDE_FACTORS if wide else 0))
+    in_halves = KERNELS[kernel][2]
+    rows, checks = [], []
+    for i, (n, start) in enumerate(sizes):
+        o = prepared(n, seed + i, kind, kernel, amsgrad, start, stands_still)
+        nonfinite, skip = torch.zeros(1, dtype=torch.int32), torch.full((1,), float(i == skipped))
+        high, low, marked = split(o.master, o.v)
+        if in_halves:
+            o = replace(o, v=marked, out=high)
+        expected, expected_low = o.clone(), low.clone()
+        rows.append(row_of(o, scalars, low if in_halves else None, nonfinite, skip))
+        if i != skipped and in_halves:
+            assert expected.out is not None
+            split_kernel_(expected, expected.out, expected_low, scalars)
+        elif i != skipped:
+            kernel_(expected, scalars)
+        checks.append((o, expected, low, expected_low, nonfinite, skip))
+    run_rows(kernel, rows)
+    for o, expected, low, expected_low, nonfinite, _ in checks:
+        for name in ("master", "m", "v", "vmax", "out"):
+            found, wanted = getattr(o, name), getattr(expected, name)
+            assert found is None or different_bits(found, wanted) == 0, name
+        assert torch.equal(low, expected_low)
+        assert nonfinite.item() == 0
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 299], ids=["vector", "tail"])
+def test_a_gradient_that_is_not_finite_leaves_the_rows_mark(run_rows: Run, kernel: int, value: float, place: int) -> None:
+    """In a vector and in the tail, in each kernel; the other row's mark stays away."""
+    scalars = AdamScalars.of(GROUP, 3, decoupled=True, torch_cuda=True)
+    rows, marks, kept = [], [], []
+    for i in range(2):
+        o = prepared(300, i, "normal", kernel, False, 0)
+        low = split(o.master, o.v)[1] if KERNELS[kernel][2] else None
+        if i == 1:
+            o.grad[place] = value
+        marks.append(torch.zeros(1, dtype=torch.int32))
+        rows.append(row_of(o, scalars, low, marks[-1]))
+        kept.append((o, low))
+    run_rows(kernel, rows)
+    assert [mark.item() for mark in marks] == [0, MARK]
