@@ -9,6 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Nothing here depends on how fast the machine is: a deadline or slow generation on a busy one is no failure.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 # A cache of our own: some tests compile graphs whose nodes are dropped on purpose, and the cache's key does not know of that.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
