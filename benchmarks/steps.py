@@ -11,6 +11,7 @@ spread. Modes: `floor` (compiled forward and backward, no optimizer), `all_gpu` 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,8 @@ TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
 WINDOWS = 3
 WARMUP_STEPS = {"ours": 30}  # measures, plans and looks again twice; the others only fill caches
 OTHER_WARMUP_STEPS = 3
-OWN_OPTIONS = ("trace", "timeline", "barrier", "recording", "explain")
+LOOKS = ("trace", "timeline", "recording", "explain")  # after the windows
+OWN_OPTIONS = (*LOOKS, "barrier")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +105,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.idle:
         row |= kernel_time(lambda: trainer.step(next(tokens)), trainer.finish)
         row["idle_share"] = idle_share(row["kernel_busy_s"], row["step_s"])
-    return row | (_looked_into(model, trainer, tokens, arguments) if case.mode == "ours" else {})
+    if not any(getattr(arguments, name) for name in LOOKS):
+        return row
+    print(json.dumps(row), flush=True)  # what follows may outlast a time limit, and the row is made
+    return row | _looked_into(model, trainer, tokens, arguments)
 
 
 def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window: int, device: torch.device, meter: Meter,

@@ -112,17 +112,22 @@ def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
 
 
 def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the barrier no update runs beside a backward or forward; both runs' traces make one picture; recording has a cost."""
+    """With the barrier no update runs beside a backward or forward; both runs' traces make one picture; recording has a cost.
+
+    The row is printed before all that, so that a time limit cannot take it.
+    """
     words = ("ours", "tiny", "--batch", "2", "--seq", "16", "--window", "1", "--warmup", "8", "--option", "k=0", "--option", "stream=0")
     paths = [tmp_path / name for name in ("barrier.json", "ours.json", "both.png", "ours.png")]
     rows = [steps.run(arguments_of(steps, *words, "--barrier", "--timeline", str(paths[0]))),
             steps.run(arguments_of(steps, *words, "--recording", "--timeline", str(paths[1]), "--timeline", str(paths[3])))]
     assert [row.get("barrier") for row in rows] == [True, None]
+    printed = capsys.readouterr().out
+    early = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [row["windows_s"] for row in early] == [row["windows_s"] for row in rows]
     assert rows[0]["timeline"]["overlap_share"] == 0.0
     assert all(row["timeline"]["longest_launch_us"] > 0 for row in rows)
     assert len(rows[1]["recording"]["on_s"]) == len(rows[1]["recording"]["off_s"]) == 3
     assert [[timeline.source for timeline in read_trace(path)] for path in paths[:2]] == [["measured"], ["measured", "predicted"]]
-    printed = capsys.readouterr().out
     assert printed.count("optimizer.step() returned") == 2
     subprocess.run([sys.executable, str(ROOT / "docs" / "draw_timelines.py"), *map(str, paths[:3])], check=True,
                    env=os.environ | {"PYTHONPATH": str(ROOT)})
