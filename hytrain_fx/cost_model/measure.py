@@ -26,6 +26,8 @@ from enum import Enum
 
 import torch
 
+from hytrain_fx.ir.task_graph import TaskKind
+
 MOST_MARKS = 1 << 15
 """Of one step; one with more of them (an evaluation between two steps) is not measured."""
 
@@ -151,18 +153,26 @@ def _elapsed_us(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) 
     return end - begin
 
 
+def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
+    """What happened between two marks in a row, and of which unit, by the table at the top; None where it was nothing of the three."""
+    if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
+        return TaskKind.FORWARD, next_unit
+    if mark is Mark.WAIT_BEGIN:
+        return TaskKind.WAIT, unit
+    if mark is Mark.WAIT_END and next_mark in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
+        return TaskKind.FORWARD, unit
+    if mark in (Mark.FORWARD_END, Mark.GRADS) and next_mark is Mark.GRADS:
+        return TaskKind.BACKWARD, next_unit
+    if mark is Mark.GRADS and next_mark is Mark.BACKWARD_END:
+        return TaskKind.BACKWARD, unit
+    return None
+
+
 def _unit_times(marks: Sequence[tuple[Mark, int, float | torch.cuda.Event]], units: int) -> UnitTimes:
-    forward, backward, stall = [0.0] * units, [0.0] * units, [0.0] * units
-    for (kind, unit, begin), (next_kind, next_unit, end) in itertools.pairwise(marks):
-        us = _elapsed_us(begin, end)
-        if kind is Mark.FORWARD_BEGIN and next_kind is Mark.WAIT_BEGIN:
-            forward[next_unit] += us
-        elif kind is Mark.WAIT_BEGIN:
-            stall[unit] += us
-        elif kind is Mark.WAIT_END and next_kind in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
-            forward[unit] += us
-        elif kind in (Mark.FORWARD_END, Mark.GRADS) and next_kind is Mark.GRADS:
-            backward[next_unit] += us
-        elif kind is Mark.GRADS and next_kind is Mark.BACKWARD_END:
-            backward[unit] += us
-    return UnitTimes(tuple(forward), tuple(backward), tuple(stall))
+    us = {kind: [0.0] * units for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WAIT)}
+    for (mark, unit, begin), (next_mark, next_unit, end) in itertools.pairwise(marks):
+        found = between(mark, next_mark, unit, next_unit)
+        if found is not None:
+            kind, of = found
+            us[kind][of] += _elapsed_us(begin, end)
+    return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]))

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hytrain_fx.cost_model.figures import time_text
-from hytrain_fx.cost_model.measure import Mark
+from hytrain_fx.cost_model.measure import Mark, between
 from hytrain_fx.explain.span import LAUNCHING, WORDS, LaunchKind, Span
+from hytrain_fx.ir.task_graph import TaskKind
 
 Marks = Sequence[tuple[Mark, int, float]]
+_KINDS = {TaskKind.FORWARD: LaunchKind.FORWARD, TaskKind.WAIT: LaunchKind.GATE, TaskKind.BACKWARD: LaunchKind.BACKWARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +99,13 @@ def _spans(marks: Marks) -> Iterator[Span]:
 
 
 def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[LaunchKind, int] | None:
-    """As on the device (`cost_model.measure`), but that a wait is a gate: it ends when the weight is on its way."""
-    if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
-        return LaunchKind.FORWARD, next_unit
-    if mark is Mark.WAIT_BEGIN and next_mark is Mark.WAIT_END:
-        return LaunchKind.GATE, unit
-    if mark is Mark.WAIT_END and next_mark in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
-        return LaunchKind.FORWARD, unit
-    if mark in (Mark.FORWARD_END, Mark.GRADS) and next_mark is Mark.GRADS:
-        return LaunchKind.BACKWARD, next_unit
-    if mark is Mark.GRADS and next_mark is Mark.BACKWARD_END:
-        return LaunchKind.BACKWARD, unit
+    """As on the device, but that a wait is a gate: it ends when the weight is on its way; and `step()` is something too."""
     if mark is Mark.STEP_BEGIN and next_mark is Mark.STEP_END:
         return LaunchKind.STEP, -1
-    return None
+    found = between(mark, next_mark, unit, next_unit)
+    if found is None or (mark is Mark.WAIT_BEGIN and next_mark is not Mark.WAIT_END):
+        return None
+    return _KINDS[found[0]], found[1]
 
 
 def _launch(device: Marks, launched: Marks) -> StepLaunch | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hytrain_fx.cost_model.measure import Mark
+from hytrain_fx.cost_model.measure import Mark, between
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.intervals import Interval, share_inside
 from hytrain_fx.explain.launching import StepLaunch
@@ -153,7 +153,7 @@ def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Spa
     spans = []
     for marks in steps:
         for (mark, unit, begin_us), (next_mark, next_unit, end_us) in itertools.pairwise(marks):
-            found = _between(mark, next_mark, unit, next_unit)
+            found = between(mark, next_mark, unit, next_unit)
             if found is not None:
                 spans.append(Span("device", *found, begin_us, end_us))
     return spans
@@ -171,20 +171,6 @@ def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[Inte
     device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any order
     """
     return share_inside([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
-
-
-def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
-    if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
-        return TaskKind.FORWARD, next_unit
-    if mark is Mark.WAIT_BEGIN:
-        return TaskKind.WAIT, unit
-    if mark is Mark.WAIT_END and next_mark in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
-        return TaskKind.FORWARD, unit
-    if mark in (Mark.FORWARD_END, Mark.GRADS) and next_mark is Mark.GRADS:
-        return TaskKind.BACKWARD, next_unit
-    if mark is Mark.GRADS and next_mark is Mark.BACKWARD_END:
-        return TaskKind.BACKWARD, unit
-    return None
 
 
 def _span_of(record: TaskRecord, unit_of: Sequence[int]) -> Span:
