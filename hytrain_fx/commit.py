@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from hytrain_fx.errors import GradientConsumedError, UnsupportedError
+from hytrain_fx.grad_sources import is_in_slot, is_used
 from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.gradients import SessionGradients
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.step_nodes import SessionNodes, is_in_slot, is_used
 from hytrain_fx.torch_private import get_grad
 
 
@@ -29,13 +30,13 @@ class CommitBuilder:
     decoupled   True for AdamW's weight decay, False for Adam's (L2), unless the group says otherwise
     """
 
-    def __init__(self, table: ParameterTable, states: StateStore, nodes: SessionNodes, *, decoupled: bool) -> None:
+    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, *, decoupled: bool) -> None:
         self._steps = [0] * len(table)
         self._in_doubt: list[int] = []  # rows of the last commit, where it may be left out
         self._was_left_out: Callable[[], bool] = bool
         self._table = table
         self._states = states
-        self._nodes = nodes
+        self._gradients = gradients
         self._decoupled = decoupled
 
     @property
@@ -78,15 +79,15 @@ class CommitBuilder:
                 on_host = placement[row] is Placement.CPU
                 if on_host and type(grad) is GradStandIn and is_in_slot(grad):
                     items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
-                    self._nodes.standins.leave(row, grad)
-                elif not on_host and self._nodes.is_untouched(row, grad):
+                    self._gradients.standins.leave(row, grad)
+                elif not on_host and self._gradients.is_untouched(row, grad):
                     items.append(CommitItem(row, by_step[step], grad, row in touched))
                 else:
                     items.append(self._item(row, grad, by_step[step], row in touched))
         for item in items:
             steps[item.row] += 1
             if item.grad is not None:
-                self._nodes.hold(item.row, item.grad)
+                self._gradients.hold(item.row, item.grad)
         return items
 
     def groups_by_row(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -152,12 +153,12 @@ class CommitBuilder:
                 grad = grad.grad_state.materialize()  # its states have moved since the backward
             else:
                 return CommitItem(row, numbers, None, touched, grad.factors)
-        self._nodes.require_strided(row, grad)
+        self._gradients.require_strided(row, grad)
         if self._states.placement[row] is Placement.CPU:
-            self._nodes.offload_real(row, grad)
+            self._gradients.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)
         # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
-        return CommitItem(row, numbers, self._nodes.on_device(row, grad), at_end=True)
+        return CommitItem(row, numbers, self._gradients.on_device(row, grad), at_end=True)
 
 
 def _readable(group: Mapping[str, Any]) -> bool:

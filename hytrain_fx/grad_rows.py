@@ -62,6 +62,29 @@ class RowGroup:
         return [self.rows[i] for i in which], [self.parameters[i] for i in which], [grads[i] for i in which]
 
 
+class RowGroups:
+    """The groups of one session, made when they are first asked for.
+
+    copied   rows whose gradients come in bf16
+    """
+
+    def __init__(self, table: ParameterTable, copied: Container[int] = ()) -> None:
+        self._table = table
+        self._copied = copied
+        self._made: dict[tuple[int, ...], RowGroup] = {}
+
+    def __getitem__(self, rows: Sequence[int]) -> RowGroup:
+        key = tuple(rows)
+        group = self._made.get(key)
+        if group is None:
+            group = self._made[key] = RowGroup.of(key, self._table, self._copied)
+        return group
+
+    def forget(self) -> None:
+        """Rows have got copies."""
+        self._made.clear()
+
+
 def norm_of_each(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], order: float, foreach: bool
 ) -> Sequence[torch.Tensor]:

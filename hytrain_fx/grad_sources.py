@@ -65,6 +65,31 @@ class RowGradient:
         self._slots.norms_wanted.add((float(ord), foreach))
 
 
+def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
+    """The source of a stand-in whose values are, unedited, those in its row's slot; None for anything else."""
+    if type(grad) is not GradStandIn:
+        return None
+    state = grad.grad_state
+    source = state.source
+    return source if state.real is None and not state.factors and type(source) is RowGradient and source.is_live() else None
+
+
+def is_in_slot(standin: GradStandIn) -> bool:
+    """Whether the values are in the row's slot, so that an update on the host finds them there."""
+    state = standin.grad_state
+    return state.real is None and type(state.source) is RowGradient and state.source.is_live()
+
+
+def is_used(standin: GradStandIn) -> bool:
+    """Whether step() has used the gradient, so that its values are gone."""
+    return standin.materialized is None and not standin.grad_state.source.is_live()
+
+
+def is_clean(standin: GradStandIn) -> bool:
+    """Whether the stand-in's values are its source's, unedited."""
+    return standin.materialized is None and not standin.factors and not standin.zeroed
+
+
 class HeldGradient:
     """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
 

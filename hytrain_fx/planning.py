@@ -154,7 +154,7 @@ class Planning:
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
         session = self._session
-        if not (self._due or self._renumbered or self._balanced) or self.recording or session.nodes.any_in_place():
+        if not (self._due or self._renumbered or self._balanced) or self.recording or session.nodes.gradients.any_in_place():
             return
         if self._balanced is not None and not self._due:
             self._put_in_force(self._with_prediction(self._balanced))

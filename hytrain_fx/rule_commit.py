@@ -7,19 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 from hytrain_fx.commit import CommitBuilder
+from hytrain_fx.gradients import SessionGradients
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.rules.rule import UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST, AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.step_nodes import SessionNodes
 
 
 class RuleCommitBuilder(CommitBuilder):
     """Builds the items of one `step()` of another optimizer than Adam and AdamW."""
 
-    def __init__(self, table: ParameterTable, states: StateStore, nodes: SessionNodes, rule: UpdateRule) -> None:
-        super().__init__(table, states, nodes, decoupled=False)
+    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, rule: UpdateRule) -> None:
+        super().__init__(table, states, gradients, decoupled=False)
         self._rule = rule
 
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:

@@ -38,6 +38,7 @@ from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
 from hytrain_fx.outside_writes import OutsideWrites
 from hytrain_fx.parameters import ADAM_KINDS, ParameterTable, build_table
+from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.planning import Planning
 from hytrain_fx.rule_commit import RuleCommitBuilder
@@ -107,7 +108,8 @@ class Session:
         self._writes = OutsideWrites(self.table, self.engine, self.states)
         option = self.config.autocast_copies
         wanted = self.table.device.type == "cpu" if option == "auto" else option
-        self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=self.nodes.forget_forms)
+        on_change = self.nodes.gradients.groups.forget
+        self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=on_change)
         parts = (self.table.names, self.table.parameters, self.units)
         calls = (self._rewrite, self.around_backward, self._clock.phase)
         self.capture: Capture[PipelineRecord] = Capture(*parts, *calls, self.copies if self.engine.takes_copies and wanted else None)
@@ -117,8 +119,8 @@ class Session:
 
     def _make_builder(self, optimizer: torch.optim.Optimizer) -> CommitBuilder:
         if self.rule is not None:
-            return RuleCommitBuilder(self.table, self.states, self.nodes, self.rule)
-        return CommitBuilder(self.table, self.states, self.nodes, decoupled=isinstance(optimizer, torch.optim.AdamW))
+            return RuleCommitBuilder(self.table, self.states, self.nodes.gradients, self.rule)
+        return CommitBuilder(self.table, self.states, self.nodes.gradients, decoupled=isinstance(optimizer, torch.optim.AdamW))
 
     def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
         unit_of = unit_of_rows(self.units)
@@ -164,6 +166,7 @@ class Session:
         record = rewrite(graph, session=self.number, units=self.units, dump=self.config.dump)
         if graph.kind is GraphKind.BACKWARD:
             self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
+            self.nodes.graph_calls[graph.index] = offloading_calls(graph.module)
             self._graph_grads[graph.index] = graph.grads
             self._offloading.update((row, self.table.parameters[row]) for row in graph.grads)
         else:
@@ -200,7 +203,7 @@ class Session:
         if torch.is_grad_enabled():  # in an evaluation weights may be there that are not the training's (an average of them)
             with self._clock.phase(Phase.PLAN):
                 self.planning.before_forward()
-            self.nodes.parts.call_begins()
+            self.nodes.gradients.parts.call_begins()
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
         unguard_all(self.table.parameters)
@@ -212,7 +215,7 @@ class Session:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
         self.engine.wait(self._all_rows)
         self.copies.before_eager_code()
-        self.nodes.let_go_of_all()
+        self.nodes.gradients.let_go_of_all()
         self._writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
 
@@ -239,7 +242,8 @@ class Session:
         try:
             with self.nodes.all_run(graph):
                 if not elsewhere:
-                    yield None
+                    with self.nodes.fetching_ahead(graph):
+                        yield None
                     return
                 with self.nodes.returning(elsewhere) as returned:
                     yield partial(with_gradients, self._graph_grads[graph], returned)
@@ -262,8 +266,8 @@ class Session:
         """
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
-            if self.nodes.parts.open:
-                self.nodes.end_sums()  # of a backward that ended in an error
+            if self.nodes.gradients.parts.open:
+                self.nodes.gradients.end_sums()  # of a backward that ended in an error
             self.follow_written_weights()
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             if skip is None:
@@ -273,13 +277,13 @@ class Session:
                 self.builder.doubt(items, self.engine.skipped)
             self.foresight.stepped(items)
             rows = [item.row for item in items]
-            self.nodes.consumed.update(item.row for item in items if item.grad is None)
+            self.nodes.gradients.consumed.update(item.row for item in items if item.grad is None)
             increment_versions([self.table.parameters[row] for row in rows])
             self.copies.committed(rows)
             self._writes.note(rows)
             self._writes.end_step()
         self.touched.clear()
-        self.nodes.parts.used_eagerly.intersection_update(self.eager_rows)
+        self.nodes.gradients.parts.used_eagerly.intersection_update(self.eager_rows)
         self._guard_all()
         self._end_step()
 
@@ -308,8 +312,8 @@ class Session:
 
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""
-        self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.generation, runs_behind)
-        self.nodes.on_sent = self.foresight.sent
+        self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.gradients.generation, runs_behind)
+        self.nodes.gradients.on_sent = self.foresight.sent
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those that are in their slots."""
@@ -317,9 +321,9 @@ class Session:
             for group in self.groups:
                 for parameter in group["params"]:
                     set_grad(parameter, None)
-        self.nodes.parts.open.clear()
+        self.nodes.gradients.parts.open.clear()
         self.engine.discard(self._all_rows)
-        self.nodes.consumed.update(self._all_rows)
+        self.nodes.gradients.consumed.update(self._all_rows)
         self.foresight.dropped()
 
     def drain(self) -> None:
@@ -337,14 +341,14 @@ class Session:
         self._writes.watch([row])
         self.touched.add(row)
         if torch.is_grad_enabled():
-            self.nodes.parts.used_eagerly.add(row)
+            self.nodes.gradients.parts.used_eagerly.add(row)
 
     def place(self, plan: Plan) -> None:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
         self.drain()
         self.follow_written_weights()  # or a master that moves to the device would be written over them
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
-        self.nodes.let_go_of_all()
+        self.nodes.gradients.let_go_of_all()
         wanted = self.planning.placement_of(plan)
         if wanted != self.states.placement:
             self.resources.announce(wanted)

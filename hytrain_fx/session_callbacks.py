@@ -33,9 +33,9 @@ def eager_gradient_of(session: weakref.ref[Session], row: int) -> Callable[[torc
 
     def on_gradient(parameter: torch.Tensor) -> None:
         found = session()
-        if found is not None and found.nodes.is_eager(row):  # torch calls it for the graphs' None gradients too
+        if found is not None and found.nodes.gradients.is_eager(row):  # torch calls it for the graphs' None gradients too
             found.eager_rows.add(row)
-            found.nodes.parts.used_eagerly.add(row)
+            found.nodes.gradients.parts.used_eagerly.add(row)
 
     return on_gradient
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from hytrain_fx.ops import GRAD_OFFLOAD
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note, rows_of
 from hytrain_fx.passes.insertion import after_last, insert
 
 
@@ -40,6 +40,11 @@ class InsertGradOffload:
             with after_last(module.graph, grads):
                 insert(module.graph, GRAD_OFFLOAD, (grads, context.session, list(rows)), unit, _token(grads[0]))
         return (f"{len(maker)} gradients of {len(groups)} units are offloaded",)
+
+
+def offloading_calls(module: fx.GraphModule) -> tuple[tuple[int, ...], ...]:
+    """The rows of each `grad_offload` of a rewritten graph, in the order of its nodes, which generated code has as a rule."""
+    return tuple(rows_of(node) for node in module.graph.nodes if node.target is GRAD_OFFLOAD)
 
 
 def _token(grad: fx.Node) -> torch.Tensor:

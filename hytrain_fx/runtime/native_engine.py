@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import replace
 
 import torch
@@ -281,8 +281,13 @@ class NativeEngine:
     def drain(self, rows: Sequence[int]) -> None:
         self._call("drain", self._rows_array(rows), len(rows))
 
-    def fetch(self, row: int, out: torch.Tensor) -> None:
-        self._call("fetch", row, c_void_p(out.data_ptr()), self._stream())
+    def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int:
+        number = c_uint64()
+        self._call("fetch", self._rows_array(rows), len(rows), c_void_p(out.data_ptr()), c_int64(out.nbytes), self._stream(), byref(number))
+        return number.value
+
+    def fetched(self, fetch: int) -> None:
+        self._call("fetched", c_uint64(fetch), self._stream())
 
     def discard(self, rows: Sequence[int]) -> None:
         self._call("discard", self._rows_array(rows), len(rows))

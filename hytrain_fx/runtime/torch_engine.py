@@ -32,6 +32,7 @@ from hytrain_fx.runtime.engine import (
 )
 from hytrain_fx.runtime.host_updates import host_update
 from hytrain_fx.runtime.leaves import leaves
+from hytrain_fx.runtime.slabs import padded_bytes
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
 from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
 from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, part_of
@@ -65,6 +66,8 @@ class TorchEngine:
         self._pipeline = Pipeline(device, timeout_s, update)
         self._lanes = self._pipeline.lanes
         self._staging = Staging(self._lanes, staging_bytes)
+        self._fetches: dict[int, Event] = {}  # not waited for yet, by number
+        self._fetch_count = 0
         self._closed = False
         self._pid = os.getpid()
 
@@ -294,16 +297,25 @@ class TorchEngine:
             row.finish()
             return row.written, read
 
-    def fetch(self, row: int, out: torch.Tensor) -> None:
+    def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int:
         with self._locked():
-            source = self._row(row)
-            landing, slot = source.landing, source.placed_states().slot
-            if source.phase is not Phase.GRAD or landing is None or slot is None:
-                raise EngineError(f"row {row} has no gradient to bring back")
+            landed = [self._row(row).landed_gradient() for row in rows]
         self._lanes.wait(Lane.FETCH, self._lanes.record_compute())
-        self._lanes.wait(Lane.FETCH, landing)
-        copy(self._lanes, Lane.FETCH, flat_alias(out), slot)
-        self._lanes.compute_wait(self._lanes.record(Lane.FETCH))
+        for landing in {id(landing): landing for landing, _ in landed}.values():
+            self._lanes.wait(Lane.FETCH, landing)
+        memory, begin = flat_alias(out).view(torch.uint8), 0
+        for _, slot in landed:
+            copy(self._lanes, Lane.FETCH, memory[begin : begin + slot.nbytes].view(slot.dtype), slot)
+            begin += padded_bytes(slot.nbytes)
+        with self._locked(failures=False):
+            self._fetch_count += 1
+            self._fetches[self._fetch_count] = self._lanes.record(Lane.FETCH)
+            return self._fetch_count
+
+    def fetched(self, fetch: int) -> None:
+        with self._locked(failures=False):
+            event = self._fetches.pop(fetch)
+        self._lanes.compute_wait(event)
 
     def discard(self, rows: Sequence[int]) -> None:
         if self._forked:

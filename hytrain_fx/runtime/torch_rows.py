@@ -105,6 +105,13 @@ class Row:
             raise EngineError(f"row {self.index} is not placed anywhere")
         return self.states
 
+    def landed_gradient(self) -> tuple[Event, torch.Tensor]:
+        """When the gradient is in its slot, and the slot. Raises EngineError where there is none."""
+        slot = self.placed_states().slot
+        if self.phase is not Phase.GRAD or self.landing is None or slot is None:
+            raise EngineError(f"row {self.index} has no gradient to bring back")
+        return self.landing, slot
+
     def begin_gradient(self) -> None:
         """A new gradient is about to be copied. Raises EngineError where the last update has not been waited for."""
         if self.states is None or not self.on_host:

@@ -139,7 +139,7 @@ def test_a_gradient_can_be_brought_back(engine: TorchEngine) -> None:
     torch.cuda.synchronize()
     engine._lanes.run(Lane.D2H, lambda: torch.cuda._sleep(10 * SPIN_CYCLES))
     engine.grad_offload([0], [grad])
-    engine.fetch(0, out)
+    engine.fetched(engine.fetch([0], out))
     assert torch.equal(out, grad)
 
 

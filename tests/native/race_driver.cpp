@@ -47,6 +47,13 @@ struct TrainedRow {
   bool split() const { return dtype == Dtype::kBF16 && where != kDevice; }
 };
 
+// Gradients of several rows, on their way back to one block of memory, each padded to 64 bytes.
+struct Fetched {
+  std::vector<int32_t> rows;
+  std::vector<char> memory;
+  uint64_t number = 0;
+};
+
 std::vector<char> narrowed(const Floats& values, Dtype dtype) {
   std::vector<char> bytes(values.size() * (dtype == Dtype::kF32 ? 4 : 2));
   detail::write_weight(values.data(), bytes.data(), dtype, 0, static_cast<int64_t>(values.size()));
@@ -290,24 +297,49 @@ class Run {
     }
   }
 
+  // A micro-batch before the one that counts: its gradients come back, each unit's while the unit before it is handled.
   void backward(const std::vector<int>& rows, bool committed, const std::vector<CommitItem>& foreseen) {
+    const bool again = !committed && chance(20);
+    if (again) one_backward(rows, committed, foreseen, true, false);
+    one_backward(rows, committed, foreseen, false, again);
+  }
+
+  std::vector<int32_t> hosted_of(const std::vector<int>& rows, int unit) const {
+    std::vector<int32_t> hosted;
+    for (int32_t r : of_unit(rows, unit)) {
+      if (rows_[r].where == kHost) hosted.push_back(r);
+    }
+    return hosted;
+  }
+
+  Fetched fetch_next(const std::vector<int>& rows, int unit) {
+    const std::vector<int32_t> hosted = unit < 0 ? std::vector<int32_t>{} : hosted_of(rows, unit);
+    return hosted.empty() ? Fetched{} : begin_fetch(hosted);
+  }
+
+  void one_backward(const std::vector<int>& rows, bool committed, const std::vector<CommitItem>& foreseen, bool other, bool again) {
+    Fetched back;
+    if (again) back = fetch_next(rows, 2);
     for (int unit = 2; unit >= 0; --unit) {
+      finish_fetch(back, true);
       const std::vector<int32_t> of = of_unit(rows, unit);
-      if (of.empty()) continue;
-      const int n = static_cast<int>(of.size());
-      std::vector<int32_t> hosted;
-      for (int32_t r : of) {
-        if (rows_[r].where == kHost) hosted.push_back(r);
+      if (of.empty()) {
+        if (again) back = fetch_next(rows, unit - 1);
+        continue;
       }
-      if (!committed && chance(5) && !hosted.empty()) {  // made, dropped by zero_grad(), made again
+      const int n = static_cast<int>(of.size());
+      const std::vector<int32_t> hosted = hosted_of(rows, unit);
+      if (!committed && !other && chance(5) && !hosted.empty()) {  // made, dropped by zero_grad(), made again
         offload(hosted, true);
         check(hytrain_discard(engine_, hosted.data(), static_cast<int>(hosted.size())));
       }
-      if (!hosted.empty()) offload(hosted, false);
+      if (!hosted.empty()) offload(hosted, other);
+      if (again) back = fetch_next(rows, unit - 1);
       std::vector<CommitItem> early;
       for (const CommitItem& item : foreseen) {
         if (rows_[item.row].unit == unit) early.push_back(item);
       }
+      if (other && chance(70)) early.clear();
       if (!early.empty()) check(hytrain_commit_early(engine_, early.data(), static_cast<int>(early.size())));
       check(hytrain_arm_cpu(engine_, of.data(), n));
       check(hytrain_arm_gpu(engine_, of.data(), n, nullptr));
@@ -376,9 +408,30 @@ class Run {
   }
 
   void fetch(int r) {
-    std::vector<char> out(rows_[r].grad.size());
-    check(hytrain_fetch(engine_, r, out.data(), nullptr));
-    compare(out, rows_[r].grad, "a gradient");
+    Fetched back = begin_fetch({r});
+    finish_fetch(back, false);
+  }
+
+  Fetched begin_fetch(const std::vector<int32_t>& rows) {
+    Fetched back{rows, {}};
+    size_t bytes = 0;
+    for (int32_t r : rows) bytes += (rows_[r].grad.size() + 63) / 64 * 64;
+    back.memory.resize(bytes);
+    const int n = static_cast<int>(rows.size());
+    check(hytrain_fetch(engine_, rows.data(), n, back.memory.data(), static_cast<int64_t>(bytes), nullptr, &back.number));
+    return back;
+  }
+  void finish_fetch(Fetched& back, bool other) {  // `other`: they were made by offload(..., true)
+    if (back.rows.empty()) return;
+    check(hytrain_fetched(engine_, back.number, nullptr));
+    size_t begin = 0;
+    for (int32_t r : back.rows) {
+      const std::vector<char>& grad = rows_[r].grad;
+      const auto from = back.memory.begin() + static_cast<std::ptrdiff_t>(begin);
+      compare(std::vector<char>(from, from + static_cast<std::ptrdiff_t>(grad.size())), other ? std::vector<char>(grad.size(), 1) : grad, "a gradient");
+      begin += (grad.size() + 63) / 64 * 64;
+    }
+    back.rows.clear();
   }
 
   void look() {

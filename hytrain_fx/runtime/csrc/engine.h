@@ -175,7 +175,10 @@ class Engine {
   void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
   void wait(const int32_t* rows, int n, void* stream);
   void drain(const int32_t* rows, int n);  // as wait, and the host waits for the copies too
-  void fetch(int row, void* dst, void* stream);
+  // Begins to bring gradients back from their slots, to `dst` one after the other, each padded to 64 bytes; gives the number to wait by. `dst` is
+  // the caller's until the compute stream has been made to wait, by fetched(), which is asked once.
+  uint64_t fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream);
+  void fetched(uint64_t fetch, void* stream);
   void discard(const int32_t* rows, int n);
   bool pending(int row);
   float* factor_slots();  // the half that the next commit reads; waits until the commit before the last has read it
@@ -360,7 +363,8 @@ class Engine {
   std::deque<Landing> landings_;
   std::set<Key> ready_, updated_, streaming_;  // streaming_: rows, chunk 0
   std::vector<StagingSlot> staging_;
-  uint64_t commits_ = 0, issues_ = 0;
+  uint64_t commits_ = 0, issues_ = 0, fetch_count_ = 0;
+  std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
   std::vector<char*> shadows_;  // free slots
   bool can_guess_ = false;
   std::array<bool, 2> factors_on_way_{};       // by half of the slots

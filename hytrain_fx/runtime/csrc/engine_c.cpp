@@ -108,8 +108,11 @@ int hytrain_wait(Engine* engine, const int32_t* rows, int n, void* stream) {
 int hytrain_drain(Engine* engine, const int32_t* rows, int n) {
   return guarded([&] { engine->drain(rows, n); });
 }
-int hytrain_fetch(Engine* engine, int row, void* dst, void* stream) {
-  return guarded([&] { engine->fetch(row, dst, stream); });
+int hytrain_fetch(Engine* engine, const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream, uint64_t* fetch) {
+  return guarded([&] { *fetch = engine->fetch(rows, n, dst, dst_bytes, stream); });
+}
+int hytrain_fetched(Engine* engine, uint64_t fetch, void* stream) {
+  return guarded([&] { engine->fetched(fetch, stream); });
 }
 int hytrain_discard(Engine* engine, const int32_t* rows, int n) {
   return guarded([&] { engine->discard(rows, n); });

@@ -9,6 +9,25 @@ namespace {
 // Slots in a slab and gradients in the ring stand this far apart; runtime/slabs.py pads alike.
 int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+struct SlotCopy {  // a gradient on its way back
+  char* dst;
+  const char* slot;
+  int64_t bytes;
+};
+
+// Gradients that stand as far apart where they go as in their slots are one copy, with the padding between them.
+void add_copy(std::vector<SlotCopy>& copies, const SlotCopy& next) {
+  if (!copies.empty()) {
+    SlotCopy& last = copies.back();
+    const int64_t apart = next.dst - last.dst;
+    if (apart == padded(last.bytes) && next.slot == last.slot + apart) {
+      last.bytes = apart + next.bytes;
+      return;
+    }
+  }
+  copies.push_back(next);
+}
+
 }  // namespace
 
 // ---- called by the nodes of the backward graph ----
@@ -177,19 +196,46 @@ void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock
   row.grad = nullptr;
 }
 
-void Engine::fetch(int row, void* dst, void* stream) {
-  EventPtr landing;
+// The lane to the device that new weights do not use (engine_upload.cpp says why there is one): none is on its way in a backward that finds
+// gradients in slots. Their rows are between backward and step(), and all others were waited for in the forward.
+uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream) {
+  std::vector<SlotCopy> copies;
+  std::set<EventPtr> landings;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     throw_if_failed();
-    const Phase phase = at(row).phase;  // an update ahead of its commit leaves the gradient in the slot
-    if (phase != Phase::GRAD && phase != Phase::EARLY) throw std::runtime_error("row " + std::to_string(row) + " has no gradient to bring back");
-    landing = at(row).landing;
+    int64_t begin = 0;
+    for (int i = 0; i < n; ++i) {
+      const Row& row = at(rows[i]);  // an update ahead of its commit leaves the gradient in the slot
+      if (row.phase != Phase::GRAD && row.phase != Phase::EARLY) {
+        throw std::runtime_error("row " + std::to_string(rows[i]) + " has no gradient to bring back");
+      }
+      const int64_t bytes = row.spec.numel * slot_grad_bytes(row);
+      if (begin + bytes > dst_bytes) throw std::logic_error("row " + std::to_string(rows[i]) + " does not fit where its gradient is to be brought");
+      add_copy(copies, {offset(dst, begin), offset(row.host.slot, 0), bytes});
+      landings.insert(row.landing);
+      begin += padded(bytes);
+    }
   }
-  device_->wait(Lane::FETCH, device_->record_compute(stream));
-  device_->wait(Lane::FETCH, landing);
-  device_->copy(Lane::FETCH, dst, at(row).host.slot, at(row).spec.numel * slot_grad_bytes(at(row)));
-  device_->compute_wait(stream, device_->record(Lane::FETCH));
+  device_->wait(Lane::FETCH, device_->record_compute(stream));  // earlier work may still use the memory: allocators hand it out ahead of the stream
+  for (const EventPtr& landing : landings) device_->wait(Lane::FETCH, landing);
+  for (const SlotCopy& copy : copies) device_->copy(Lane::FETCH, copy.dst, copy.slot, static_cast<size_t>(copy.bytes));
+  EventPtr end = device_->record(Lane::FETCH);
+  std::lock_guard<std::mutex> lock(mutex_);
+  fetches_[++fetch_count_] = end;
+  return fetch_count_;
+}
+
+void Engine::fetched(uint64_t fetch, void* stream) {
+  EventPtr end;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = fetches_.find(fetch);
+    if (found == fetches_.end()) throw std::logic_error("fetch " + std::to_string(fetch) + " was never begun, or has been waited for");
+    end = found->second;
+    fetches_.erase(found);
+  }
+  device_->compute_wait(stream, end);
 }
 
 void Engine::discard(const int32_t* rows, int n) {

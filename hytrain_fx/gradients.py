@@ -1,0 +1,307 @@
+"""The gradients of one session: what the graphs make goes into the engine or stays on the device, what user code finds goes into `.grad`.
+
+    row on the host                      gradient to its slot, `.grad` becomes a stand-in
+    row updated on the device            gradient copied into a real `.grad`
+    a row that has a gradient already    the new one is added: on the device, to what comes back from the slot, or to the real `.grad`
+    one of several parts of a backward, behind an earlier gradient: see `grad_parts`
+
+This runs on the thread that launches the GPU's work, which must stay ahead of it: a node's rows are handled at once where they are alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+import torch
+from torch import nn
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.grad_ahead import EarlierGradients, SlotReader
+from hytrain_fx.grad_parts import BackwardParts
+from hytrain_fx.grad_rows import RowGroup, RowGroups, like_parameter, norm_of_each
+from hytrain_fx.grad_sources import HeldGradient, Norm, RowGradient, StandIns, is_clean, is_in_slot, is_used
+from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.grad_state import GradState
+from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.torch_private import get_grad, private_function, set_grad, without_torch_function
+
+_foreach_copy_: Final = private_function("_foreach_copy_")
+_foreach_add_: Final = private_function("_foreach_add_")
+
+
+class SessionGradients:
+    """Takes, adds up, keeps and hands over the gradients of one session, by row."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
+        self.table = table
+        self.groups = RowGroups(table, states.copies)
+        self.generation = [0] * len(table)
+        self.consumed: set[int] = set()  # rows whose gradient was used by step() and whose slot is no longer it
+        self.norms_wanted: set[Norm] = set()
+        self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
+        self.standins = StandIns()
+        self.parts = BackwardParts(self.end_sums)
+        self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
+        self._engine = engine
+        self._states = states
+        self._reader = SlotReader(table, engine)
+        self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
+        self._own: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # real gradients made here, with their version
+        self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward
+
+    # ---- around a backward ----
+
+    def forget_fresh(self) -> None:
+        """A graph begins."""
+        self._fresh.clear()
+
+    def fetching_ahead(self, calls: Sequence[tuple[int, ...]]) -> AbstractContextManager[None]:
+        """Around a graph that takes the gradients of these rows, call by call: earlier ones come back ahead of the call."""
+        return self._earlier.ahead(calls)
+
+    def end_sums(self) -> None:
+        """Add what came in a backward that has ended to the gradients that were there before it."""
+        sums = dict(self.parts.open)
+        self.parts.open.clear()
+        with torch.no_grad(), without_torch_function():
+            for row, of in sums.items():
+                parameter = self.table.parameters[row]
+                if parameter.grad is not None:
+                    of.parts.add_(parameter.grad)
+                parameter.grad = of.before
+                self._take_late(row, of.parts)
+
+    # ---- gradients at hand ----
+
+    def name(self, row: int) -> str:
+        """The parameter's name."""
+        return self.table.names[row]
+
+    def fetch(self, row: int) -> torch.Tensor:
+        """The gradient in the slot of `row`, brought back to the device."""
+        return self._reader.read(row)
+
+    def offload_real(self, row: int, grad: torch.Tensor) -> None:
+        """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
+        self._offload([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
+        self._arm_late(row)
+
+    def is_eager(self, row: int) -> bool:
+        """Whether the row's present `.grad` has a part that did not come from the graphs. Asked when autograd has added what it has."""
+        state = self._fresh.pop(row, None)
+        if state is not None:
+            return state.real is not None  # added to a stand-in, it brings the real gradient back
+        with without_torch_function():
+            grad = get_grad(self.table.parameters[row])
+        if grad is None:
+            return False
+        return grad.materialized is not None if isinstance(grad, GradStandIn) else not self.is_untouched(row, grad)
+
+    def require_strided(self, row: int, grad: torch.Tensor) -> None:
+        """Raises UnsupportedError for a sparse gradient."""
+        if grad.layout != torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self.table.names[row]} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: "
+                "make the embedding with sparse=False"
+            )
+
+    def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
+        """A real gradient in the parameter's order of memory, for an update to read later: a copy of a tensor that user code made."""
+        made, _ = self._own.get(row, (None, 0))
+        own = made is not None and made() is grad
+        return like_parameter(grad, self.table.parameters[row], copy=not own)
+
+    def hold(self, row: int, grad: torch.Tensor) -> None:
+        """Keep `grad` until its update has run; where it is the row's `.grad`, user code finds a stand-in of it there instead."""
+        self.held[row] = grad
+        parameter = self.table.parameters[row]
+        if get_grad(parameter) is grad:
+            standin = self.standins.make(row, parameter, HeldGradient(self._engine, row, grad))
+            self.standins.lend(row, standin)
+            set_grad(parameter, standin)
+
+    def let_go(self, rows: Sequence[int]) -> None:
+        """The updates of these rows have run."""
+        with without_torch_function():
+            for row in rows:
+                if self.held.pop(row, None) is not None:
+                    self.standins.end_loan(row)
+
+    def let_go_of_all(self) -> None:
+        """No update is running: nothing reads the gradients that are held."""
+        self.let_go(list(self.held))
+
+    def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this real gradient was made by the graphs and not edited since."""
+        made, version = self._own.get(row, (None, 0))
+        return made is not None and made() is grad and version == grad._version
+
+    def any_in_place(self) -> bool:
+        """Whether a gradient that `step()` may yet take rests where the present placement has it: in a slot, or ready on the device."""
+        with without_torch_function():
+            found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
+            return any(is_in_slot(grad) if isinstance(grad, GradStandIn) else self.is_untouched(row, grad) for row, grad in found)
+
+    # ---- taking gradients ----
+
+    def take(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
+        """The gradients of one node, in the parameters' shapes, from buffers that die after this call."""
+        again = self.parts.arrive(group.rows)
+        with without_torch_function(), torch.no_grad():
+            held = list(map(get_grad, group.parameters))
+            earlier = self._earlier.of(group, held, again)
+            alike = not self.parts.open and group.fits(grads)
+            if alike and all(grad is None for grad in held):
+                self._take_first(group, grads)
+            elif not (alike and self._take_next(group, grads, held, earlier, again)):
+                self._take_each(group, grads, earlier, again)
+            self._earlier.go_ahead()
+
+    def _take_late(self, row: int, grad: torch.Tensor) -> None:
+        """A gradient that comes behind the nodes of its row."""
+        group = self.groups[[row]]
+        group.place(self._states.placement)
+        self._take_each(group, [grad], {}, [row])
+        self._own.pop(row, None)  # the events that the nodes have recorded do not cover it
+        if group.on_host:
+            self._arm_late(row)
+
+    def _arm_late(self, row: int) -> None:
+        self._engine.arm_cpu([row])
+        self._engine.arm_reload([row])
+
+    def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form, of rows that have none."""
+        if not group.on_device:
+            self._send(group.rows, group.parameters, grads)
+            return
+        self._keep_on_device(*group.picked(group.on_device, grads))
+        if group.on_host:
+            self._send(*group.picked(group.on_host, grads))
+
+    def _take_next(
+        self,
+        group: RowGroup,
+        grads: Sequence[torch.Tensor],
+        held: Sequence[torch.Tensor | None],
+        earlier: Mapping[int, torch.Tensor],
+        again: Collection[int],
+    ) -> bool:
+        """Gradients in the parameters' form, of rows that all have one, unedited, where the plan has it: in the slot, or on the device.
+
+        False, with nothing done, where that is not so of a row, or where a part has to wait for the end of the backward.
+        """
+        if any(group.rows[i] not in earlier for i in group.on_host):
+            return False
+        real: dict[int, torch.Tensor] = {}
+        for i in group.on_device:
+            row, grad = group.rows[i], held[i]
+            if grad is None or not self.is_untouched(row, grad) or (row not in again and self.parts.may_get_more(row)):
+                return False
+            real[row] = grad
+        if real:
+            _foreach_add_(list(real.values()), [grads[i] for i in group.on_device])
+            self._own.update((row, (weakref.ref(grad), grad._version)) for row, grad in real.items())
+        if group.on_host:
+            rows, parameters, new = group.picked(group.on_host, grads)
+            sums = [earlier[row] for row in rows]
+            _foreach_add_(sums, new)
+            self._send(rows, parameters, sums)
+        return True
+
+    def _take_each(
+        self, group: RowGroup, grads: Sequence[torch.Tensor], earlier: Mapping[int, torch.Tensor], again: Collection[int]
+    ) -> None:
+        """Gradients of any form, added to what the rows have.
+
+        `earlier`: what has been brought from slots. `again`: rows whose `.grad` is of this backward.
+        """
+        new: list[int] = []
+        given = list(grads)
+        for i, row in enumerate(group.rows):
+            self.require_strided(row, given[i])
+            if row not in again and self._laid_aside(row, given[i]):
+                continue
+            given[i], is_new = self._add(row, given[i], earlier.get(row))
+            if is_new:
+                new.append(i)
+        on_device = [i for i in new if i in group.on_device]
+        if on_device:
+            self._keep_on_device(*group.picked(on_device, given))
+        on_host = [i for i in new if i in group.on_host]
+        if on_host:
+            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(given, group.parameters, strict=True)]
+            self._send(*group.picked(on_host, laid_out))
+
+    def _laid_aside(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this part waits for the end of the backward, because `.grad` is of an earlier one and more parts may come."""
+        parameter = self.table.parameters[row]
+        held = parameter.grad
+        if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_used(held)):
+            return False
+        self.parts.lay_aside(row, held, like_parameter(grad, parameter, copy=True))
+        parameter.grad = None  # autograd puts there what comes from eager code
+        return True
+
+    def _add(self, row: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+        """Add a gradient to a real `.grad`, or to the one in the slot; the sum, and whether it has yet to be put somewhere."""
+        parameter = self.table.parameters[row]
+        if row in self.parts.open:
+            self.parts.open[row].parts.add_(grad)
+            return grad, False
+        held = parameter.grad
+        if isinstance(held, GradStandIn):
+            if is_used(held):
+                return grad, False  # step() has used it, so the sum cannot be known: `.grad` stays what says so to whoever asks
+            if is_clean(held):
+                return (held.grad_state.source.fetch() if earlier is None else earlier).add_(grad), True
+            held = held.grad_state.materialize()
+            parameter.grad = held
+        if held is None:
+            return grad, True
+        ours = self.is_untouched(row, held)
+        held.add_(grad)
+        if ours:
+            self._own[row] = (weakref.ref(held), held._version)
+        return grad, False
+
+    def _send(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form to their slots, stand-ins into `.grad`."""
+        if not rows:
+            return
+        norms = [(norm, norm_of_each(grads, parameters, *norm)) for norm in self.norms_wanted]
+        self._offload(rows, grads)
+        make, fresh = self.standins.make, self._fresh
+        for i, (row, parameter) in enumerate(zip(rows, parameters, strict=True)):
+            own = {norm: values[i] for norm, values in norms} if norms else None
+            parameter.grad = standin = make(row, parameter, RowGradient(self, row, own))
+            fresh[row] = standin.grad_state
+        self.on_sent(rows)
+
+    def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        generation = self.generation
+        for row in rows:
+            generation[row] += 1
+        if self.consumed:
+            self.consumed.difference_update(rows)
+        if self._states.copies:
+            dtypes = ((row, grad.dtype) for row, grad in zip(rows, grads, strict=True) if row in self._states.copies)
+            self._reader.slot_dtypes.update(dtypes)
+        self._engine.grad_offload(rows, grads)
+
+    def _keep_on_device(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
+        """Copies into `.grad`, in one launch."""
+        kept = list(map(torch.empty_like, parameters))
+        _foreach_copy_(kept, grads)
+        for row, parameter, grad in zip(rows, parameters, kept, strict=True):
+            parameter.grad = grad
+            self._own[row] = (weakref.ref(grad), grad._version)
+
+
+def _nobody_waits(rows: Sequence[int]) -> None:
+    return None
