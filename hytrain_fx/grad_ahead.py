@@ -107,6 +107,11 @@ class EarlierGradients:
             with suppress(EngineError):  # a closed engine has finished all copies
                 self._drop()
 
+    @property
+    def to_come(self) -> bool:
+        """Whether nodes may yet ask for what they had: False in a backward that began without gradients."""
+        return self._coming is not None or bool(self._to_come)
+
     def go_ahead(self) -> None:
         """Put the gradients of the next node that adds to any on the lane, if none are. Called `without_torch_function`."""
         while self._to_come and self._coming is None:

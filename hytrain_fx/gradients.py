@@ -152,15 +152,23 @@ class SessionGradients:
     def take(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
         """The gradients of one node, in the parameters' shapes, from buffers that die after this call."""
         again = self.parts.arrive(group.rows)
-        with without_torch_function(), torch.no_grad():
+        with without_torch_function():
             held = list(map(get_grad, group.parameters))
-            earlier = self._earlier.of(group, held, again)
             alike = not self.parts.open and group.fits(grads)
-            if alike and all(grad is None for grad in held):
+            if alike and not self._earlier.to_come and all(grad is None for grad in held):
                 self._take_first(group, grads)
-            elif not (alike and self._take_next(group, grads, held, earlier, again)):
-                self._take_each(group, grads, earlier, again)
-            self._earlier.go_ahead()
+                return
+            with torch.no_grad():
+                self._take_more(group, grads, held, alike, again)
+                self._earlier.go_ahead()  # in the memory of what has just been added to
+
+    def _take_more(
+        self, group: RowGroup, grads: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None], alike: bool, again: Collection[int]
+    ) -> None:
+        """The gradients of rows that may have some. `alike`: they are in the parameters' form, and all may go in one."""
+        earlier = self._earlier.of(group, held, again)
+        if not (alike and self._take_next(group, grads, held, earlier, again)):
+            self._take_each(group, grads, earlier, again)
 
     def _take_late(self, row: int, grad: torch.Tensor) -> None:
         """A gradient that comes behind the nodes of its row."""

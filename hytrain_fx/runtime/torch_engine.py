@@ -67,6 +67,7 @@ class TorchEngine:
         self._lanes = self._pipeline.lanes
         self._staging = Staging(self._lanes, staging_bytes)
         self._fetches: dict[int, Event] = {}  # not waited for yet, by number
+        self._last_fetch: Event | None = None
         self._fetch_count = 0
         self._closed = False
         self._pid = os.getpid()
@@ -113,10 +114,10 @@ class TorchEngine:
             self._row(row).set_weight(weight)
 
     def _finish_landing(self, row: int) -> None:
-        """A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free."""
-        landing = self._row(row).landing
-        if landing is not None:
-            landing.sync()
+        """A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free, or back from it."""
+        for event in (self._row(row).landing, self._last_fetch):
+            if event is not None:
+                event.sync()
 
     def use_copy(self, row: int, copy: torch.Tensor) -> None:
         raise EngineError(f"the {self.name} engine keeps no 16-bit copies of fp32 weights")
@@ -309,12 +310,14 @@ class TorchEngine:
             begin += padded_bytes(slot.nbytes)
         with self._locked(failures=False):
             self._fetch_count += 1
-            self._fetches[self._fetch_count] = self._lanes.record(Lane.FETCH)
+            self._fetches[self._fetch_count] = self._last_fetch = self._lanes.record(Lane.FETCH)
             return self._fetch_count
 
     def fetched(self, fetch: int) -> None:
         with self._locked(failures=False):
-            event = self._fetches.pop(fetch)
+            event = self._fetches.pop(fetch, None)
+            if event is None:
+                raise EngineError(f"fetch {fetch} was never begun, or has been waited for")
         self._lanes.compute_wait(event)
 
     def discard(self, rows: Sequence[int]) -> None:

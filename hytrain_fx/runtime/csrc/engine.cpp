@@ -108,14 +108,16 @@ Engine::Row& Engine::at(int row) {
   return rows_[row];
 }
 
-// A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free.
+// A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free, or back from it.
 void Engine::finish_landing(int row) {
-  EventPtr landing;
+  EventPtr landing, fetch;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     landing = at(row).landing;
+    fetch = last_fetch_;
   }
   if (landing) landing->sync();
+  if (fetch) fetch->sync();
 }
 
 // The copy of a gradient that was dropped has ended, but the lander may note it yet: not for the row in its new place.

@@ -365,6 +365,7 @@ class Engine {
   std::vector<StagingSlot> staging_;
   uint64_t commits_ = 0, issues_ = 0, fetch_count_ = 0;
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
+  EventPtr last_fetch_;
   std::vector<char*> shadows_;  // free slots
   bool can_guess_ = false;
   std::array<bool, 2> factors_on_way_{};       // by half of the slots

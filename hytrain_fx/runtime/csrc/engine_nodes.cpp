@@ -196,8 +196,8 @@ void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock
   row.grad = nullptr;
 }
 
-// The lane to the device that new weights do not use (engine_upload.cpp says why there is one): none is on its way in a backward that finds
-// gradients in slots. Their rows are between backward and step(), and all others were waited for in the forward.
+// On a lane of its own, though two lanes to the device starve each other (engine_upload.cpp): in a backward that finds gradients in slots the
+// forward has waited for all weights. Only those of a part of the model that it did not run may still be on their way.
 uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream) {
   std::vector<SlotCopy> copies;
   std::set<EventPtr> landings;
@@ -222,7 +222,7 @@ uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes,
   for (const SlotCopy& copy : copies) device_->copy(Lane::FETCH, copy.dst, copy.slot, static_cast<size_t>(copy.bytes));
   EventPtr end = device_->record(Lane::FETCH);
   std::lock_guard<std::mutex> lock(mutex_);
-  fetches_[++fetch_count_] = end;
+  fetches_[++fetch_count_] = last_fetch_ = end;
   return fetch_count_;
 }
 
