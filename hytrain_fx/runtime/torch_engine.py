@@ -32,10 +32,9 @@ from hytrain_fx.runtime.engine import (
 )
 from hytrain_fx.runtime.host_updates import host_update
 from hytrain_fx.runtime.leaves import leaves
-from hytrain_fx.runtime.slabs import padded_bytes
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
 from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
-from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, part_of
+from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, part_of, places_in
 from hytrain_fx.runtime.torch_staging import Staging
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
@@ -301,13 +300,12 @@ class TorchEngine:
     def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int:
         with self._locked():
             landed = [self._row(row).landed_gradient() for row in rows]
+        places = places_in(out, [slot for _, slot in landed])
         self._lanes.wait(Lane.FETCH, self._lanes.record_compute())
         for landing in {id(landing): landing for landing, _ in landed}.values():
             self._lanes.wait(Lane.FETCH, landing)
-        memory, begin = flat_alias(out).view(torch.uint8), 0
-        for _, slot in landed:
-            copy(self._lanes, Lane.FETCH, memory[begin : begin + slot.nbytes].view(slot.dtype), slot)
-            begin += padded_bytes(slot.nbytes)
+        for place, (_, slot) in zip(places, landed, strict=True):
+            copy(self._lanes, Lane.FETCH, place, slot)
         with self._locked(failures=False):
             self._fetch_count += 1
             self._fetches[self._fetch_count] = self._last_fetch = self._lanes.record(Lane.FETCH)

@@ -14,6 +14,7 @@ import torch
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, RowStep
+from hytrain_fx.runtime.slabs import padded_bytes
 from hytrain_fx.runtime.torch_lanes import Event
 
 
@@ -189,6 +190,17 @@ def flat_alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     data = tensor.data
     return data.as_strided((data.numel(),), (1,), data.storage_offset())
+
+
+def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Where in dense memory copies of flat `slots` go: one after the other, padded to 64 bytes. Raises EngineError if they do not fit."""
+    places, found, end = flat_alias(memory).view(torch.uint8), [], 0
+    for slot in slots:
+        if end + slot.nbytes > places.numel():
+            raise EngineError(f"gradients of {end + slot.nbytes} bytes or more do not fit in the {places.numel()} bytes given for them")
+        found.append(places[end : end + slot.nbytes].view(slot.dtype))
+        end += padded_bytes(slot.nbytes)
+    return found
 
 
 def part_of(states: RowStates, begin: int, end: int) -> RowStates:

@@ -19,6 +19,7 @@ from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientEr
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 from hytrain_fx.runtime.torch_engine import TorchEngine
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
@@ -248,6 +249,69 @@ def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine:
         engine.set_delay(Stage.D2H, 0)
         time.sleep(0.2)
         assert torch.equal(slot, landed)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["slots in one slab", "slots apart"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_many_rows_come_back_in_one_fetch(make_engine: MakeEngine, dtype: torch.dtype, apart: bool) -> None:
+    """Each stands where it belongs in the memory given, with the bits that were offloaded, and what is behind that memory is left alone.
+
+    The copies to the host are late: `fetch` returns before they have landed.
+    """
+    with make_engine() as engine:
+        loop = EngineLoop(engine, SIZES, dtype)
+        slab = HostSlab(sum(slab_bytes(size, dtype) for size in SIZES))
+        for row, states in enumerate(loop.states if not apart else ()):
+            engine.place_on_host(row, replace(states, slot=slab.take(SIZES[row], dtype)))
+        engine.set_delay(Stage.D2H, 2_000)
+        grads = [torch.randn(size).to(dtype) for size in SIZES]
+        engine.grad_offload([2, 3], grads[2:])
+        engine.grad_offload([0, 1], grads[:2])
+        rows = [0, 1, 3, 2]
+        begins = [sum(slab_bytes(SIZES[before], dtype) for before in rows[:at]) // dtype.itemsize for at in range(len(rows))]
+        needed = begins[-1] + SIZES[rows[-1]]
+        memory = torch.full((needed + 100,), 7.0, dtype=dtype)
+        engine.fetched(engine.fetch(rows, memory[:needed]))
+        for row, begin in zip(rows, begins, strict=True):
+            assert torch.equal(memory[begin : begin + SIZES[row]], grads[row]), f"row {row}"
+        assert (memory[needed:] == 7).all()
+
+
+def test_fetches_are_waited_for_in_any_order_and_once(make_engine: MakeEngine) -> None:
+    """Two on their way at once are two; a number that was never given, or was waited for, is an error, and so is too little memory."""
+    with make_engine() as engine:
+        EngineLoop(engine, SIZES, torch.float32)
+        grads = [torch.randn(size) for size in SIZES]
+        engine.grad_offload(range(len(SIZES)), grads)
+        outs = [torch.zeros(size) for size in SIZES]
+        numbers = [engine.fetch([row], out) for row, out in enumerate(outs)]
+        for row in reversed(range(len(SIZES))):
+            engine.fetched(numbers[row])
+            assert torch.equal(outs[row], grads[row])
+        with pytest.raises(EngineError, match="never begun"):
+            engine.fetched(numbers[0])
+        with pytest.raises(EngineError, match="fit"):
+            engine.fetch([0, 1], torch.zeros(SIZES[0]))
+        engine.discard([1])
+        with pytest.raises(EngineError, match="row 1 has no gradient"):
+            engine.fetch([0, 1], torch.zeros(SIZES[0] + 100))
+
+
+def test_a_row_is_moved_only_when_its_gradient_has_left_the_slot(make_engine: MakeEngine) -> None:
+    """The old slot may be written to once a row has been placed elsewhere, though nobody has waited for the fetch of what it held."""
+    size = 20_000_000
+    with make_engine() as engine:
+        loop = EngineLoop(engine, (size,), torch.bfloat16)
+        slot = torch.zeros(size, dtype=torch.bfloat16)
+        engine.place_on_host(0, replace(loop.states[0], slot=slot))
+        engine.grad_offload([0], [torch.ones(size, dtype=torch.bfloat16)])
+        out = torch.zeros(size, dtype=torch.bfloat16)
+        number = engine.fetch([0], out)
+        engine.discard([0])
+        engine.place_on_device(0, device_states(loop.weights[0]))
+        slot.fill_(2.0)
+        engine.fetched(number)
+        assert (out == 1).all()
 
 
 def test_the_dropped_gradient_of_an_earlier_place_updates_nothing(make_engine: MakeEngine) -> None:
