@@ -74,7 +74,15 @@ def build(dtype: torch.dtype) -> Net:
     return Net().to(dtype).cuda()
 
 
-def plain(dtype: torch.dtype, clip: float | None) -> tuple[list[float], list[torch.Tensor]]:
+def backward(model: nn.Module, data: Iterator[torch.Tensor], micro_batches: int) -> torch.Tensor:
+    """The gradients of one step; gives the last loss."""
+    for _ in range(micro_batches):
+        loss = loss_of(model, next(data)) / micro_batches
+        loss.backward()
+    return loss
+
+
+def plain(dtype: torch.dtype, clip: float | None, micro_batches: int = 1) -> tuple[list[float], list[torch.Tensor]]:
     """The same compiled model with torch.optim.AdamW(foreach=True); fp32 masters by hand for 16-bit weights."""
     model = build(dtype)
     model.compile()
@@ -82,8 +90,7 @@ def plain(dtype: torch.dtype, clip: float | None) -> tuple[list[float], list[tor
     masters = parameters if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in parameters]
     optimizer, losses, data = torch.optim.AdamW(masters, foreach=True, **ADAMW), [], batches()
     for _ in range(STEPS):
-        loss = loss_of(model, next(data))
-        loss.backward()
+        loss = backward(model, data, micro_batches)
         if clip is not None:
             nn.utils.clip_grad_norm_(parameters, clip)
         if masters is not parameters:

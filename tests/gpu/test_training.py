@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 
 from .feed_forward import ADAMW, STEPS, Net, assert_step_returns_early, batches, build, deterministic, loss_of, plain
@@ -48,6 +51,44 @@ def test_every_plan_and_every_delay_gives_the_plain_loops_bits(dtype: torch.dtyp
         found_losses, found = trained(dtype, clip, delay, **options)
         assert found_losses == losses, (delay, options)
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True)), (delay, options)
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["the GPU waits for the host", "the GPU is behind"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accumulation_gives_the_plain_loops_bits(dtype: torch.dtype, behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three backwards a step, the gradients of the first two coming back from host memory a unit at a time: losses and weights equal the
+    all-GPU loop's with every state on the host and on both sides, whether the launching thread waits for the GPU or is far ahead of it.
+    """
+    losses, weights = plain(dtype, None, micro_batches=3)
+    for k in (0, 3):
+        net = build(dtype)
+        model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=k)
+        engine = session_of(model).engine
+        fetched: list[int] = []
+        monkeypatch.setattr(engine, "fetched", partial(_counted, engine.fetched, fetched))
+        data, found_losses = batches(), []
+        for _ in range(STEPS):
+            for _ in range(3):
+                if behind:
+                    torch.cuda._sleep(50_000_000)
+                else:
+                    torch.cuda.synchronize()
+                loss = loss_of(model, next(data)) / 3
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found_losses.append(loss.item())
+        nodes, placement = session_of(model).nodes, session_of(model).states.placement
+        hosted = sum(any(placement[row] is Placement.CPU for row in rows) for rows in nodes.graph_calls[max(nodes.graph_calls)])
+        assert len(fetched) == 2 * hosted * STEPS
+        assert found_losses == losses, k
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True)), k
+        hytrain_fx.close(model)
+
+
+def _counted(call: Callable[[int], None], calls: list[int], fetch: int) -> None:
+    calls.append(fetch)
+    call(fetch)
 
 
 def test_a_step_is_a_transaction_while_the_gpu_is_behind() -> None:
