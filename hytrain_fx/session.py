@@ -105,8 +105,7 @@ class Session:
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         self._writes = OutsideWrites(self.table, self.engine, self.states)
-        option = self.config.autocast_copies
-        wanted = self.table.device.type == "cpu" if option == "auto" else option
+        wanted = self.config.autocast_copies
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=self.nodes.forget_forms)
         parts = (self.table.names, self.table.parameters, self.units)
         calls = (self._rewrite, self.around_backward, self._clock.phase)
