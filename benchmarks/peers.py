@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from benchmarks.case import CannotRun, Case
 from benchmarks.llama import ADAMW
 from benchmarks.trainer import Trainer, precision, require, synchronize
 
-ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer:
     """DeepSpeed ZeRO-2 with the optimizer on the CPU, bf16 parameters, compiled."""
-    for name, value in ONE_PROCESS.items():
+    for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
         os.environ.setdefault(name, value)
     deepspeed = require("deepspeed", "deepspeed", case.mode)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=zero_offload_config(case))
@@ -30,6 +31,14 @@ def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer:
         return loss.detach()
 
     return Trainer(step, synchronize, lambda: {"package": f"deepspeed {deepspeed.__version__}"})
+
+
+def _free_port() -> int:
+    """Another row may be running beside this one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 def zero_offload_config(case: Case) -> dict[str, Any]:
