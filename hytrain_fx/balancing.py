@@ -13,6 +13,7 @@ _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose firs
 _SEEN_STEPS = 4
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
+_PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the updates' rate, says when they end
 
 
 class Balancing:
@@ -37,10 +38,10 @@ class Balancing:
             self._k, self._tolerance, self._last_change = plan.k, TOLERANCE, 0.0
 
     def saw(self, ends: FinishTimes) -> None:
-        """A step has ended; those without both kinds of update tell nothing."""
+        """A step has ended. Those without both kinds of update tell nothing, nor do those in which the CPU waited for gradients."""
         if self._settling:
             self._settling -= 1
-        elif ends.cpu_us and ends.streamed_us:
+        elif ends.cpu_us and ends.streamed_us and ends.cpu_paused_us <= _PAUSES * ends.cpu_us:
             self._ends_us.append((ends.cpu_us, ends.streamed_us))
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
