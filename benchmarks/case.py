@@ -28,6 +28,7 @@ class Case:
     clip        clip the global gradient norm to this, None = no clipping
     autocast    fp32 parameters under bf16 autocast, not bf16 parameters with fp32 masters
     options     `NAME=VALUE` options of `hytrain_fx.compile`
+    micro_batches   backwards in one step, each over `batch` sequences
     """
 
     mode: str
@@ -38,6 +39,7 @@ class Case:
     autocast: bool = False
     checkpointing: bool = False
     options: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -48,13 +50,17 @@ class Case:
             object.__setattr__(self, "autocast", True)  # its optimizer keeps no masters beside 16-bit parameters
         if self.mode == "torchao" and self.clip is not None:
             raise CannotRun("torchao's CPUOffloadOptimizer updates before the norm of all gradients is known; leave --clip out")
+        if self.micro_batches < 1:
+            raise CannotRun(f"found {self.micro_batches} micro-batches, expected at least 1")
+        if self.mode == "torchao" and self.micro_batches != 1:
+            raise CannotRun("torchao's CPUOffloadOptimizer with offloaded gradients does not accumulate; leave --micro-batches out")
         if self.options and self.mode != "ours":
             raise CannotRun(f"--option is for ours, mode {self.mode} has none; found {', '.join(self.options)}")
 
     @property
     def tokens(self) -> int:
         """Tokens in one step."""
-        return self.batch * self.sequence
+        return self.batch * self.sequence * self.micro_batches
 
     @property
     def key(self) -> str:
@@ -65,6 +71,7 @@ class Case:
     def label(self) -> str:
         """Mode, clipping, precision and options: what distinguishes the rows of one model and batch."""
         words = [self.mode, *([f"clip={self.clip:g}"] if self.clip is not None else []), *(["autocast"] if self.autocast else [])]
+        words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
         return " ".join([*words, *self.options])
 
     @property
@@ -73,6 +80,7 @@ class Case:
         words = [self.size, f"{self.batch}x{self.sequence}"]
         words += [f"clip={self.clip:g}"] if self.clip is not None else []
         words += ["autocast"] if self.autocast else []
+        words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
         return " ".join(words + (["checkpointing"] if self.checkpointing else []))
 
     @property
@@ -81,6 +89,7 @@ class Case:
         words = [self.mode, self.size, "--batch", str(self.batch), "--sequence", str(self.sequence)]
         words += ["--clip", str(self.clip)] if self.clip is not None else []
         words += ["--autocast"] if self.autocast else []
+        words += ["--micro-batches", str(self.micro_batches)] if self.micro_batches != 1 else []
         words += ["--checkpointing"] if self.checkpointing else []
         return words + [word for option in self.options for word in ("--option", option)]
 

@@ -25,9 +25,10 @@ def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer:
     engine.compile()
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
+        for _ in range(case.micro_batches):
+            loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
         return loss.detach()
 
     return Trainer(step, synchronize, lambda: {"package": f"deepspeed {deepspeed.__version__}"})
@@ -46,7 +47,7 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
     adamw = {name: list(value) if isinstance(value, tuple) else value for name, value in ADAMW.items()}
     return {
         "train_micro_batch_size_per_gpu": case.batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": case.micro_batches,
         "gradient_clipping": case.clip or 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": {

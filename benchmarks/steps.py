@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, or wN: N layers of N heads of 128")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence")
+    parser.add_argument("--micro-batches", type=int, default=1, help="backwards in one step, each over --batch sequences")
     parser.add_argument("--clip", type=float, default=None, help="clip_grad_norm_ to this")
     parser.add_argument("--autocast", action="store_true", help="fp32 parameters under bf16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def case_of(arguments: argparse.Namespace) -> Case:
     """The case that the command line names. Raises CannotRun."""
     return Case(arguments.mode, arguments.size, arguments.batch, arguments.sequence, arguments.clip, arguments.autocast,
-                arguments.checkpointing, tuple(arguments.option))
+                arguments.checkpointing, tuple(arguments.option), arguments.micro_batches)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -41,12 +41,13 @@ def precision(case: Case, device: torch.device) -> AbstractContextManager[object
 
 
 def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
-    """Forward, backward and clipping, as a plain loop has them; gradients are left in `.grad`."""
+    """Forward, backward and clipping, as a plain loop has them; gradients are left in `.grad`. Micro-batches are the same tokens again."""
 
     def backward(tokens: torch.Tensor) -> torch.Tensor:
-        with precision(case, device):
-            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for _ in range(case.micro_batches):
+            with precision(case, device):
+                loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         return loss.detach()
