@@ -64,6 +64,8 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
 
 def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer:
     """torchao's CPUOffloadOptimizer, gradients offloaded too, each block compiled: its fastest form on the measured H200."""
+    if case.micro_batches != 1:
+        raise CannotRun("torchao's CPUOffloadOptimizer with offloaded gradients does not accumulate; leave --micro-batches out")
     optim = require("torchao", "torchao.optim", case.mode)
     if device.type != "cuda":
         raise CannotRun("mode torchao needs a CUDA device: its optimizer copies on CUDA streams")

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence")
     parser.add_argument("--micro-batches", type=int, default=1, help="backwards in one step, each over --batch sequences")
     parser.add_argument("--clip", type=float, default=None, help="clip_grad_norm_ to this")
+    parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="with --clip: only every N-th step's gradients are scaled")
     parser.add_argument("--autocast", action="store_true", help="fp32 parameters under bf16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of hytrain_fx.compile")
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def case_of(arguments: argparse.Namespace) -> Case:
     """The case that the command line names. Raises CannotRun."""
     return Case(arguments.mode, arguments.size, arguments.batch, arguments.sequence, arguments.clip, arguments.autocast,
-                arguments.checkpointing, tuple(arguments.option), arguments.micro_batches)
+                arguments.checkpointing, tuple(arguments.option), arguments.micro_batches, arguments.scaled_every)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

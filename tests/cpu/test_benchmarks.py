@@ -51,7 +51,8 @@ if mode == "zero_offload":
     time.sleep(600)
 print("a package says hello")
 row = {"mode": mode, "size": size, "batch": int(batch), "sequence": int(sequence), "clip": None, "autocast": False, "checkpointing": False,
-       "options": [], "micro_batches": 1, "machine": MACHINE, "step_s": int(batch) / 8, "spread": 0.0, "window_steps": 10,
+       "options": [], "micro_batches": 1, "scaled_every": 1,
+       "machine": MACHINE, "step_s": int(batch) / 8, "spread": 0.0, "window_steps": 10,
        "gpu_peak_allocated_gb": None, "gpu_peak_reserved_gb": None, "host_rss_gb": 1.0, "pinned_gb": None}
 print(json.dumps(row))
 print("and goodbye")
@@ -95,10 +96,11 @@ def arguments_of(command: Any, *words: str) -> argparse.Namespace:
 
 def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
     """Case, machine, three windows, memory, plan and prediction are in it, and it survives JSON."""
-    words = ("ours", "tiny", "--batch", "2", "--seq", "16", "--window", "2", "--warmup", "8", "--clip", "1.0", "--option", "workers=1", "--micro-batches", "2")
+    words = ("ours", "tiny", "--batch", "2", "--seq", "16", "--window", "2", "--warmup", "8", "--clip", "1.0", "--option", "workers=1",
+             "--micro-batches", "2", "--scaled-every", "3")
     row = json.loads(json.dumps(steps.run(arguments_of(steps, *words))))
     case = Case.of_row(row)
-    assert case == Case("ours", "tiny", 2, 16, clip=1.0, options=("workers=1",), micro_batches=2)
+    assert case == Case("ours", "tiny", 2, 16, clip=1.0, options=("workers=1",), micro_batches=2, scaled_every=3)
     assert len(row["windows_s"]) == 3
     assert sorted(row["windows_s"])[1] == row["step_s"]
     assert row["window_steps"] == 2
@@ -177,6 +179,7 @@ def test_what_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is printed on stdout, the reason on stderr, and the status is 1."""
     for words, message in ((["steps", "ours", "huge"], "huge"), (["steps", "torchao", "tiny", "--clip", "1"], "clip"),
                            (["steps", "torchao", "tiny", "--micro-batches", "2"], "micro-batches"),
+                           (["steps", "ours", "tiny", "--scaled-every", "2"], "--scaled-every"),
                            (["steps", "floor", "tiny", "--barrier"], "--barrier"),
                            (["steps", "ours", "tiny", "--timeline", "steps.svg"], "steps.svg"),
                            (["steps", "floor", "tiny", "--option", "k=0"], "--option"), (["table", "no-such"], "no-such"),
