@@ -65,15 +65,15 @@ def test_pauses_between_updates_are_told() -> None:
         assert busy.cpu_paused_us / busy.cpu_us < late.cpu_paused_us / late.cpu_us
 
 
-def test_steps_that_waited_for_gradients_move_nothing() -> None:
-    """There the ends tell when gradients came: a share that is moved by them would be moved again and again."""
+def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
+    """Where it ends last its end tells when gradients came, and a share moved by that would be moved again and again; it can take more."""
     units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
     plan = prefix_plan(units, 0, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
-    for paused_us, moves in ((0.5e6, False), (0.05e6, True)):
+    for ends, moves in (((1e6, 0.3e6, 0.5e6), False), ((1e6, 0.3e6, 0.05e6), True), ((0.3e6, 1e6, 0.15e6), True)):
         balancing = Balancing()
         balancing.restart(plan)
         for _ in range(6):
-            balancing.saw(FinishTimes(1e6, 0.3e6, paused_us))
+            balancing.saw(FinishTimes(*ends))
         assert (balancing.better(plan, units, 1e6, 10) is not None) == moves
 
 
