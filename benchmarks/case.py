@@ -13,6 +13,9 @@ TITLES = {"floor": "forward and backward alone", "all_gpu": "PyTorch, all on the
           "ours": "hytrain_fx", "zero_offload": "DeepSpeed ZeRO-Offload", "torchao": "torchao CPU offload"}
 
 
+NEVER_REACHED = 1e9  # by a norm
+
+
 class CannotRun(Exception):
     """A row that this machine, or what is installed on it, cannot measure; the message says what to do."""
 
@@ -28,6 +31,8 @@ class Case:
     clip        clip the global gradient norm to this, None = no clipping
     autocast    fp32 parameters under bf16 autocast, not bf16 parameters with fp32 masters
     options     `NAME=VALUE` options of `hytrain_fx.compile`
+    micro_batches   backwards in one step, each over `batch` sequences
+    scaled_every    with `clip`: of so many steps one is clipped to it, the others to NEVER_REACHED, so that their factor is 1
     """
 
     mode: str
@@ -38,6 +43,8 @@ class Case:
     autocast: bool = False
     checkpointing: bool = False
     options: tuple[str, ...] = ()
+    micro_batches: int = 1
+    scaled_every: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -48,13 +55,17 @@ class Case:
             object.__setattr__(self, "autocast", True)  # its optimizer keeps no masters beside 16-bit parameters
         if self.mode == "torchao" and self.clip is not None:
             raise CannotRun("torchao's CPUOffloadOptimizer updates before the norm of all gradients is known; leave --clip out")
+        if min(self.micro_batches, self.scaled_every) < 1:
+            raise CannotRun(f"found {self.micro_batches} micro-batches, one step in {self.scaled_every} scaled; expected at least 1")
+        if self.scaled_every != 1 and (self.clip is None or self.mode == "zero_offload"):
+            raise CannotRun("--scaled-every is for --clip in a loop that calls clip_grad_norm_")
         if self.options and self.mode != "ours":
             raise CannotRun(f"--option is for ours, mode {self.mode} has none; found {', '.join(self.options)}")
 
     @property
     def tokens(self) -> int:
         """Tokens in one step."""
-        return self.batch * self.sequence
+        return self.batch * self.sequence * self.micro_batches
 
     @property
     def key(self) -> str:
@@ -64,23 +75,31 @@ class Case:
     @property
     def label(self) -> str:
         """Mode, clipping, precision and options: what distinguishes the rows of one model and batch."""
-        words = [self.mode, *([f"clip={self.clip:g}"] if self.clip is not None else []), *(["autocast"] if self.autocast else [])]
+        words = [self.mode, *([self._clip_text] if self.clip is not None else []), *(["autocast"] if self.autocast else [])]
+        words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
         return " ".join([*words, *self.options])
 
     @property
     def workload(self) -> str:
         """Model, batch, precision and clipping: rows that agree in it did the same training."""
         words = [self.size, f"{self.batch}x{self.sequence}"]
-        words += [f"clip={self.clip:g}"] if self.clip is not None else []
+        words += [self._clip_text] if self.clip is not None else []
         words += ["autocast"] if self.autocast else []
+        words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
         return " ".join(words + (["checkpointing"] if self.checkpointing else []))
+
+    @property
+    def _clip_text(self) -> str:
+        return f"clip={self.clip:g}" + (f" in one of {self.scaled_every}" if self.scaled_every != 1 else "")
 
     @property
     def arguments(self) -> list[str]:
         """Arguments of `python -m benchmarks steps` that run it."""
         words = [self.mode, self.size, "--batch", str(self.batch), "--sequence", str(self.sequence)]
         words += ["--clip", str(self.clip)] if self.clip is not None else []
+        words += ["--scaled-every", str(self.scaled_every)] if self.scaled_every != 1 else []
         words += ["--autocast"] if self.autocast else []
+        words += ["--micro-batches", str(self.micro_batches)] if self.micro_batches != 1 else []
         words += ["--checkpointing"] if self.checkpointing else []
         return words + [word for option in self.options for word in ("--option", option)]
 

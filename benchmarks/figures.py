@@ -70,7 +70,7 @@ def groups(results: Results, figure_of: Callable[[Case, Row], float | None]) -> 
     """Model and batch -> way of training -> figure. Plain training only: no clipping, bf16 (torchao: autocast), the floor left out."""
     found: Groups = {}
     for case, row in results.all_measured():
-        plain = replace(case, clip=None, autocast=case.mode == "torchao", checkpointing=False)
+        plain = replace(case, clip=None, scaled_every=1, autocast=case.mode == "torchao", checkpointing=False, micro_batches=1)
         value = figure_of(case, row)
         if case == plain and case.mode != "floor" and value is not None:
             found.setdefault(f"{case.size}\n{case.batch} x {case.sequence}", {})[series_name(case)] = value

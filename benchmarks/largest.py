@@ -15,7 +15,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from benchmarks.case import TITLES, Case
+from benchmarks.case import TITLES, CannotRun, Case
 from benchmarks.llama import VOCABULARY, family_shape
 from benchmarks.markdown import table
 from benchmarks.plots import Series
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Try sizes near the estimates; every trial is kept in trials.json."""
+    """Try sizes near the estimates; every trial is kept in trials.json. Raises CannotRun for several GPUs."""
+    if launch_of(arguments).seats:
+        raise CannotRun("found --gpus: sizes are tried one after the other, as host memory is part of what is tried; leave it out")
     spec, trials = spec_of(arguments.device), Results(arguments.out / "trials.json")
     for batch in arguments.batches:
         for mode in arguments.modes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import torch
@@ -12,24 +13,33 @@ from benchmarks.case import CannotRun, Case
 from benchmarks.llama import ADAMW
 from benchmarks.trainer import Trainer, precision, require, synchronize
 
-ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer:
     """DeepSpeed ZeRO-2 with the optimizer on the CPU, bf16 parameters, compiled."""
-    for name, value in ONE_PROCESS.items():
+    for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
         os.environ.setdefault(name, value)
     deepspeed = require("deepspeed", "deepspeed", case.mode)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=zero_offload_config(case))
     engine.compile()
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
+        for _ in range(case.micro_batches):
+            loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
         return loss.detach()
 
     return Trainer(step, synchronize, lambda: {"package": f"deepspeed {deepspeed.__version__}"})
+
+
+def _free_port() -> int:
+    """Another row may be running beside this one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 def zero_offload_config(case: Case) -> dict[str, Any]:
@@ -37,7 +47,7 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
     adamw = {name: list(value) if isinstance(value, tuple) else value for name, value in ADAMW.items()}
     return {
         "train_micro_batch_size_per_gpu": case.batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": case.micro_batches,
         "gradient_clipping": case.clip or 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": {
@@ -54,6 +64,8 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
 
 def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer:
     """torchao's CPUOffloadOptimizer, gradients offloaded too, each block compiled: its fastest form on the measured H200."""
+    if case.micro_batches != 1:
+        raise CannotRun("torchao's CPUOffloadOptimizer with offloaded gradients does not accumulate; leave --micro-batches out")
     optim = require("torchao", "torchao.optim", case.mode)
     if device.type != "cuda":
         raise CannotRun("mode torchao needs a CUDA device: its optimizer copies on CUDA streams")

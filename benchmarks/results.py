@@ -65,18 +65,18 @@ class Results:
 
 def floor_of(case: Case) -> Case:
     """Forward and backward of the same model, batch and precision; the floor never clips."""
-    return replace(case, mode="floor", clip=None, options=())
+    return replace(case, mode="floor", clip=None, scaled_every=1, options=())
 
 
 def all_gpu_of(case: Case) -> Case:
     """The same training with everything on the GPU, without clipping."""
-    return replace(case, mode="all_gpu", clip=None, options=())
+    return replace(case, mode="all_gpu", clip=None, scaled_every=1, options=())
 
 
 def peer_of(case: Case, mode: str) -> Case:
     """The same training by a peer, in the precision the peer has; torchao never clips."""
     autocast = mode == "torchao"
-    return replace(case, mode=mode, clip=None if mode == "torchao" else case.clip, autocast=autocast, options=())
+    return replace(case, mode=mode, clip=None if mode == "torchao" else case.clip, scaled_every=1, autocast=autocast, options=())
 
 
 def is_short(row: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Each row in a process of its own, one after the other: a row that fails or takes too long is noted, and the next one runs."""
+"""Each row in a process of its own, one after the other or one on each GPU: one that fails or takes too long is noted and the next runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
+from benchmarks.turns import Seat, on_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = (sys.executable, "-m", "benchmarks", "steps")
@@ -33,6 +38,7 @@ class Launch:
     cache     Inductor's cache, shared by all rows; None = torch's own place, which is shared too
     command   what is run, before the case's arguments
     total_s   seconds after which no row goes on; what is missing then is run by the next call, None = no end
+    seats     GPUs that rows run on side by side (`benchmarks.turns`); none = one after the other, on this process's GPU and cores
     """
 
     logs: Path
@@ -41,33 +47,54 @@ class Launch:
     cache: Path | None = None
     command: tuple[str, ...] = STEPS
     total_s: float | None = None
+    seats: tuple[Seat, ...] = ()
 
 
 def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: bool = False, retry: bool = False,
             tell: Callable[[str], None] = print) -> None:
     """Run the cases that have no row yet; with `retry` also those that failed, with `again` all. Every row is written when it is there."""
     began_s = time.monotonic()
-    for number, case in enumerate(cases, 1):
-        known = results.get(case)
-        if known is not None and not again and not (retry and "error" in known):
-            tell(f"{number}/{len(cases)} {case.key}: there already")
-            continue
-        left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
-        row = run_case(case, replace(launch, limit_s=min(launch.limit_s, left_s))) if left_s > 0 else None
-        if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
-            tell(f"{number}/{len(cases)} {case.key}: the {launch.total_s:g} s for all rows are over; call again for the rest")
-            return
-        results.put(case, row)
-        tell(f"{number}/{len(cases)} {case.key}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
+    numbered, writing = iter(enumerate(cases, 1)), threading.Lock()
+
+    def run_rows(seat: Seat | None) -> None:
+        """Until none is left."""
+        while True:
+            with writing:
+                number, case = next(numbered, (0, None))
+                known = None if case is None else results.get(case)
+            if case is None:
+                return
+            name = f"{number}/{len(cases)} {case.key}"
+            if known is not None and not again and not (retry and "error" in known):
+                tell(f"{name}: there already")
+                continue
+            left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
+            row = run_case(case, replace(launch, limit_s=min(launch.limit_s, left_s)), seat) if left_s > 0 else None
+            if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
+                tell(f"{name}: the {launch.total_s:g} s for all rows are over; call again for the rest")
+                return
+            with writing:
+                results.put(case, row)
+            tell(f"{name}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
+
+    if not launch.seats:
+        return run_rows(None)
+    with ThreadPoolExecutor(len(launch.seats)) as pool:
+        try:
+            list(pool.map(run_rows, launch.seats))
+        except BaseException:  # interrupted: rows in other threads would go on to their end
+            for child in psutil.Process().children():
+                child.kill()
+            raise
 
 
-def run_case(case: Case, launch: Launch) -> Row:
+def run_case(case: Case, launch: Launch, seat: Seat | None = None) -> Row:
     """The row of a case, or its fields with `error`: why there is none."""
     launch.logs.mkdir(parents=True, exist_ok=True)
     log = launch.logs / (re.sub(r"[^\w.=-]+", "_", case.key) + ".log")
     began = time.perf_counter()
     with log.open("w") as file:
-        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch)
+        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch, seat)
     printed = log.read_text(errors="replace")
     wall_s = round(time.perf_counter() - began, 1)
     row = _row_in(printed) if status in (0, None) else None  # a row that was printed counts, even if its process did not end
@@ -77,12 +104,17 @@ def run_case(case: Case, launch: Launch) -> Row:
     return {**case.values(), "machine": machine(), "error": why, "wall_s": wall_s}
 
 
-def _run(command: Sequence[str], output: int, launch: Launch) -> int | None:
+def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None) -> int | None:
     """The exit status; None where the time was up. The processes it started end with it."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if launch.cache is not None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if seat is not None:
+        command = [*command, "--turn", str(launch.logs / "turn")]
+        env["CUDA_VISIBLE_DEVICES"], own = seat.gpu, on_cores(seat.cores)
+    with own:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
         with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")

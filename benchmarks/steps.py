@@ -30,6 +30,7 @@ from benchmarks.llama import batches, build
 from benchmarks.machine import machine
 from benchmarks.memory import memory
 from benchmarks.trainer import Trainer
+from benchmarks.turns import Turn
 
 TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
     "floor": own_modes.floor, "all_gpu": own_modes.all_gpu, "reference": own_modes.reference, "ours": own_modes.ours,
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, or wN: N layers of N heads of 128")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence")
+    parser.add_argument("--micro-batches", type=int, default=1, help="backwards in one step, each over --batch sequences")
     parser.add_argument("--clip", type=float, default=None, help="clip_grad_norm_ to this")
+    parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="with --clip: only every N-th step's gradients are scaled")
     parser.add_argument("--autocast", action="store_true", help="fp32 parameters under bf16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of hytrain_fx.compile")
@@ -63,13 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--barrier", action="store_true",
                         help="ours: wait before step() and for all updates after it, as ZeRO-Offload (--option k=0 --option stream=0)")
     parser.add_argument("--recording", action="store_true", help="ours: time windows with and without recording, in turn")
+    parser.add_argument("--turn", type=Path, default=None, metavar="FILE",
+                        help="other rows compile on this machine: be timed alone (a lock on FILE, which all rows name)")
     parser.add_argument("--explain", action="store_true", help="ours: print hytrain_fx.explain at the end")
 
 
 def case_of(arguments: argparse.Namespace) -> Case:
     """The case that the command line names. Raises CannotRun."""
     return Case(arguments.mode, arguments.size, arguments.batch, arguments.sequence, arguments.clip, arguments.autocast,
-                arguments.checkpointing, tuple(arguments.option))
+                arguments.checkpointing, tuple(arguments.option), arguments.micro_batches, arguments.scaled_every)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -82,6 +87,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if arguments.deterministic:
         torch.use_deterministic_algorithms(True)
+    turn = Turn(arguments.turn)
     began_s = time.perf_counter()
     model = build(case.size, case.sequence, device, torch.float32 if case.autocast else torch.bfloat16, case.checkpointing)
     built_s = time.perf_counter()
@@ -97,6 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.step(next(tokens))
     trainer.finish()
     row["build_s"], row["first_step_s"] = round(built_s - began_s, 2), round(time.perf_counter() - built_s, 2)
+    turn.wait_to_be_alone(case.mode)
     warmup = WARMUP_STEPS.get(case.mode, OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
     row |= timed(trainer, tokens, warmup, arguments.window, device, meter_of(device), case.tokens)
     about = dict(trainer.about())

@@ -17,6 +17,7 @@ from benchmarks.markdown import claims_table, energy_table, failures, machines, 
 from benchmarks.plots import draw_step_times
 from benchmarks.results import Results
 from benchmarks.runner import Launch, measure
+from benchmarks.turns import seats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--idle", action="store_true", help="also trace three steps of each row for the GPU's idle time")
     parser.add_argument("--again", action="store_true", help="run all rows, also those that are there")
     parser.add_argument("--retry", action="store_true", help="run the rows again that failed")
+    parser.add_argument("--gpus", type=int, default=None,
+                        help="run rows on so many GPUs of this machine: they compile side by side and are timed one at a time")
     parser.add_argument("--cache", type=Path, default=None, help="TORCHINDUCTOR_CACHE_DIR of the rows (default: torch's own)")
 
 
@@ -45,7 +48,8 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     extra = ["--window", str(arguments.window)]
     extra += ["--warmup", str(arguments.warmup)] if arguments.warmup is not None else []
     extra += ["--idle"] if arguments.idle else []
-    return Launch(arguments.out / "logs", arguments.limit_s, tuple(extra), arguments.cache, total_s=arguments.total_s)
+    on = () if arguments.gpus is None else seats(arguments.gpus)
+    return Launch(arguments.out / "logs", arguments.limit_s, tuple(extra), arguments.cache, total_s=arguments.total_s, seats=on)
 
 
 def run(arguments: argparse.Namespace) -> None:

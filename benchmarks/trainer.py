@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.case import CannotRun, Case
+from benchmarks.case import NEVER_REACHED, CannotRun, Case
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,14 +42,17 @@ def precision(case: Case, device: torch.device) -> AbstractContextManager[object
 
 
 def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
-    """Forward, backward and clipping, as a plain loop has them; gradients are left in `.grad`."""
+    """Forward, backward and clipping, as a plain loop has them; gradients are left in `.grad`. Micro-batches are the same tokens again."""
+
+    number = itertools.count(1)
 
     def backward(tokens: torch.Tensor) -> torch.Tensor:
-        with precision(case, device):
-            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for _ in range(case.micro_batches):
+            with precision(case, device):
+                loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
         if case.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), NEVER_REACHED if next(number) % case.scaled_every else case.clip)
         return loss.detach()
 
     return backward

@@ -6,8 +6,8 @@
     bf16    16-bit parameters; the plain loop keeps fp32 masters by hand (MasterAdamW)
     fp16    fp32 parameters under fp16 autocast, with torch.amp.GradScaler
 
-On a GPU with deterministic kernels both curves have the same bits. On a CPU they part slowly: MKL's square root, which torch's AdamW uses
-there, is not correctly rounded, and training is chaotic; the printed differences say how far.
+On a GPU both curves have the same bits with --deterministic; without it kernels add in another order each time, and training is chaotic.
+On a CPU they part slowly: MKL's square root, which torch's AdamW uses there, is not correctly rounded. The printed differences say how far.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--precision", choices=["bf16", "fp16"], nargs="+", default=["bf16", "fp16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--deterministic", action="store_true", help="torch.use_deterministic_algorithms")
     parser.add_argument("--png", type=Path, default=None, help="draw the curves here (needs matplotlib)")
     parser.add_argument("--json", type=Path, default=None, help="write all losses here")
     return parser.parse_args()
@@ -133,6 +134,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    torch.use_deterministic_algorithms(args.deterministic)
     text = stdlib_text()
     results = {precision: both(precision, text, args) for precision in args.precision}
     for precision, losses in results.items():

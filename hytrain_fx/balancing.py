@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 from hytrain_fx.cost_model.balance import TOLERANCE, balance_reason, balanced_share, streamed_share, with_share
@@ -13,17 +14,18 @@ _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose firs
 _SEEN_STEPS = 4
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
+_PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the CPU's rate, says when its updates end
 
 
 class Balancing:
     """The ends of the last steps under one plan.
 
     A share that is to go back where it came from was moved by noise, and each move holds a step up: the tolerance doubles then, until a
-    plan with another k comes.
+    plan with another k comes. A CPU that ends last though it has paused for gradients gives nothing away: less work would not end sooner.
     """
 
     def __init__(self) -> None:
-        self._ends_us: list[tuple[float, float]] = []
+        self._ends: list[FinishTimes] = []
         self._settling = _SETTLING_STEPS
         self._k: int | None = None
         self._tolerance = TOLERANCE
@@ -31,7 +33,7 @@ class Balancing:
 
     def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
-        self._ends_us.clear()
+        self._ends.clear()
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
             self._k, self._tolerance, self._last_change = plan.k, TOLERANCE, 0.0
@@ -41,19 +43,21 @@ class Balancing:
         if self._settling:
             self._settling -= 1
         elif ends.cpu_us and ends.streamed_us:
-            self._ends_us.append((ends.cpu_us, ends.streamed_us))
+            self._ends.append(ends)
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
         """A plan with another share, where enough steps were seen and their updates did not end together."""
-        if len(self._ends_us) < _SEEN_STEPS:
+        if len(self._ends) < _SEEN_STEPS:
             return None
-        seen, self._ends_us = self._ends_us, []
+        seen = [(ends.cpu_us, ends.streamed_us) for ends in self._ends]
+        pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
+        self._ends = []
         share = streamed_share(plan)
         wanted = balanced_share(share, seen, step_us, self._tolerance)
         if wanted is not None and (wanted - share) * self._last_change < 0:
             self._tolerance = min(2 * self._tolerance, _WIDEST)
             wanted = balanced_share(share, seen, step_us, self._tolerance)
-        if wanted is None:
+        if wanted is None or (wanted > share and pauses > _PAUSES):
             return None
         why = balance_reason(seen, steps_done)
         new = with_share(plan, units, wanted, why)

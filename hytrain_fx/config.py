@@ -39,9 +39,8 @@ class Config:
                    cores too, one held-up worker holds up its unit (8% of a step on a virtual machine of 16 cores)
     ring_bytes     device memory for gradients on their way to the host, None = the least of four of the largest gradients, twice all of
                    them, and 338 MB (640 MB with stream=0)
-    autocast_copies  True: fp32 weights that a model under autocast reads in bf16 alone rest on the device as bf16 copies; their fp32
-                   memory is there only while the loop looks at them, weights and gradients travel in 16 bits, no bit of training changes.
-                   False: they stay in fp32. "auto": as True with the model on the CPU, as False on a GPU, where it has not been tried yet
+    autocast_copies  fp32 weights that a model under autocast reads in bf16 alone rest on the device as bf16 copies; their fp32 memory is
+                   there only while the loop looks at them, weights and gradients travel in 16 bits, no bit of training changes
     timeout_s      seconds after which a wait on a worker or a copy is an error
     dump           folder that receives each graph's text before and after each pass
     dynamic        handed on to torch.compile
@@ -63,7 +62,7 @@ class Config:
     workers: int | None = None
     pin_workers: bool = False
     ring_bytes: int | None = None
-    autocast_copies: bool | Literal["auto"] = "auto"
+    autocast_copies: bool = True
     timeout_s: float = 120.0
     dump: Path | None = None
     dynamic: bool | None = None
@@ -87,8 +86,7 @@ class Config:
         _require(self.engine in get_args(EngineName), "engine", self.engine, f"one of {get_args(EngineName)}")
         _require(_is_none_or_positive(self.workers), "workers", self.workers, "None or a positive int")
         _require(isinstance(self.pin_workers, bool), "pin_workers", self.pin_workers, "True or False")
-        copies = self.autocast_copies
-        _require(copies == "auto" or isinstance(copies, bool), "autocast_copies", copies, '"auto", True or False')
+        _require(isinstance(self.autocast_copies, bool), "autocast_copies", self.autocast_copies, "True or False")
         _require(_is_none_or_positive(self.ring_bytes), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
         _require(isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0")
         _require(self.mode != "reduce-overhead" and self.mode != "max-autotune", "mode", self.mode,

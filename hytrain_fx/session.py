@@ -106,9 +106,7 @@ class Session:
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         self._writes = OutsideWrites(self.table, self.engine, self.states)
-        option = self.config.autocast_copies
-        wanted = self.table.device.type == "cpu" if option == "auto" else option
-        on_change = self.nodes.gradients.groups.forget
+        wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=on_change)
         parts = (self.table.names, self.table.parameters, self.units)
         calls = (self._rewrite, self.around_backward, self._clock.phase)

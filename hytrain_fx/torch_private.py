@@ -352,10 +352,13 @@ def compiled_call_of(
     def own_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         return backend(gm, example_inputs, **kwargs)
 
-    # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is plain Python, and so is what it calls.
+    # What run_model calls Dynamo would compile, and CUDA's current stream is another object in compiled code.
+    told = torch.compiler.disable(on_eager)
+
+    # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is plain Python.
     def run_model(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            on_eager()
+            told()
         return model._call_impl(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:

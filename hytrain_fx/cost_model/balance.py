@@ -1,7 +1,8 @@
 """CPU and streamed updates that end together: the streamed share, moved by what running steps show.
 
-Both kinds of update work without a pause from the commit on, so a step is shortest where neither ends before the other. How fast each is
-beside the other no profile of single stages tells (they share host memory and the link), but when each ended is seen in every step:
+Where both kinds of update work without a pause from their first one on, a step is shortest where neither ends before the other. How
+fast each is beside the other no profile of single stages tells (they share host memory and the link), but when each ended is seen in
+every step:
 
     y' = y + (t_cpu - t_streamed) / (t_cpu / (1 - y) + t_streamed / y)
 

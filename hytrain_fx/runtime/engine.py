@@ -158,10 +158,14 @@ class EarlyCounts:
 
 @dataclass(frozen=True, slots=True)
 class FinishTimes:
-    """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind."""
+    """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind.
+
+    cpu_paused_us   idle time of the workers, over their number, from the first update by the CPU to the last: gradients had yet to come
+    """
 
     cpu_us: float = 0.0
     streamed_us: float = 0.0
+    cpu_paused_us: float = 0.0
 
 
 def engine_error(message: str, names: Sequence[str]) -> EngineError:

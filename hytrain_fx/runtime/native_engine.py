@@ -265,7 +265,7 @@ class NativeEngine:
     def finish_times(self) -> FinishTimes:
         out = CFinishTimes()
         self._call("finish_times", byref(out))
-        return FinishTimes(out.cpu_us, out.streamed_us)
+        return FinishTimes(out.cpu_us, out.streamed_us, out.cpu_paused_us)
 
     def commit_early(self, items: Sequence[CommitItem]) -> None:
         if self._shadow is None:

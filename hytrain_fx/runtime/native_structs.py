@@ -80,7 +80,7 @@ class CCommitItem(Structure):
 class CFinishTimes(Structure):
     """`engine.FinishTimes`."""
 
-    _fields_ = [("cpu_us", c_double), ("streamed_us", c_double)]
+    _fields_ = [("cpu_us", c_double), ("streamed_us", c_double), ("cpu_paused_us", c_double)]
 
 
 class CTaskRecord(Structure):

@@ -46,6 +46,37 @@ def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
         assert engine.finish_times().streamed_us == 0
 
 
+def test_pauses_between_updates_are_told() -> None:
+    """Workers that wait for the next gradient have paused for as long; without late gradients they have worked since their first update."""
+    with running() as engine:
+        loop = EngineLoop(engine, (5000, 6000), torch.float32)
+        engine.set_delay(Stage.LANDING, 60_000)
+        for _ in range(2):
+            loop.step()
+            loop.check()
+        late = engine.finish_times()
+        assert 0 < late.cpu_paused_us <= late.cpu_us
+        engine.set_delay(Stage.LANDING, 0)
+        engine.set_delay(Stage.CPU_UPDATE, 60_000)
+        for _ in range(2):
+            loop.step()
+            loop.check()
+        busy = engine.finish_times()
+        assert busy.cpu_paused_us / busy.cpu_us < late.cpu_paused_us / late.cpu_us
+
+
+def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
+    """Where it ends last its end tells when gradients came, and a share moved by that would be moved again and again; it can take more."""
+    units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
+    plan = prefix_plan(units, 0, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
+    for ends, moves in (((1e6, 0.3e6, 0.5e6), False), ((1e6, 0.3e6, 0.05e6), True), ((0.3e6, 1e6, 0.15e6), True)):
+        balancing = Balancing()
+        balancing.restart(plan)
+        for _ in range(6):
+            balancing.saw(FinishTimes(*ends))
+        assert (balancing.better(plan, units, 1e6, 10) is not None) == moves
+
+
 def test_a_share_that_noise_moves_back_stays() -> None:
     """A second move the other way needs ends twice as far apart, a third four times; a plan with another k begins anew."""
     units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
 import subprocess
 import sys
+import textwrap
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import ROOT, Launch, measure, run_case
+from benchmarks.turns import Seat, Turn, seats
 from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.explain.intervals import Interval, length, union
 from hytrain_fx.explain.timeline import read_trace
@@ -47,7 +51,8 @@ if mode == "zero_offload":
     time.sleep(600)
 print("a package says hello")
 row = {"mode": mode, "size": size, "batch": int(batch), "sequence": int(sequence), "clip": None, "autocast": False, "checkpointing": False,
-       "options": [], "machine": MACHINE, "step_s": int(batch) / 8, "spread": 0.0, "window_steps": 10,
+       "options": [], "micro_batches": 1, "scaled_every": 1,
+       "machine": MACHINE, "step_s": int(batch) / 8, "spread": 0.0, "window_steps": 10,
        "gpu_peak_allocated_gb": None, "gpu_peak_reserved_gb": None, "host_rss_gb": 1.0, "pinned_gb": None}
 print(json.dumps(row))
 print("and goodbye")
@@ -91,10 +96,11 @@ def arguments_of(command: Any, *words: str) -> argparse.Namespace:
 
 def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
     """Case, machine, three windows, memory, plan and prediction are in it, and it survives JSON."""
-    words = ("ours", "tiny", "--batch", "2", "--seq", "16", "--window", "2", "--warmup", "8", "--clip", "1.0", "--option", "workers=1")
+    words = ("ours", "tiny", "--batch", "2", "--seq", "16", "--window", "2", "--warmup", "8", "--clip", "1.0", "--option", "workers=1",
+             "--micro-batches", "2", "--scaled-every", "3")
     row = json.loads(json.dumps(steps.run(arguments_of(steps, *words))))
     case = Case.of_row(row)
-    assert case == Case("ours", "tiny", 2, 16, clip=1.0, options=("workers=1",))
+    assert case == Case("ours", "tiny", 2, 16, clip=1.0, options=("workers=1",), micro_batches=2, scaled_every=3)
     assert len(row["windows_s"]) == 3
     assert sorted(row["windows_s"])[1] == row["step_s"]
     assert row["window_steps"] == 2
@@ -172,6 +178,8 @@ def test_the_weights_are_the_same_in_every_row() -> None:
 def test_what_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is printed on stdout, the reason on stderr, and the status is 1."""
     for words, message in ((["steps", "ours", "huge"], "huge"), (["steps", "torchao", "tiny", "--clip", "1"], "clip"),
+                           (["steps", "torchao", "tiny", "--micro-batches", "2"], "micro-batches"),
+                           (["steps", "ours", "tiny", "--scaled-every", "2"], "--scaled-every"),
                            (["steps", "floor", "tiny", "--barrier"], "--barrier"),
                            (["steps", "ours", "tiny", "--timeline", "steps.svg"], "steps.svg"),
                            (["steps", "floor", "tiny", "--option", "k=0"], "--option"), (["table", "no-such"], "no-such"),
@@ -375,3 +383,62 @@ def test_commands_have_the_arguments_that_run_rows() -> None:
         parsed = arguments_of(steps, *TINY[2].arguments, *launch.extra)
         assert parsed.idle
         assert parsed.warmup == 5
+
+
+def test_rows_run_side_by_side_each_on_its_own_gpu_and_cores(tmp_path: Path) -> None:
+    """Every row runs once, on one of the seats, and both seats are used."""
+    core = min(os.sched_getaffinity(0))
+    barrier = f"""
+        import json, os, pathlib, sys, time
+        here = pathlib.Path({str(tmp_path)!r})
+        (here / os.environ["CUDA_VISIBLE_DEVICES"]).touch()
+        while not all((here / gpu).exists() for gpu in "47"):
+            time.sleep(0.01)
+        seat = {{"gpu": os.environ["CUDA_VISIBLE_DEVICES"], "cores": list(os.sched_getaffinity(0))}}
+        row = {row_of(TINY[0], 1.0)!r} | seat | {{"mode": sys.argv[1]}}
+        print(json.dumps(row))
+    """
+    script = tmp_path / "row.py"
+    script.write_text(textwrap.dedent(barrier))
+    launch = Launch(tmp_path / "logs", limit_s=60.0, command=(sys.executable, str(script)), seats=(Seat("4", (core,)), Seat("7", (core,))))
+    results = Results(tmp_path / "results.json")
+    measure(TINY, results, launch, tell=lambda _: None)
+    rows = [row for case in TINY if (row := results.measured(case))]
+    assert len(rows) == len(TINY)
+    assert {row["gpu"] for row in rows} == {"4", "7"}
+    assert all(row["cores"] == [core] for row in rows)
+
+
+def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
+    """It waits for every other row to end or to wait too, and no other begins meanwhile; a row without host states never waits."""
+    path = tmp_path / "turn"
+
+    def is_taken() -> bool:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    ours, floor = Turn(path), Turn(path)
+    floor.wait_to_be_alone("floor")
+    waiting = threading.Thread(target=ours.wait_to_be_alone, args=("ours",))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    del floor  # its process ends
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert is_taken()
+    del ours
+    assert not is_taken()
+
+
+def test_seats_share_the_cores_and_want_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many cores for each GPU, none twice, only visible GPUs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
+    assert seats(2) == (Seat("5", (0, 1, 2, 3)), Seat("3", (4, 5, 6, 7)))
+    with pytest.raises(CannotRun, match="found 2 visible GPUs"):
+        seats(3)

@@ -11,6 +11,7 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx import torch_private
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.session import Session
 
 from .loops import Loop, compare, plain_loop
 from .models import Batches, mlp
@@ -91,18 +92,21 @@ def test_a_gradient_hook_registered_in_mid_run(k: int) -> None:
     compare(mlp, loop, k=k)
 
 
+class Split(nn.Module):
+    """Two layers and a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(hidden.tanh()).sum()  # type: ignore[no-any-return]
+
+
 def test_a_gradient_hook_in_mid_run_on_a_split_forward() -> None:
     """The parts of a forward with a graph break are compiled code of their own: they are captured anew too."""
-
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(x)
-            torch._dynamo.graph_break()
-            return self.last(hidden.tanh()).sum()  # type: ignore[no-any-return]
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
@@ -179,3 +183,23 @@ def test_forward_and_backward_hooks_of_modules() -> None:
         return model, batches
 
     compare(make, loop)
+
+
+def test_what_is_done_before_eager_code_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo, which runs a forward with a graph break in parts, leaves our own code between them alone: streams have no handles there."""
+
+    compiling: list[bool] = []
+    before = Session.before_eager_code
+
+    def seen(session: Session) -> None:
+        compiling.append(torch.compiler.is_compiling())
+        before(session)
+
+    monkeypatch.setattr(Session, "before_eager_code", seen)
+    torch._dynamo.reset()
+    model: Any = Split()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+    plain_loop(4)(model, optimizer, [(torch.randn(3, 4),)])
+    hytrain_fx.close(model)
+    assert compiling
+    assert not any(compiling)

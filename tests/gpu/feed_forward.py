@@ -33,10 +33,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head."""
+    """Embedding, blocks, head; with `breaks` a graph break before the head."""
 
-    def __init__(self, width: int = 512, blocks: int = 4) -> None:
+    def __init__(self, width: int = 512, blocks: int = 4, breaks: bool = False) -> None:
         super().__init__()
+        self.breaks = breaks
         self.embedding = nn.Embedding(100, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, 100)
@@ -45,6 +46,8 @@ class Net(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
+        if self.breaks:
+            torch._dynamo.graph_break()
         logits: torch.Tensor = self.head(hidden)
         return logits
 
@@ -69,9 +72,9 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
-def build(dtype: torch.dtype) -> Net:
+def build(dtype: torch.dtype, breaks: bool = False) -> Net:
     torch.manual_seed(0)
-    return Net().to(dtype).cuda()
+    return Net(breaks=breaks).to(dtype).cuda()
 
 
 def backward(model: nn.Module, data: Iterator[torch.Tensor], micro_batches: int) -> torch.Tensor:
@@ -82,9 +85,11 @@ def backward(model: nn.Module, data: Iterator[torch.Tensor], micro_batches: int)
     return loss
 
 
-def plain(dtype: torch.dtype, clip: float | None, micro_batches: int = 1) -> tuple[list[float], list[torch.Tensor]]:
+def plain(
+    dtype: torch.dtype, clip: float | None, breaks: bool = False, micro_batches: int = 1
+) -> tuple[list[float], list[torch.Tensor]]:
     """The same compiled model with torch.optim.AdamW(foreach=True); fp32 masters by hand for 16-bit weights."""
-    model = build(dtype)
+    model = build(dtype, breaks)
     model.compile()
     parameters = list(model.parameters())
     masters = parameters if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in parameters]

@@ -59,7 +59,7 @@ def test_every_place_gives_the_plain_loops_bits(options: dict[str, Any]) -> None
     cases: list[Sequence[Placement]] = [[Placement.CPU], [Placement.STREAM], [Placement.GPU], mixed]
     for places in cases:
         net = build(torch.float32)
-        model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, autocast_copies=True)
+        model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
         session_of(model).place(plan_of(session_of(model), places))
         found = train(model, optimizer, **options)
         assert len(session_of(model).states.copies) == 9, "each linear layer's weight has a copy"
@@ -73,8 +73,7 @@ def test_the_device_holds_16_bit_weights() -> None:
     torch.manual_seed(0)
     net = Net(width=1024, blocks=8).cuda()  # 67 M parameters in linear layers
     before = torch.cuda.memory_allocated()
-    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, stream=0, ring_bytes=40 << 20,
-                                             autocast_copies=True)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, stream=0, ring_bytes=40 << 20)
     ring = torch.cuda.memory_allocated() - before
     data = batches()
     for _ in range(3):
@@ -95,7 +94,7 @@ def test_step_returns_while_the_backward_still_runs() -> None:
     """Neither forward nor backward nor step waits for the GPU once the copies are there."""
     torch.manual_seed(0)
     net = Net(width=1536, blocks=8).cuda()
-    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, autocast_copies=True)
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     data = batches()
     for _ in range(5):
         with autocast():

@@ -20,9 +20,11 @@ from .feed_forward import ADAMW, STEPS, Net, assert_step_returns_early, batches,
 __all__ = ["deterministic"]  # the fixture, for this file too
 
 
-def trained(dtype: torch.dtype, clip: float | None, delay: Stage | None, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+def trained(
+    dtype: torch.dtype, clip: float | None, delay: Stage | None, *, breaks: bool = False, **options: Any
+) -> tuple[list[float], list[torch.Tensor]]:
     """Our loop: the plain one with a line added."""
-    net = build(dtype)
+    net = build(dtype, breaks)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), **options)
     if delay is not None:
         session_of(model).engine.set_delay(delay, 2_000)
@@ -51,6 +53,15 @@ def test_every_plan_and_every_delay_gives_the_plain_loops_bits(dtype: torch.dtyp
         found_losses, found = trained(dtype, clip, delay, **options)
         assert found_losses == losses, (delay, options)
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True)), (delay, options)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_forward_in_two_graphs_gives_the_plain_loops_bits(k: int) -> None:
+    """With a graph break the model trains as the plain compiled one does."""
+    losses, weights = plain(torch.bfloat16, 0.1, breaks=True)
+    found_losses, found = trained(torch.bfloat16, 0.1, None, breaks=True, k=k)
+    assert found_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["the GPU waits for the host", "the GPU is behind"])

@@ -97,8 +97,9 @@ struct EarlyCounts {  // of parameters updated before their commit, since the en
 };
 
 struct FinishTimes {  // of the last step whose updates have all ended, from its commit; 0 where there were none of the kind
-  double cpu_us;       // the last update by the CPU
-  double streamed_us;  // the last streamed update is on its way
+  double cpu_us;         // the last update by the CPU
+  double streamed_us;    // the last streamed update is on its way
+  double cpu_paused_us;  // from the first update by the CPU to the last: workers' idle time over their number
 };
 
 struct DeviceStates {
@@ -351,6 +352,7 @@ class Engine {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
   }
   void note(int kind, int row, int chunk, int worker, double begin_us, double end_us);
+  void count_busy(double begin_us, double end_us);
   void note_update(int row, int chunk, int worker, double begin_us, double end_us);
 
   EngineOptions options_;
@@ -379,6 +381,7 @@ class Engine {
   std::vector<int> running_;  // by worker: its last record, -1 for none
   double commit_us_ = 0;      // of the last commit
   FinishTimes finish_{}, last_finish_{};  // of the last commit, as far as it has come; of the one before
+  double first_update_us_ = 0, workers_busy_us_ = 0;  // since the last commit: begin of the first update by the CPU, workers' time over their number
   std::vector<LaneRecord> lane_records_;
   std::atomic<double> worker_delay_us_{0}, lander_delay_us_{0}, reload_delay_us_{0};
   std::atomic<int> fail_row_{-1}, fail_copy_row_{-1};

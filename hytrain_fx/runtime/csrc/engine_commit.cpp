@@ -23,6 +23,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
   last_finish_ = have_ended() ? finish_ : FinishTimes{};
   finish_ = {};
+  first_update_us_ = workers_busy_us_ = 0;
   commit_us_ = device_->now_us();
   early_.host_params = early_.landed_params = 0;
   bool on_lane = false;

@@ -81,6 +81,7 @@ void Engine::work(int index) {
     const double end_us = device_->now_us();
     lock.lock();
     row.busy_us += (end_us - begin_us) / options_.workers;
+    count_busy(begin_us, end_us);
     note_update(key[1], key[2], index, begin_us, end_us);
     const bool counts = row.phase == Phase::PENDING && row.factors_known && !row.skipped && !chunk.put_back;
     if (!finite && counts) throw std::runtime_error(nonfinite_message(key[1]));
@@ -88,6 +89,12 @@ void Engine::work(int index) {
     ++chunk.finished;
     finish_task(key);
   }
+}
+
+void Engine::count_busy(double begin_us, double end_us) {
+  begin_us = std::max(begin_us, commit_us_);  // one ahead of its commit, or late after the one before
+  if (workers_busy_us_ == 0) first_update_us_ = begin_us;
+  workers_busy_us_ += (end_us - begin_us) / options_.workers;
 }
 
 // The next granule of a chunk that is ready; false, with the chunk set aside until its factors are known, where there is no shadow for it.
@@ -134,7 +141,9 @@ void Engine::finish_task(const Key& key) {
   chunk.shadows.clear();
   if (row.skipped) return chunk_left_out(row);
   updated_.insert(key);
-  finish_.cpu_us = device_->now_us() - commit_us_;
+  const double now_us = device_->now_us();
+  finish_.cpu_us = now_us - commit_us_;
+  finish_.cpu_paused_us = now_us - first_update_us_ - workers_busy_us_;
   upload_cv_.notify_one();
 }
 

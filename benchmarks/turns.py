@@ -1,0 +1,66 @@
+"""Rows side by side on the GPUs of one machine: they compile together, and are timed one at a time.
+
+The host's memory is one, and a row whose states are there is bound by it. So such a row waits, compiled, until no other row compiles or is
+timed (an exclusive lock on a file that all rows name); rows with everything on the GPU hold the lock shared, from beginning to end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.case import CannotRun
+
+WITHOUT_HOST = ("floor", "all_gpu", "reference")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where rows run: what they have as CUDA_VISIBLE_DEVICES, and their cores."""
+
+    gpu: str
+    cores: tuple[int, ...]
+
+
+class Turn:
+    """One row's place among the others. `path` None: it is alone.
+
+    Closing the file, also by the process's end, gives the lock back.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("w")
+        if self._file:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def wait_to_be_alone(self, mode: str) -> None:
+        """Return when no other row compiles or is timed; at once for a mode that leaves the host alone."""
+        if self._file and mode not in WITHOUT_HOST:
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # two that both hold it shared would wait for each other
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Processes started by this thread meanwhile run on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def seats(gpus: int) -> tuple[Seat, ...]:
+    """One for each of `gpus` of the visible GPUs, with as many cores each. Raises CannotRun where there are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu) for gpu in range(gpus)] if visible is None else [name for name in visible.split(",") if name]
+    if gpus > min(len(names), len(cores)):
+        raise CannotRun(f"found {len(names)} visible GPUs and {len(cores)} cores for --gpus {gpus}, expected at least one of each for each")
+    each = len(cores) // gpus
+    return tuple(Seat(names[gpu], tuple(cores[gpu * each : (gpu + 1) * each])) for gpu in range(gpus))
