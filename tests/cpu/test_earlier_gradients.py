@@ -13,8 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hytrain_fx.grad_ahead import SlotReader
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.parameters import build_table
+from hytrain_fx.runtime.engine import RowSpec, Stage
+from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.runtime.torch_engine import TorchEngine
 
 from .loops import Twins, assert_same, plain_loop, weights
 from .models import Batches, mlp
@@ -30,6 +34,7 @@ def bf16() -> tuple[nn.Module, Batches]:
 CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Batches]], dict[str, Any]]] = {
     "states on the host": (bf16, {"k": 0}),
     "states on both": (mlp, {"k": 2}),
+    "updates begin early": (mlp, {"k": 0, "speculate": True}),
     "torch engine": (mlp, {"k": 0, "engine": "torch"}),
 }
 
@@ -44,6 +49,41 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     yield made
     made.session.engine.set_delay(Stage.D2H, 0)
     made.close()
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, sizes and orders of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(5, 7))
+        self.narrow = nn.Parameter(torch.randn(3, dtype=torch.bfloat16))
+        self.turned = nn.Parameter(torch.randn(6, 4).t().to(torch.bfloat16))
+        self.last = nn.Parameter(torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last))
+
+
+def test_gradients_of_any_form_share_one_block_of_memory() -> None:
+    """Each comes back in its parameter's shape, strides and dtype, from one fetch as from one of its own."""
+    model = Mixed()
+    table = build_table(model, torch.optim.AdamW(model.parameters()))
+    engine = TorchEngine(table.device, 1 << 20, 20.0)
+    try:
+        for parameter in table.parameters:
+            engine.add_row(RowSpec(parameter.numel(), 0, parameter.detach()))
+        states = StateStore(table.parameters, [0] * len(table), [False] * len(table), engine)
+        states.allocate([Placement.CPU] * len(table), None)
+        grads = [torch.randn_like(p) for p in table.parameters]
+        engine.set_delay(Stage.D2H, 2_000)
+        engine.grad_offload(range(len(table)), grads)
+        reader, rows = SlotReader(table, engine), (0, 1, 2, 3)
+        number, coming = reader.begin(rows)
+        assert len({gradient.untyped_storage().data_ptr() for gradient in coming}) == 1
+        for found in (reader.finish(number, rows, coming), [reader.read(row) for row in rows]):
+            for gradient, grad, parameter in zip(found, grads, table.parameters, strict=True):
+                assert (gradient.dtype, gradient.stride()) == (parameter.dtype, parameter.stride())
+                assert torch.equal(gradient, grad)
+    finally:
+        engine.close()
 
 
 class Watch:
