@@ -1,7 +1,7 @@
 // Drives the engine through its C interface, on the CPU device and without Python, for a thread sanitizer to watch (scripts/race_check).
 //
 // Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, updates
-// that begin before their commit on right and wrong guesses, gradients dropped and made anew, rows that move, records taken on the way.
+// that begin before their commit on right and wrong guesses, gradients dropped, made anew and brought back a unit ahead, rows that move, records taken.
 // What the engine makes of it is compared, bit for bit, with adamw_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
 //
 //     race_driver STEPS SEED
