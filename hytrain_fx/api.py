@@ -154,6 +154,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Timeline:
+    session.marks.settle()
     device, launched = session.marks.finished(), session.marks.launched()
     spans = (*device_spans(device), *launch_spans(launched))
     launches = step_launches(device, launched)

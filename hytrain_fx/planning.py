@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.balancing import Balancing
 from hytrain_fx.cost_model.balance import streamed_share
-from hytrain_fx.cost_model.planner import GUARD, Stream, predict, prefix_plan
+from hytrain_fx.cost_model.inputs import inputs_of
+from hytrain_fx.cost_model.planner import GUARD, Stream, predict, prefix_plan, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.reasons import given_share_reason
 from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard
@@ -172,7 +173,7 @@ class Planning:
         self._due = self._renumbered = False
 
     def _measure(self) -> None:
-        """The profile of the steps just measured; the device and the copies run on, except before the first plan."""
+        """The profile of the steps just measured. The device runs on, with what it has been given, except before the first plan."""
         session = self._session
         if self.profile is None:
             session.drain()
@@ -261,18 +262,19 @@ class Planning:
         all_states = profile.params * self._device_bytes_per_param()
         budget = device_budget_bytes(config.gpu_states, session.table.device, all_states, self._resident_bytes())
         stream: Stream = config.stream if config.stream == "auto" else self._given_share
+        within: dict[str, Any] = {
+            "budget_bytes": max(int(budget) - (self._wider_bytes() if self._may_stream else 0), 0),
+            "budget_counts_streamed": config.gpu_states == "auto",
+            "host_budget_bytes": self._resident_host_bytes() + host_budget_bytes(config.host_memory),
+            "guard": self._guard,
+            "discipline": self.discipline,
+            **self._sizes(),
+        }
         try:
-            new = solve(
-                profile,
-                rule=config.planner,
-                budget_bytes=max(int(budget) - (self._wider_bytes() if self._may_stream else 0), 0),
-                budget_counts_streamed=config.gpu_states == "auto",
-                host_budget_bytes=self._resident_host_bytes() + host_budget_bytes(config.host_memory),
-                stream=stream if self._may_stream else 0.0,
-                guard=self._guard,
-                discipline=self.discipline,
-                **self._sizes(),
-            )
+            if self._balances and streamed_k(profile, **within) == self.plan.k:
+                self._stay(profile, f"k={self.plan.k} is still solved")
+                return None
+            new = solve(profile, rule=config.planner, stream=stream if self._may_stream else 0.0, **within)
         except PlanError:
             if self.plan.source == _FIRST:
                 raise
@@ -287,15 +289,19 @@ class Planning:
         migration_us = self._moved_bytes(session.states.placement, wanted) * self._us_per_moved_byte(profile)
         steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.verdict = judge(predicted["step_us"], new.predicted["step_us"], steps_us, migration_us)
-        note = f"{_AGAIN} {session.steps_done} steps: {self.verdict}"
-        # Of two plans that stream beside the same k, running steps know better than any prediction (balancing.py).
-        balanced = self._balances and new.k == self.plan.k and new.numel(Placement.STREAM) > 0
-        if self.verdict.moves and not balanced and wanted != session.states.placement:
-            return replace(new, notes=(*new.notes, note))
-        share = {"stream_share": self.plan.inputs.get("stream_share", 0.0)}
-        notes = (*(text for text in self.plan.notes if not text.startswith(_AGAIN)), note)
-        self.history[-1] = replace(self.plan, predicted=predicted, inputs=new.inputs | share, notes=notes)
+        if self.verdict.moves and wanted != session.states.placement:
+            return replace(new, notes=(*new.notes, f"{_AGAIN} {session.steps_done} steps: {self.verdict}"))
+        self._stay(profile, str(self.verdict), predicted)
         return None
+
+    def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:
+        """The plan in force stays; what is told of it is of `profile`."""
+        present = self.plan
+        inputs = inputs_of(profile, self._guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
+        notes = (*(note for note in present.notes if not note.startswith(_AGAIN)), f"{_AGAIN} {self._session.steps_done} steps: {why}")
+        if predicted is None:
+            predicted = self._predict(profile, present)
+        self.history[-1] = replace(present, predicted=predicted, inputs=present.inputs | inputs, notes=notes)
 
     def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:
         return predict(profile, plan, self._device_bytes_per_param(), self.discipline, self._host_bytes_per_param())

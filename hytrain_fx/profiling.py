@@ -106,8 +106,10 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
 
 def _commit_us(measured: Measured) -> float:
     """From the end of the forward on the device to the end of step() on the launching thread; 0 where it is there before the device."""
-    steps = zip(reversed(measured.marks.finished()), reversed(measured.step_ends_us), strict=False)
-    ends = [(end_us, next((at for kind, _, at in marks if kind is Mark.FORWARD_END), end_us)) for marks, end_us in steps]
+    marks = measured.marks.finished()
+    reached = len(measured.step_ends_us) - (measured.marks.steps - len(marks))
+    steps = zip(reversed(marks), reversed(measured.step_ends_us[:reached]), strict=False)
+    ends = [(end_us, next((at for kind, _, at in of_step if kind is Mark.FORWARD_END), end_us)) for of_step, end_us in steps]
     return max(statistics.median(end_us - forward_us for end_us, forward_us in ends[: len(measured.step_ends_us) - 1]), 0.0)
 
 

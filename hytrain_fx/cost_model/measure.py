@@ -65,6 +65,7 @@ class StepMarks:
         self._launching: list[tuple[Mark, int, float]] = []
         self._launched: deque[list[tuple[Mark, int, float]]] = deque(maxlen=keep_steps)
         self._too_many = False  # in the running step
+        self._clock_stream: torch.cuda.Stream | None = None
         self.enabled = True
 
     def mark(self, kind: Mark, unit: int = -1) -> None:
@@ -105,23 +106,45 @@ class StepMarks:
         self._finished.clear()
         self._launched.clear()
 
-    def clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
-        """A function that gives a mark's time on the host's monotonic clock, in microseconds. On CUDA it synchronises once, here."""
+    def settle(self) -> None:
+        """Wait until the device has reached every mark of the finished steps."""
+        for marks in self._finished:
+            last = marks[-1][2]
+            if isinstance(last, torch.cuda.Event):
+                last.synchronize()  # not the device: copies and updates of the last step may run on
+
+    def _reached(self) -> list[list[tuple[Mark, int, float | torch.cuda.Event]]]:
+        """The finished steps that the device is through with, oldest first; waits for the first alone, so that there is one."""
+        reached: list[list[tuple[Mark, int, float | torch.cuda.Event]]] = []
+        for marks in self._finished:
+            last = marks[-1][2]
+            if isinstance(last, torch.cuda.Event) and not last.query():
+                if reached:
+                    break
+                last.synchronize()
+            reached.append(marks)
+        return reached
+
+    def _clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
+        """A function that gives the time of a mark that was reached on the host's monotonic clock, in microseconds."""
         if not self._cuda:
             return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
+        if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device
+            self._clock_stream = torch.cuda.Stream(self._device)
         now = torch.cuda.Event(enable_timing=True)
-        now.record(torch.cuda.current_stream(self._device))
+        now.record(self._clock_stream)
         now.synchronize()
         now_us = time.perf_counter() * 1e6
         return lambda mark: now_us - _elapsed_us(mark, now)
 
     def finished(self) -> list[list[tuple[Mark, int, float]]]:
-        """The marks of the finished steps at hand, oldest first, with their times on the host's monotonic clock in microseconds."""
-        clock_us = self.clock_us()
-        return [[(kind, unit, clock_us(at)) for kind, unit, at in marks] for marks in self._finished]
+        """The marks of the finished steps that the device is through with, oldest first, with their times on the host's monotonic clock in
+        microseconds. After `settle` these are all."""
+        reached, clock_us = self._reached(), self._clock_us()
+        return [[(kind, unit, clock_us(at)) for kind, unit, at in marks] for marks in reached]
 
     def launched(self) -> list[list[tuple[Mark, int, float]]]:
-        """The same steps' marks as the launching thread came to them, with the begin and end of `step()`, on the same clock."""
+        """The finished steps' marks as the launching thread came to them, with the begin and end of `step()`, on the same clock."""
         return [list(marks) for marks in self._launched]
 
     @property
@@ -130,14 +153,10 @@ class StepMarks:
         return len(self._finished)
 
     def median(self, units: int) -> UnitTimes:
-        """Medians over the finished steps, per unit. Waits for the last of their marks. Raises ValueError without a finished step."""
+        """Medians over the finished steps that the device is through with, per unit. Raises ValueError without a finished step."""
         if not self._finished:
             raise ValueError("no finished step has been measured")
-        for marks in self._finished:
-            last = marks[-1][2]
-            if isinstance(last, torch.cuda.Event):
-                last.synchronize()  # not the device: copies and updates of the last step may run on
-        steps = [_unit_times(marks, units) for marks in self._finished]
+        steps = [_unit_times(marks, units) for marks in self._reached()]
         return UnitTimes(*(_median_rows([getattr(s, name) for s in steps]) for name in ("forward_us", "backward_us", "stall_us")))
 
 

@@ -21,6 +21,7 @@ from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
+from hytrain_fx.cost_model.inputs import budget_inputs, inputs_of
 from hytrain_fx.cost_model.reasons import (
     balance_reason,
     capped_reason,
@@ -35,7 +36,7 @@ from hytrain_fx.cost_model.streaming import LEAST_GAIN, best_mix, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
-from hytrain_fx.ir.profile import STREAM_TIMES, Profile, UnitProfile
+from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, Resource, Unit
 
 Rule = Literal["seed", "cotrain", "windowed"]
@@ -98,6 +99,29 @@ def plan(
     return maker.settle(maker.solution(float(stream)))
 
 
+def streamed_k(
+    profile: Profile,
+    *,
+    budget_bytes: int,
+    host_budget_bytes: int,
+    state_bytes_per_param: float,
+    host_state_bytes_per_param: float,
+    budget_counts_streamed: bool,
+    guard: float,
+    discipline: Discipline,
+) -> int | None:
+    """The k of `plan(profile, stream="auto", ...)` where that streams, by the windows alone; None where they give no share to streaming.
+
+    For whoever looks often whether another plan is due: no step is simulated, which is most of what a plan costs. Raises PlanError as
+    `plan` does.
+    """
+    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
+    maker = _Maker(profile, "windowed", None, guard, discipline, budget)
+    without, _, _ = maker.fitted(maker.solution(0.0))
+    k, share = maker.mix(without)
+    return maker.fitted(replace(maker.solution(share), k=k))[0] if share > 0 else None
+
+
 def compare(
     profile: Profile,
     budget_bytes: int | None = None,
@@ -151,7 +175,7 @@ class _Maker:
         without = self.settle(self.solution(0.0))
         if self.k is not None or self.rule != "windowed" or not self.profile.can_stream:
             return without
-        k, share = self._mix(without.k)
+        k, share = self.mix(without.k)
         if share == 0.0:
             return without
         parts = _SHARES_TRIED if self.profile.host_memory_gb_per_s is None else _SHARES_TRIED_IN_SHARED_MEMORY
@@ -165,7 +189,7 @@ class _Maker:
         note = f"streaming {tried_share:.0%} of the parameters was tried: {time_text(streamed_us)} instead of {time_text(step_us)}"
         return replace(without, notes=(*without.notes, note))
 
-    def _mix(self, k: int) -> tuple[int, float]:
+    def mix(self, k: int) -> tuple[int, float]:
         """k and y by the windows. The k that fits shrinks with y, so y is solved again beside it; y = 0 where nothing is gained."""
         # Streaming too much costs as much as streaming too little, so the share is solved with CPU times as they are.
         compute_us, windows = self.profile.forward_us + self.profile.backward_us, self._windows(guard=1.0)
@@ -184,9 +208,9 @@ class _Maker:
         mix = windows.streaming(share)
         return _Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
 
-    def settle(self, solution: _Solution) -> Plan:
-        """The solution within both memories, as a plan with its reasons and what is predicted for it."""
-        wanted, units = solution.k, len(self.profile.units)
+    def fitted(self, solution: _Solution) -> tuple[int, int, int]:
+        """The solution's k within both memories; the most units that fit the device, the fewest that the host needs there."""
+        units = len(self.profile.units)
         fit = self.budget.most_units(self.profile, solution.share, self.discipline)
         least = self.budget.least_units(self.profile, solution.share)
         if fit < 0:
@@ -196,7 +220,12 @@ class _Maker:
             raise PlanError(f"no plan fits the memory: the host's {self.budget.host_bytes} bytes need the states of {least} of {units} "
                             f"units on the device, its {self.budget.device_bytes} bytes hold {fit}; allow more memory or train a smaller "
                             "model")
-        k = max(min(wanted, fit), least)
+        return max(min(solution.k, fit), least), fit, least
+
+    def settle(self, solution: _Solution) -> Plan:
+        """The solution within both memories, as a plan with its reasons and what is predicted for it."""
+        wanted, units = solution.k, len(self.profile.units)
+        k, fit, least = self.fitted(solution)
         verdict = "was given" if self.k is not None else "would be best"
         notes = (*_memory_notes(wanted, fit, least, units, verdict), *solution.notes)
         if self.k is None and self.guard > 1:
@@ -213,7 +242,7 @@ class _Maker:
         source = self.rule if self.k is None else "fixed k"
         draft = prefix_plan(self.profile.units, k, source=source, reason=reason, share=solution.share,
                             streamed_reason=lambda unit: solution.why_streamed(unit, k))
-        inputs = _inputs(self.profile, self.guard, solution.share, self.budget)
+        inputs = {**inputs_of(self.profile, self.guard), "stream_share": solution.share, **budget_inputs(self.profile, self.budget)}
         predicted = predict(self.profile, draft, self.budget.device_state_bytes, self.discipline, self.budget.host_state_bytes)
         return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
 
@@ -316,30 +345,6 @@ def _memory_notes(wanted: int, fit: int, least: int, units: int, verdict: str) -
 
 def _with_alpha(profile: Profile, alpha: float) -> Profile:
     return replace(profile, units=tuple(replace(u, gpu_update_us=alpha * u.cpu_update_us) for u in profile.units))
-
-
-def _inputs(profile: Profile, guard: float, share: float, budget: Budget) -> dict[str, float]:
-    inputs = {
-        "units": float(len(profile.units)),
-        "params": float(profile.params),
-        "t_fwd_us": profile.forward_us,
-        "t_bwd_us": profile.backward_us,
-        "t_upd_cpu_us": profile.cpu_update_us,
-        "t_upd_gpu_us": profile.gpu_update_us,
-        "t_d2h_us": profile.d2h_us,
-        "t_h2d_us": profile.h2d_us,
-        "guard": guard,
-        "stream_share": share,
-        "state_bytes_per_param": float(budget.device_state_bytes),
-        "steps_measured": float(profile.steps),
-    }
-    alpha = profile.alpha if math.isfinite(profile.alpha) else None
-    known = {"alpha": alpha, "budget_bytes": budget.device_bytes, "tokens": profile.tokens,
-             "host_memory_gb_per_s": profile.host_memory_gb_per_s}
-    if profile.can_stream:
-        inputs["budget_counts_streamed"] = float(budget.counts_streamed)
-        inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
-    return {**inputs, **{name: float(value) for name, value in known.items() if value is not None}}
 
 
 def _check(profile: Profile, rule: str, k: int | None, stream: Stream, guard: float, alpha: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -165,3 +166,61 @@ def test_the_link_is_probed_both_ways() -> None:
     rates = full_duplex_us_per_byte(torch.device("cpu"))
     spent_us = (time.perf_counter() - begin_s) * 1e6
     assert all(0 < rate * (16 << 20) <= spent_us for rate in rates)
+
+
+class Device:
+    """Stands for a GPU that has reached so many of the events it was given; notes what was waited for."""
+
+    given = reached = 0
+    waited: ClassVar[list[int]] = []
+
+
+class FakeEvent:
+    """An event of it, its number the milliseconds at which it is reached."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.number = 0
+
+    def record(self, stream: str) -> None:
+        if stream == "idle":
+            self.number = Device.reached
+            return
+        Device.given += 1
+        self.number = Device.given
+
+    def query(self) -> bool:
+        return self.number <= Device.reached
+
+    def synchronize(self) -> None:
+        if not self.query():
+            Device.waited.append(self.number)
+            Device.reached = self.number
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.query()
+        assert end.query()
+        return float(end.number - self.number)
+
+
+def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that the device is not through with are left out; only where it is through with none, the first is waited for."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "idle")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    marks = StepMarks(torch.device("cuda"))
+    for _ in range(3):
+        for kind in (Mark.FORWARD_BEGIN, Mark.WAIT_BEGIN, Mark.WAIT_END, Mark.FORWARD_END, Mark.GRADS, Mark.BACKWARD_END):
+            marks.mark(kind, 0)
+        marks.end_step()
+    assert len(marks.finished()) == 1
+    assert Device.waited == [6]
+    Device.reached = 14
+    assert len(marks.finished()) == 2
+    assert marks.median(1).forward_us == (2000.0,)
+    assert Device.waited == [6]
+    times_us = [at_us for _, _, at_us in marks.finished()[1]]
+    assert [at_us - times_us[0] for at_us in times_us] == pytest.approx([0.0, 1000.0, 2000.0, 3000.0, 4000.0, 5000.0])
+    marks.settle()
+    assert len(marks.finished()) == marks.steps == 3
+    assert Device.waited == [6, 18]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hytrain_fx.cost_model.device import analytic_profile
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.named_devices import find_device
-from hytrain_fx.cost_model.planner import STREAMED, Rule, Stream, compare, plan, prefix_plan
+from hytrain_fx.cost_model.planner import STREAMED, Rule, Stream, compare, plan, prefix_plan, streamed_k
 from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.streaming import best_share, ranges_of
@@ -249,3 +249,21 @@ def test_a_page_tells_the_streamed_share() -> None:
     p = stream_plan(profile_of(units), 1, 0.4)
     assert "k = 1 of 3 units (the first k are updated on the device), 40% of the rest is streamed" in headline(p)
     assert [place_of(p, i) for i in range(3)] == ["device", "60% CPU + 40% streamed", "60% CPU + 40% streamed"]
+
+
+@given(profile=streaming_profiles(), budget=st.integers(0, 200_000), host=st.integers(60_000, 10**6), counts=st.booleans(),
+       guard=st.floats(1, 1.5))
+@settings(deadline=None)
+def test_whether_another_k_is_due_needs_no_simulation(profile: Profile, budget: int, host: int, counts: bool, guard: float) -> None:
+    """Wherever the solved plan streams, its k is the one that the windows alone give; where they give no share, it does not stream."""
+    within = {"budget_bytes": budget, "host_budget_bytes": host, "state_bytes_per_param": 12.0, "host_state_bytes_per_param": 12.0,
+              "budget_counts_streamed": counts, "guard": guard, "discipline": Discipline(commit_at="backward_start")}
+    try:
+        solved = plan(profile, stream="auto", **within)  # type: ignore[arg-type]
+    except PlanError:
+        return
+    k = streamed_k(profile, **within)  # type: ignore[arg-type]
+    if solved.inputs["stream_share"] > 0:
+        assert k == solved.k
+    if k is None:
+        assert solved.inputs["stream_share"] == 0
