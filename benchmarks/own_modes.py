@@ -90,7 +90,7 @@ def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = 
         optimizer.session.drain()
         synchronize()
 
-    return Trainer(step, finish, lambda: about(model))
+    return Trainer(step, finish, lambda: about(model), lambda: len(optimizer.session.planning.history))
 
 
 def option_of(text: str) -> tuple[str, Any]:

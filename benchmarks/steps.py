@@ -39,6 +39,7 @@ TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
 WINDOWS = 3
 WARMUP_STEPS = {"ours": 30}  # measures, plans and looks again twice; the others only fill caches
 OTHER_WARMUP_STEPS = 3
+CALM_STEPS, MOST_CALMING_STEPS = 10, 60  # without a new plan, before the first window; and how long that is waited for
 LOOKS = ("trace", "timeline", "recording", "explain")  # after the windows
 OWN_OPTIONS = (*LOOKS, "barrier")
 
@@ -124,9 +125,8 @@ def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window:
 
     Energy is that of all three windows, for each step and each of its `step_tokens` (`benchmarks.energy`).
     """
-    for _ in range(warmup):
-        trainer.step(next(tokens))
-    trainer.finish()
+    warmup = _warm_up(trainer, tokens, warmup)
+    plans = trainer.plans()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = meter.read()
@@ -134,7 +134,20 @@ def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window:
     energy = meter.row(before, meter.read(), WINDOWS * window, step_tokens)
     median = statistics.median(seconds)
     return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
+            "warmup_steps": warmup, "plans_in_windows": trainer.plans() - plans,
             "spread": round((max(seconds) - min(seconds)) / median, 4), **energy}
+
+
+def _warm_up(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> int:
+    """Run `steps`, and more while plans are still made, each of which holds a step up; how many it were."""
+    ran = calm = 0
+    plans = trainer.plans()
+    while ran < steps or (calm < min(CALM_STEPS, steps) and ran < steps + MOST_CALMING_STEPS):
+        trainer.step(next(tokens))
+        calm, plans = (calm + 1 if trainer.plans() == plans else 0), trainer.plans()
+        ran += 1
+    trainer.finish()
+    return ran
 
 
 def _window_s(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> float:

@@ -23,11 +23,13 @@ class Trainer:
     step     one training step on tokens [batch, sequence]; returns the loss, and does not wait for the device
     finish   returns when everything of the steps so far is done, on every device
     about    what the mode has to tell about itself once its steps are timed, as JSON
+    plans    how many plans it has made: steps are timed when it makes no more of them
     """
 
     step: Step
     finish: Callable[[], None]
     about: Callable[[], Mapping[str, Any]] = dict
+    plans: Callable[[], int] = int
 
 
 def synchronize() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import ROOT, Launch, measure, run_case
+from benchmarks.trainer import Trainer
 from benchmarks.turns import Seat, Turn, seats
 from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.explain.intervals import Interval, length, union
@@ -442,3 +444,18 @@ def test_seats_share_the_cores_and_want_a_gpu_each(monkeypatch: pytest.MonkeyPat
     assert seats(2) == (Seat("5", (0, 1, 2, 3)), Seat("3", (4, 5, 6, 7)))
     with pytest.raises(CannotRun, match="found 2 visible GPUs"):
         seats(3)
+
+
+@pytest.mark.parametrize(("with_plans", "warmup", "ran"), [
+    ((), 20, 20), ((3,), 20, 20), ((16, 25), 20, 35), (range(1000), 20, 20 + steps.MOST_CALMING_STEPS), ((), 0, 0),
+])
+def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], warmup: int, ran: int) -> None:
+    """The warm-up goes on until ten steps have passed without one, or too many were waited for; without plans it is as long as told."""
+    done: list[int] = []
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        done.append(len(done) + 1)
+        return tokens
+
+    trainer = Trainer(step, lambda: None, plans=lambda: len(set(done) & set(with_plans)))
+    assert steps._warm_up(trainer, itertools.repeat(torch.zeros(1)), warmup) == ran == len(done)

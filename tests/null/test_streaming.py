@@ -256,7 +256,8 @@ def with_slow_cpu(profile: Profile) -> Profile:
     return profile_of([replace(u, cpu_update_us=20 * u.cpu_update_us) for u in profile.units])
 
 
-@given(profile=streaming_profiles().map(with_slow_cpu), budget=st.integers(0, 60_000), host=st.integers(200_000, 10**6), guard=st.floats(1, 1.5))
+@given(profile=streaming_profiles().map(with_slow_cpu), budget=st.integers(0, 60_000), host=st.integers(200_000, 10**6),
+       guard=st.floats(1, 1.5))
 @settings(deadline=None)
 def test_whether_another_k_is_due_needs_no_simulation(profile: Profile, budget: int, host: int, guard: float) -> None:
     """Wherever the solved plan streams, its k is the one that the windows alone give; where they give no share, it does not stream."""
