@@ -34,6 +34,7 @@ def about(model: nn.Module) -> dict[str, Any]:
         "engine": {"name": explanation.engine, "workers": explanation.workers},
         "memory_in_use": asdict(explanation.memory),
         "guesses": asdict(session.engine.guess_counts()),
+        "early": asdict(session.engine.early_counts()),
         "not_offloaded": len(explanation.not_offloaded),
     }
     if explanation.startup is not None:

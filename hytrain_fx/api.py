@@ -68,7 +68,7 @@ def explain(model: nn.Module) -> Explanation:
     Raises UnsupportedError for a model that is not compiled.
     """
     session = session_of(model)
-    planning, device = session.planning, session.table.device
+    planning, device, guesses = session.planning, session.table.device, session.engine.guess_counts()
     cuda = device.type == "cuda"
     return Explanation(
         plan=planning.plan,
@@ -76,7 +76,8 @@ def explain(model: nn.Module) -> Explanation:
         profile=planning.profile,
         discipline=planning.discipline,
         measured=_measured(session),
-        memory=session.resources.in_use(session.states.placement, [session.states[row] for row in range(len(session.table))]),
+        memory=session.resources.in_use(session.states.placement, [session.states[row] for row in range(len(session.table))],
+                                        guesses.shadow_bytes),
         startup=session.startup,
         engine=session.engine.name,
         workers=session.engine.workers,
@@ -86,7 +87,7 @@ def explain(model: nn.Module) -> Explanation:
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
         spent_us=_spent_us(session),
         optimizer=() if session.rule is None else session.rule.notes,
-        guesses=session.engine.guess_counts(),
+        guesses=guesses,
         copies=session.copies.in_words(),
         early=session.engine.early_counts(),
         stream=session.config.stream,

@@ -61,8 +61,8 @@ class Resources:
         if _log.isEnabledFor(logging.INFO):
             _log.info("%s", estimate_text(self.estimate(placement)))
 
-    def in_use(self, placement: Sequence[Placement], states: Sequence[RowStates]) -> MemoryInUse:
-        """What the tensors of these states take now, by row, beside the estimate for their placement."""
+    def in_use(self, placement: Sequence[Placement], states: Sequence[RowStates], shadow_bytes: int = 0) -> MemoryInUse:
+        """What the tensors of these states take now, by row, beside the estimate for their placement. `shadow_bytes`: as there."""
         estimate = self.estimate(placement)
         on_device = [of for of, place in zip(states, placement, strict=True) if place is Placement.GPU]
         on_host = [of for of, place in zip(states, placement, strict=True) if place is not Placement.GPU]
@@ -77,6 +77,7 @@ class Resources:
             weights_bytes=sum(row.weight_bytes for row in self._rows),
             staging_bytes=estimate.staging_bytes,
             pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
+            shadow_bytes=shadow_bytes,
             estimate=estimate,
         )
 

@@ -130,12 +130,14 @@ class GuessCounts:
     commits   steps with such updates
     missed    of those, where a factor came out otherwise and updates were made again
     params    parameters updated so, and `redone` of them
+    shadow_bytes    the most host memory that states before such updates, and before updates ahead of `step()`, have taken
     """
 
     commits: int = 0
     missed: int = 0
     params: int = 0
     redone: int = 0
+    shadow_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ class NativeEngine:
     def guess_counts(self) -> GuessCounts:
         out = CGuessCounts()
         self._call("guess_counts", byref(out))
-        return GuessCounts(out.commits, out.missed, out.params, out.redone)
+        return GuessCounts(out.commits, out.missed, out.params, out.redone, out.shadow_bytes)
 
     def early_counts(self) -> EarlyCounts:
         out = CEarlyCounts()

@@ -55,7 +55,7 @@ class CShadowMemory(Structure):
 class CGuessCounts(Structure):
     """`engine.GuessCounts`."""
 
-    _fields_ = [("commits", c_int64), ("missed", c_int64), ("params", c_int64), ("redone", c_int64)]
+    _fields_ = [(name, c_int64) for name in ("commits", "missed", "params", "redone", "shadow_bytes")]
 
 
 class CEarlyCounts(Structure):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, Stage
+from hytrain_fx.runtime.engine import CommitItem, GuessCounts, RowSpec, RowStates, Stage
 from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.split_master import whole_states
 
@@ -120,6 +120,7 @@ def test_constant_factors_are_guessed_and_a_change_is_made_good(dtype: torch.dty
         assert calm.commits >= 2
         assert calm.params > 0
         assert (calm.missed, calm.redone) == (0, 0)
+        assert 0 < calm.shadow_bytes <= 40 * SLOT_BYTES
         loop.step(0.5)
         loop.check()
         missed = loop.engine.guess_counts()
@@ -186,4 +187,4 @@ def test_without_shadow_memory_updates_wait() -> None:
         for _ in range(6):
             loop.step(1.0, 2000)
         loop.check()
-        assert loop.engine.guess_counts().params == 0
+        assert loop.engine.guess_counts() == GuessCounts()

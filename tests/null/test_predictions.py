@@ -28,15 +28,17 @@ def test_the_page_is_what_the_model_gives_now(compare: ModuleType) -> None:
 
 
 def test_misses_are_as_large_as_the_page_says(compare: ModuleType) -> None:
-    """At least thirteen steps are within 10%, none is off by more than a third, memory is within 6%."""
-    near = 0
+    """At least fifteen steps are within 10%, none is off by more than a third; memory is within 6%, on the host once within 14%."""
+    near = far = 0
     for row in compare.ROWS:
         found = compare.predicted(row)
         assert 0.66 <= found.step_s / row.step_s <= 1.12
         near += abs(found.step_s / row.step_s - 1) <= 0.1
-        for measured, predicted in ((row.device_gb, found.device_gb), (row.host_gb, found.host_gb)):
-            assert measured is None or predicted == pytest.approx(measured, rel=0.06)
-    assert near >= 13
+        assert row.device_gb is None or found.device_gb == pytest.approx(row.device_gb, rel=0.06)
+        assert row.host_gb is None or found.host_gb == pytest.approx(row.host_gb, rel=0.14)
+        far += row.host_gb is not None and found.host_gb != pytest.approx(row.host_gb, rel=0.06)
+    assert near >= 15
+    assert far == 1
 
 
 def test_measured_figures_are_those_of_the_measurements(compare: ModuleType) -> None:

@@ -85,6 +85,7 @@ struct GuessCounts {  // of parameters updated before their gradients' factors w
   int64_t missed;     // of those, with another factor than was guessed
   int64_t params;
   int64_t redone;     // of params
+  int64_t shadow_bytes;  // the most that states before them, and before updates ahead of their commit, have taken
 };
 
 struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
@@ -307,6 +308,7 @@ class Engine {
   bool may_be_redone(const Row& row) const;
   static bool is_steady(const Row& row);
   bool may_guess(const Row& row, int n_factors) const;
+  char* take_shadow();
   void factors_came(const Landing& landing);
   void settle_guess(Row& row, int index);
   static int64_t shadowed(const Chunk& chunk);  // parameters whose states before are in shadows
@@ -369,6 +371,7 @@ class Engine {
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
   EventPtr last_fetch_;
   std::vector<char*> shadows_;  // free slots
+  size_t shadow_slots_ = 0;
   bool can_guess_ = false;
   std::array<bool, 2> factors_on_way_{};       // by half of the slots
   bool skip_on_way_ = false, skipped_ = false;  // of the last commit with a `skip`

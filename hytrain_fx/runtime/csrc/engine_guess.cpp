@@ -42,6 +42,7 @@ void Engine::set_shadow(const ShadowMemory& memory) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (can_guess_) throw std::logic_error("the engine has shadow memory already");
   for (int s = memory.slots - 1; s >= 0; --s) shadows_.push_back(memory.base + s * 4 * kArrayBytes);
+  shadow_slots_ = shadows_.size();
   can_guess_ = memory.slots > 0;
 }
 
@@ -60,6 +61,13 @@ bool Engine::is_steady(const Row& row) {
 
 bool Engine::may_guess(const Row& row, int n_factors) const {
   return n_factors == row.n_values && may_be_redone(row) && is_steady(row);
+}
+
+char* Engine::take_shadow() {
+  char* shadow = shadows_.back();
+  shadows_.pop_back();
+  guesses_.shadow_bytes = std::max(guesses_.shadow_bytes, static_cast<int64_t>(shadow_slots_ - shadows_.size()) * 4 * kArrayBytes);
+  return shadow;
 }
 
 void Engine::factors_came(const Landing& landing) {

@@ -113,8 +113,7 @@ bool Engine::take_task(const Key& key, Task& task) {
       return false;
     }
     if (task.guessed) {
-      task.shadow = shadows_.back();
-      shadows_.pop_back();
+      task.shadow = take_shadow();
       chunk.shadows.push_back(task.shadow);
     }
     task.granule = chunk.taken++;
