@@ -2,6 +2,7 @@
 
     python examples/convergence.py --png convergence.png                    # CPU: some minutes
     python examples/convergence.py --layers 24 --width 2048 --context 1024  # a GPU: 1.2 G parameters
+    python examples/convergence.py --llama --layers 24 --width 2048 --heads 16 --context 1024 --gpu-states 0  # all states on the host
 
     bf16    16-bit parameters; the plain loop keeps fp32 masters by hand (MasterAdamW)
     fp16    fp32 parameters under fp16 autocast, with torch.amp.GradScaler
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_gpt import GPT, MasterAdamW, batches, stdlib_text
+from train_gpt import BYTES, GPT, MasterAdamW, batches, stdlib_text
 
 import hytrain_fx
 
@@ -55,6 +56,21 @@ def fp16(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Upd
     return update
 
 
+class Llama(nn.Module):
+    """A Llama of transformers over bytes: (batch, time) in, logits of the next byte out (batch, time, 256)."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": layers, "num_attention_heads": heads}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=BYTES, max_position_embeddings=context, use_cache=False, **sizes))
+
+    def forward(self, text: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=text).logits
+        return logits
+
+
 def train(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Tensor], precision: str, args: argparse.Namespace
 ) -> list[float]:
@@ -80,13 +96,15 @@ def both(precision: str, text: Tensor, args: argparse.Namespace) -> dict[str, li
         torch._dynamo.reset()
         torch.manual_seed(0)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        model = GPT(args.layers, args.width, args.heads, args.context).to(args.device, dtype)
+        kind_of_model = Llama if args.llama else GPT
+        model = kind_of_model(args.layers, args.width, args.heads, args.context).to(args.device, dtype)
         if name == "plain":
             model.compile()
             kind = MasterAdamW if precision == "bf16" else torch.optim.AdamW
             optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=args.lr)
         else:
-            _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=args.lr))
+            places = {} if args.gpu_states is None else {"gpu_states": args.gpu_states}
+            _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=args.lr), **places)
         data = batches(text, args.steps, args.batch, args.context, args.device)
         losses[name] = train(name, model, optimizer, data, precision, args)
         if name != "plain":
@@ -104,7 +122,7 @@ def difference(losses: dict[str, list[float]]) -> str:
             f"{last[1]:.4f} (hytrain_fx), means of the last 100 steps")
 
 
-def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
+def draw(results: dict[str, dict[str, list[float]]], path: Path, model: str) -> None:
     """One panel a precision: both curves, smoothed over 20 steps."""
     from matplotlib.figure import Figure
 
@@ -114,7 +132,7 @@ def draw(results: dict[str, dict[str, list[float]]], path: Path) -> None:
         for (name, curve), width in zip(losses.items(), (4, 1), strict=True):
             smooth = [statistics.mean(curve[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(curve))]
             axis.plot(smooth, label=name, linewidth=width, alpha=1 / width**0.75)
-        axis.set(title=f"{precision}: GPT, bytes of Python's standard library", xlabel="step", ylabel="loss, nats a byte")
+        axis.set(title=f"{precision}: {model}, bytes of Python's standard library", xlabel="step", ylabel="loss, nats a byte")
         axis.legend()
     figure.savefig(path)
 
@@ -126,6 +144,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--precision", choices=["bf16", "fp16"], nargs="+", default=["bf16", "fp16"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--llama", action="store_true", help="a Llama of transformers instead of the GPT")
+    parser.add_argument("--gpu-states", type=float, default=None, help="share of the states on the GPU (default: solved)")
     parser.add_argument("--deterministic", action="store_true", help="torch.use_deterministic_algorithms")
     parser.add_argument("--png", type=Path, default=None, help="draw the curves here (needs matplotlib)")
     parser.add_argument("--json", type=Path, default=None, help="write all losses here")
@@ -142,7 +162,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(results))
     if args.png:
-        draw(results, args.png)
+        draw(results, args.png, "Llama" if args.llama else "GPT")
 
 
 if __name__ == "__main__":
