@@ -46,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Try sizes near the estimates; every trial is kept in trials.json. Raises CannotRun for several GPUs."""
-    if launch_of(arguments).seats:
+    launch = launch_of(arguments)
+    if launch.seats:
         raise CannotRun("found --gpus: sizes are tried one after the other, as host memory is part of what is tried; leave it out")
     spec, trials = spec_of(arguments.device), Results(arguments.out / "trials.json")
     for batch in arguments.batches:
         for mode in arguments.modes:
             start = Case(mode, f"w{max(estimated_width(mode, spec, batch * arguments.sequence), 1)}", batch, arguments.sequence)
-            search(start, arguments.tries, lambda case: _trains(case, trials, launch_of(arguments), arguments.again))
+            search(start, arguments.tries, lambda case: _trains(case, trials, launch, arguments.again))
     print(largest_table(estimates_and_trials(spec, arguments.batches, arguments.sequence, trials)))
 
 

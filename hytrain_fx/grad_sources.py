@@ -67,17 +67,18 @@ class RowGradient:
 
 def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
     """The source of a stand-in whose values are, unedited, those in its row's slot; None for anything else."""
-    if type(grad) is not GradStandIn:
-        return None
-    state = grad.grad_state
-    source = state.source
-    return source if state.real is None and not state.factors and type(source) is RowGradient and source.is_live() else None
+    return _source_in_slot(grad.grad_state) if type(grad) is GradStandIn and not grad.grad_state.factors else None
 
 
 def is_in_slot(standin: GradStandIn) -> bool:
     """Whether the values are in the row's slot, so that an update on the host finds them there."""
-    state = standin.grad_state
-    return state.real is None and type(state.source) is RowGradient and state.source.is_live()
+    return _source_in_slot(standin.grad_state) is not None
+
+
+def _source_in_slot(state: GradState) -> RowGradient | None:
+    """The source, if the values are in the row's slot, with the state's factors still to come."""
+    source = state.source
+    return source if state.real is None and type(source) is RowGradient and source.is_live() else None
 
 
 def is_used(standin: GradStandIn) -> bool:
