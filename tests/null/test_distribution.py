@@ -37,7 +37,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=LEFT_BEHIND)
     with tarfile.open(build("sdist", folder / "tree", folder / "dist")) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
+        archive.extractall(folder / "unpacked")
     return next((folder / "unpacked").iterdir())
 
 
