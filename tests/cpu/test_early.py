@@ -388,12 +388,15 @@ def test_an_update_that_fails_before_step_is_reported() -> None:
     assert session is not None
     session.engine.fail_next_update(session.table.names.index("second.weight"))
 
-    def step() -> None:
-        backward(model, model(*batches[0]))  # may be the gate of a later gradient
-        optimizer.step()
+    def gates() -> None:
+        model(*batches[0]).backward()
+        deadline_s = time.perf_counter() + 20.0
+        while time.perf_counter() < deadline_s:  # the update begins when its gradient has landed and the noticing thread has run
+            session.engine.drain([])
+            time.sleep(0.001)
 
     with pytest.raises(EngineError, match="injected failure"):
-        step()
+        gates()
     optimizer.zero_grad()  # and does not hang
     with pytest.raises(EngineError, match="injected failure"):
         hytrain_fx.close(model)
