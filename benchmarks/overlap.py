@@ -40,9 +40,7 @@ def traced(model: nn.Module, step: Callable[[], object], finish: Callable[[], No
         finish()
     engine.record(False)
     session.planning.recording = False
-    records: list[TaskRecord] = []
-    while batch := engine.take_records():
-        records += batch
+    records = engine.take_records()
     profile.export_chrome_trace(str(path))
     trace = document(path)
     shift_us = clock_offset_us - trace.get("baseTimeNanoseconds", 0) / 1e3

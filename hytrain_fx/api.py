@@ -23,7 +23,6 @@ from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, fr
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.layers import unit_of_rows
 from hytrain_fx.optimizer import OffloadedOptimizer
-from hytrain_fx.runtime.engine import TaskRecord
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
 from hytrain_fx.torch_private import compiled_call, require_release, set_compiled_call
@@ -130,7 +129,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
             f"{session.planning.steps_to_measure}); record once explain(model) shows a solved plan"
         )
     session.drain()  # updates of the step before are not of the block
-    _take_records(session)
+    session.engine.take_records()  # of steps before
     schedule = explain(model).schedule
     names = tuple(unit.name for unit in session.planning.units())
     recording = Recording(from_schedule(schedule, names) if schedule else None)
@@ -159,15 +158,7 @@ def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Time
     device, launched = session.marks.finished(), session.marks.launched()
     spans = (*device_spans(device), *launch_spans(launched))
     launches = step_launches(device, launched)
-    return from_records(_take_records(session), spans, session.nodes.unit_of, names, begin_us=begin_us, launches=launches)
-
-
-def _take_records(session: Session) -> list[TaskRecord]:
-    """All records so far; the engine hands them out in batches."""
-    records: list[TaskRecord] = []
-    while batch := session.engine.take_records():
-        records += batch
-    return records
+    return from_records(session.engine.take_records(), spans, session.nodes.unit_of, names, begin_us=begin_us, launches=launches)
 
 
 def _measured(session: Session) -> Measured | None:

@@ -147,7 +147,7 @@ class Planning:
 
     def _begin_measuring(self) -> None:
         session = self._session
-        self._take_records()  # those of steps before
+        session.engine.take_records()  # of steps before
         session.marks.clear()
         session.engine.record(True)
         self._ends_us = [time.perf_counter() * 1e6]
@@ -178,7 +178,7 @@ class Planning:
         if self.profile is None:
             session.drain()
         parameters = session.table.parameters
-        measured = Measured(self.units(), session.marks, self._take_records(), tuple(self._ends_us), session.nodes.unit_of,
+        measured = Measured(self.units(), session.marks, session.engine.take_records(), tuple(self._ends_us), session.nodes.unit_of,
                             [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device)
         self._ends_us.clear()
         self.profile = build_profile(measured, self, self.profile, streams=self._may_stream)
@@ -196,13 +196,6 @@ class Planning:
         session.marks.clear()
         self._balancing.restart(new)
         self._balanced = None
-
-    def _take_records(self) -> list[Any]:
-        """All records so far; the engine hands them out in batches."""
-        records: list[Any] = []
-        while batch := self._session.engine.take_records():
-            records += batch
-        return records
 
     # ---- probes ----
 

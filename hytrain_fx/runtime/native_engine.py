@@ -301,9 +301,11 @@ class NativeEngine:
         self._call("record", int(on))
 
     def take_records(self) -> list[TaskRecord]:
-        buffer, taken = (CTaskRecord * _RECORD_CAPACITY)(), c_int()
-        self._call("take_records", buffer, _RECORD_CAPACITY, byref(taken))
-        return [TaskRecord(Stage(r.kind), r.row, r.chunk, r.worker, r.begin_us, r.end_us) for r in buffer[: taken.value]]
+        buffer, taken, records = (CTaskRecord * _RECORD_CAPACITY)(), c_int(_RECORD_CAPACITY), list[TaskRecord]()
+        while taken.value == _RECORD_CAPACITY:
+            self._call("take_records", buffer, _RECORD_CAPACITY, byref(taken))
+            records += (TaskRecord(Stage(r.kind), r.row, r.chunk, r.worker, r.begin_us, r.end_us) for r in buffer[: taken.value])
+        return records
 
     def cpu_update_us(self, row: int) -> float:
         out = c_double()

@@ -1,4 +1,4 @@
-"""What crosses the C interface of csrc/engine.h: its structs, field by field, and the numbering of a commit's factors."""
+"""What crosses the C interface of csrc/native_structs.h: its structs, field by field, and the numbering of a commit's factors."""
 
 from __future__ import annotations
 

@@ -173,13 +173,13 @@ _POLL_S = 20e-6
 
 
 class _CudaEvent:
-    __slots__ = ("_epoch", "event")
+    __slots__ = ("_clock", "event")
 
-    def __init__(self, stream: torch.cuda.Stream, epoch: tuple[torch.cuda.Event, float]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, clock: torch.cuda.Stream) -> None:
         # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back (csrc/cuda_device.cpp).
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
-        self._epoch = epoch
+        self._clock = clock
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -189,8 +189,10 @@ class _CudaEvent:
             time.sleep(_POLL_S)  # synchronize() would spin, on a core of the worker
 
     def time_us(self) -> float:
-        event, at_us = self._epoch
-        return at_us + 1e3 * float(event.elapsed_time(self.event))
+        now = torch.cuda.Event(enable_timing=True)  # close by: the clocks drift apart, and the driver counts in floats
+        now.record(self._clock)
+        now.synchronize()
+        return now_us() - 1e3 * float(self.event.elapsed_time(now))
 
 
 class CudaLanes:
@@ -199,22 +201,19 @@ class CudaLanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in Lane]
-        epoch = torch.cuda.Event(enable_timing=True)
-        epoch.record(self._streams[0])
-        epoch.synchronize()
-        self._epoch = (epoch, now_us())
+        self._clock = torch.cuda.Stream(device)  # with no work on it
 
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
     def record_compute(self) -> Event:
-        return _CudaEvent(self.compute_stream(), self._epoch)
+        return _CudaEvent(self.compute_stream(), self._clock)
 
     def compute_wait(self, event: Event, stream: torch.cuda.Stream | None = None) -> None:
         (stream or self.compute_stream()).wait_event(_cuda(event))
 
     def record(self, lane: Lane) -> Event:
-        return _CudaEvent(self._streams[lane], self._epoch)
+        return _CudaEvent(self._streams[lane], self._clock)
 
     def wait(self, lane: Lane, event: Event) -> None:
         self._streams[lane].wait_event(_cuda(event))

@@ -386,13 +386,14 @@ def test_an_update_that_fails_before_step_is_reported() -> None:
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, workers=1, timeout_s=20.0, speculate=True)
     session = find_session(model)
     assert session is not None
+    session.engine.set_delay(Stage.CPU_UPDATE, 200_000)  # it fails behind the backward
     session.engine.fail_next_update(session.table.names.index("second.weight"))
 
     def gates() -> None:
         model(*batches[0]).backward()
         deadline_s = time.perf_counter() + 20.0
-        while time.perf_counter() < deadline_s:  # the update begins when its gradient has landed and the noticing thread has run
-            session.engine.drain([])
+        while time.perf_counter() < deadline_s:  # its gradient lands and its update begins on other threads
+            session.engine.wait([])
             time.sleep(0.001)
 
     with pytest.raises(EngineError, match="injected failure"):

@@ -143,8 +143,8 @@ class CudaEvent : public Event {
   }
   double time_us() override {
     float elapsed_ms = 0;
-    shared_->driver.check(shared_->driver.event_elapsed(&elapsed_ms, shared_->epoch, event_), "time an event");
-    return shared_->epoch_us + 1e3 * elapsed_ms;
+    shared_->driver.check(shared_->driver.event_elapsed(&elapsed_ms, event_, shared_->epoch), "time an event");
+    return shared_->epoch_us - 1e3 * elapsed_ms;
   }
   CUevent handle() const { return event_; }
 
@@ -171,14 +171,13 @@ class CudaDevice : public Device {
     d.check(d.retain(&context_, ordinal), "retain the primary context");
     bind_thread();
     for (CUstream& stream : streams_) d.check(d.stream_create(&stream, kStreamNonBlocking, 0), "create a stream");
+    d.check(d.stream_create(&clock_stream_, kStreamNonBlocking, 0), "create a stream");
     shared_->epoch = shared_->pool.take();
-    d.check(d.event_record(shared_->epoch, streams_[0]), "record the epoch");
-    d.check(d.stream_sync(streams_[0]), "record the epoch");
-    shared_->epoch_us = clock_us();
   }
   ~CudaDevice() override {
     const Driver& d = shared_->driver;
     d.set_current(context_);
+    d.stream_destroy(clock_stream_);
     for (CUstream stream : streams_) {
       d.stream_sync(stream);
       d.stream_destroy(stream);
@@ -201,6 +200,12 @@ class CudaDevice : public Device {
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
   void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
+  void take_epoch() override {
+    const Driver& d = shared_->driver;
+    d.check(d.event_record(shared_->epoch, clock_stream_), "record the epoch");
+    d.check(d.stream_sync(clock_stream_), "record the epoch");
+    shared_->epoch_us = clock_us();
+  }
   double now_us() override { return clock_us(); }
 
  private:
@@ -217,6 +222,7 @@ class CudaDevice : public Device {
   std::shared_ptr<CudaShared> shared_;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
+  CUstream clock_stream_ = nullptr;  // with no work on it, so that its events are reached at once
   std::array<CUfunction, kAdamwFunctions> adamw_{};  // as adamw_kernel numbers them
   CUfunction gather_;
 };

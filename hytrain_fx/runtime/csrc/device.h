@@ -26,7 +26,7 @@ constexpr int kLanes = 6;
 
 inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::STREAM_OUT; }
 
-// A point in a lane or in the compute stream. `time_us` is on the device's clock and valid once done.
+// A point in a lane or in the compute stream. `time_us` is on the host's clock, for one that was done when the device last took its epoch.
 class Event {
  public:
   virtual ~Event() = default;
@@ -84,7 +84,10 @@ class Device {
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
   virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
-  virtual double now_us() = 0;                            // host time on the events' clock
+  // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to be taken from an epoch close by.
+  // It may wait for work of the device, so no lock is to be held that such work may be waiting for.
+  virtual void take_epoch() = 0;
+  virtual double now_us() = 0;  // host time on the events' clock
 };
 
 std::unique_ptr<Device> make_cpu_device();

@@ -226,17 +226,21 @@ void Engine::record(bool on) {
   recording_ = on;
 }
 
-int Engine::take_records(TaskRecord* out, int capacity) {
+std::vector<Engine::LaneRecord> Engine::take_done_lane_records() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<LaneRecord> unfinished;
-  for (LaneRecord& lane : lane_records_) {
-    if (!lane.end->done()) {
-      unfinished.push_back(lane);
-      continue;
-    }
+  const auto undone = std::stable_partition(lane_records_.begin(), lane_records_.end(), [](const LaneRecord& lane) { return lane.end->done(); });
+  std::vector<LaneRecord> done(lane_records_.begin(), undone);
+  lane_records_.erase(lane_records_.begin(), undone);
+  return done;
+}
+
+int Engine::take_records(TaskRecord* out, int capacity) {
+  const std::vector<LaneRecord> done = take_done_lane_records();
+  if (!done.empty()) device_->take_epoch();
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const LaneRecord& lane : done) {
     records_.push_back({lane.kind, lane.row, lane.chunk, 0, lane.begin->time_us(), lane.end->time_us()});
   }
-  lane_records_ = std::move(unfinished);
   const int n = std::min<int>(capacity, static_cast<int>(records_.size()));
   std::copy(records_.begin(), records_.begin() + n, out);
   records_.erase(records_.begin(), records_.begin() + n);

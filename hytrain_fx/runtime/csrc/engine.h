@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "device.h"
+#include "native_structs.h"
 #include "ring.h"
 
 namespace hytrain_fx {
@@ -48,99 +49,6 @@ inline char* offset(void* base, int64_t bytes) { return static_cast<char*>(base)
 inline void sleep_us(double mean_us) {  // delays that tests set
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
-
-// The C interface's structs; runtime/native_structs.py mirrors them field by field.
-struct RowSpec {
-  int64_t numel;
-  int32_t unit;
-  int32_t dtype;  // Dtype of the weight, and but for rows with a copy (`use_copy`) of its gradient
-  void* weight;
-};
-
-struct HostStates {  // where a row's states rest on the host
-  void* master;    // fp32; with `low` the bf16 half that is the weight (split_adamw.h)
-  uint16_t* low;   // null: the master is whole
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;  // null without amsgrad
-  void* slot;
-};
-
-// Device memory that streamed states pass through: slots of one chunk, `arrays` (3, or 4 with amsgrad) of `slot_params` floats each.
-struct StagingMemory {
-  float* base;
-  int64_t slot_params;
-  int32_t arrays;
-  int32_t slots;
-};
-
-// Host memory for states as they were before an update with guessed factors; slots of one granule.
-struct ShadowMemory {
-  char* base;
-  int32_t slots;
-};
-
-struct GuessCounts {  // of parameters updated before their gradients' factors were known, since the engine was made
-  int64_t commits;    // with factors that were guessed
-  int64_t missed;     // of those, with another factor than was guessed
-  int64_t params;
-  int64_t redone;     // of params
-  int64_t shadow_bytes;  // the most that states before them, and before updates ahead of their commit, have taken
-};
-
-struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
-  int64_t commits;    // with such rows
-  int64_t missed;     // of those, where some had to be put back or updated again
-  int64_t params;
-  int64_t redone;     // of params: put back or updated again
-  int64_t host_params;    // of the last commit: in rows on the host,
-  int64_t landed_params;  // and of those, with gradients that were there by then
-};
-
-struct FinishTimes {  // of the last step whose updates have all ended, from its commit; 0 where there were none of the kind
-  double cpu_us;         // the last update by the CPU
-  double streamed_us;    // the last streamed update is on its way
-  double cpu_paused_us;  // from the first update by the CPU to the last: workers' idle time over their number
-};
-
-struct DeviceStates {
-  float* master;  // the weight itself for fp32 rows
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;
-};
-
-struct CommitItem {
-  int32_t row;
-  int32_t at_end;     // 1: weight or gradient was touched outside the graphs; go by the event of this commit
-  const void* grad;   // rows placed on the device: their real gradient
-  int32_t n_factors;  // multiplications logged on the gradient
-  int32_t factors[kMaxFactors];
-  AdamScalars scalars;
-};
-
-struct TaskRecord {
-  int32_t kind;  // a stage: 0 D2H, 1 CPU update, 2 device update, 3 H2D, 6 states in, 7 states out
-  int32_t row;
-  int32_t chunk;
-  int32_t worker;
-  double begin_us;
-  double end_us;
-};
-
-struct EngineOptions {
-  int32_t workers;
-  int32_t device_ordinal;  // -1: the model is on the CPU
-  double timeout_s;
-  void* ring;
-  uint64_t ring_bytes;
-  float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
-  int32_t factor_capacity;
-  void* adamw_functions[kAdamwFunctions];
-  void* gather_function;
-  const int32_t* worker_cores;  // one a worker; null: not pinned
-  int32_t* nonfinite;           // pinned, zero: number + 1 of a row whose update on the device met a gradient that is not finite
-};
 
 class Engine {
  public:
@@ -354,6 +262,7 @@ class Engine {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
   }
   void note(int kind, int row, int chunk, int worker, double begin_us, double end_us);
+  std::vector<LaneRecord> take_done_lane_records();
   void count_busy(double begin_us, double end_us);
   void note_update(int row, int chunk, int worker, double begin_us, double end_us);
 
