@@ -1,4 +1,4 @@
-"""One intra-op thread by default: sums over several threads may differ from run to run in the last bit."""
+"""How torch runs in these tests: one intra-op thread, and Inductor without kernels of its own where they are not the subject."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 
 @pytest.fixture(autouse=True)
 def torch_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Set torch's intra-op threads for one test: 1, or the count of its marker `torch_threads`."""
+    """Set torch's intra-op threads for one test: 1, or the count of its marker `torch_threads`.
+
+    Sums over several threads may differ from run to run in the last bit.
+    """
     marker = request.node.get_closest_marker("torch_threads")
     count: int = marker.args[0] if marker else 1
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     yield count
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def inductor_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In modules marked `fused_kernels` Inductor generates kernels, as it does for users; elsewhere the ops of its graphs run one by one.
+
+    The C++ compiler takes half of a test's time. What a loop does between the graphs is the same either way; where buffers are written
+    again and what is fused with what is not.
+    """
+    with inductor_config.patch(fallback_by_default=request.node.get_closest_marker("fused_kernels") is None):
+        yield

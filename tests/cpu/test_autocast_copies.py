@@ -27,6 +27,8 @@ from .loops import HYPER, Loop, Twins, assert_same, compare, weights
 from .models import Batches
 from .test_placements import plan_of
 
+pytestmark = pytest.mark.fused_kernels
+
 TOKENS, WIDTH = 23, 16
 COPIED = {"up.weight", "down.weight", "head.weight"}
 

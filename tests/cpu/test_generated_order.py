@@ -10,6 +10,8 @@ from hytrain_fx.passes.generated_order import CallDistance, call_distances, chec
 from tests.cpu import models
 from tests.cpu.recording_nodes import compile_rewritten
 
+pytestmark = pytest.mark.fused_kernels
+
 CODE = """
     def call(self, args):
         torch.ops.hytrain_fx.wait.default([primals_7], 0, [3])

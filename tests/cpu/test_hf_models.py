@@ -12,6 +12,8 @@ from torch import nn
 from .loops import compare
 from .models import Batches
 
+pytestmark = pytest.mark.fused_kernels
+
 transformers = pytest.importorskip("transformers")
 
 TINY: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

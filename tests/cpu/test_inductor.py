@@ -14,6 +14,8 @@ from hytrain_fx.ops import WAIT
 from tests.cpu import models
 from tests.cpu.recording_nodes import assert_same_weights, compile_rewritten, train
 
+pytestmark = pytest.mark.fused_kernels
+
 CASES = {"mlp": models.mlp, "cnn": models.cnn, "checkpointed gpt": models.checkpointed_gpt, "bf16 gpt": models.bf16_gpt}
 # The layouts that capture keeps are kept in the reference too: they change the order of sums in convolutions.
 REFERENCE_OPTIONS: dict[str, dict[str, Any]] = {"cnn": {"options": {"layout_optimization": False}}}

@@ -15,6 +15,8 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.api import session_of
 
+pytestmark = pytest.mark.fused_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

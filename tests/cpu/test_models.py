@@ -15,6 +15,8 @@ from hytrain_fx.api import session_of
 from .loops import HYPER, HandAdam, Make, assert_same, compare, plain_loop, weights
 from .models import CASES, Batches, broken_gpt, gpt
 
+pytestmark = pytest.mark.fused_kernels
+
 
 class TwoInputs(nn.Module):
     """Two towers, keyword arguments, one module used twice and one not at all."""

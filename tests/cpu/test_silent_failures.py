@@ -19,6 +19,8 @@ from hytrain_fx.runtime.engine import Stage
 from .loops import HYPER, Twins, plain_loop
 from .models import Batches, gpt, mlp
 
+pytestmark = pytest.mark.fused_kernels
+
 
 @pytest.fixture(scope="module")
 def twins() -> Iterator[Twins]:

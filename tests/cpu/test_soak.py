@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from .soak import Soak, Usage
+
+pytestmark = pytest.mark.fused_kernels
 
 
 def test_random_steps_in_lockstep_with_the_plain_loop() -> None:

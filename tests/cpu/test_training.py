@@ -20,6 +20,8 @@ from hytrain_fx.runtime.engine import Stage
 from .loops import HYPER, Loop, Make, TorchAdam, Twins, assert_same, compare, plain_loop, weights
 from .models import Batches, Mlp, gpt, mlp
 
+pytestmark = pytest.mark.fused_kernels
+
 STEPS = 20
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {},
