@@ -190,7 +190,7 @@ def _not_offloaded(session: Session) -> dict[int, str]:
     """Rows whose gradients do not go to the host inside a graph, and why."""
     graphs = session.capture.graphs
     found = {row: why for graph in graphs for row, why in graph.kept_grads.items()}
-    for row in session.eager_rows:
+    for row in session.eager_rows | session.last_eager_rows:
         found.setdefault(row, "its gradient came from outside the captured graphs")
     if any(graph.kind is GraphKind.BACKWARD for graph in graphs):
         offloaded = {row for graph in graphs for row in graph.grad_rows}

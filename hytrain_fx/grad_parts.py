@@ -34,8 +34,8 @@ class BackwardParts:
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.open: dict[int, OpenSum] = {}
-        self.used_eagerly: set[int] = set()  # rows that eager code may make gradients of
-        self._several: set[int] = set()
+        self.used_eagerly: set[int] = set()  # rows that eager code may make gradients of, before the next step()
+        self.several: set[int] = set()  # rows that have had several parts, or one of eager code
         self._arrived: set[int] = set()
         self._on_end = on_end
         self._backward = -1
@@ -58,13 +58,13 @@ class BackwardParts:
             if self.open:
                 self._on_end()  # the last backward has not
         again = self._arrived.intersection(rows) if self._arrived else set()
-        self._several |= again
+        self.several |= again
         self._arrived.update(rows)
         return again
 
     def may_get_more(self, row: int) -> bool:
         """Whether the backward that runs may bring another part for a row that has one."""
-        return self._calls > 1 or row in self._several or row in self.used_eagerly
+        return self._calls > 1 or row in self.several or row in self.used_eagerly
 
     def lay_aside(self, row: int, before: torch.Tensor, part: torch.Tensor) -> None:
         """Open a sum; `part` is the sum's own."""

@@ -52,13 +52,15 @@ class SessionGradients:
         self._reader = SlotReader(table, engine)
         self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
         self._own: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # real gradients made here, with their version
-        self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward
+        self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
+        self._summed: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # and real ones it has added to, with their version
 
     # ---- around a backward ----
 
     def forget_fresh(self) -> None:
         """A graph begins."""
         self._fresh.clear()
+        self._summed.clear()
 
     def fetching_ahead(self, calls: Sequence[tuple[int, ...]]) -> AbstractContextManager[None]:
         """Around a graph that takes the gradients of these rows, call by call: earlier ones come back ahead of the call."""
@@ -100,7 +102,9 @@ class SessionGradients:
             grad = get_grad(self.table.parameters[row])
         if grad is None:
             return False
-        return grad.materialized is not None if isinstance(grad, GradStandIn) else not self.is_untouched(row, grad)
+        if isinstance(grad, GradStandIn):
+            return grad.materialized is not None
+        return not (_is_as_noted(grad, self._own.get(row)) or _is_as_noted(grad, self._summed.get(row)))
 
     def require_strided(self, row: int, grad: torch.Tensor) -> None:
         """Raises UnsupportedError for a sparse gradient."""
@@ -138,8 +142,7 @@ class SessionGradients:
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
-        made, version = self._own.get(row, (None, 0))
-        return made is not None and made() is grad and version == grad._version
+        return _is_as_noted(grad, self._own.get(row))
 
     def any_in_place(self) -> bool:
         """Whether a gradient that `step()` may yet take rests where the present placement has it: in a slot, or ready on the device."""
@@ -274,8 +277,9 @@ class SessionGradients:
             return grad, True
         ours = self.is_untouched(row, held)
         held.add_(grad)
+        self._summed[row] = (weakref.ref(held), held._version)
         if ours:
-            self._own[row] = (weakref.ref(held), held._version)
+            self._own[row] = self._summed[row]
         return grad, False
 
     def _send(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
@@ -309,6 +313,11 @@ class SessionGradients:
         for row, parameter, grad in zip(rows, parameters, kept, strict=True):
             parameter.grad = grad
             self._own[row] = (weakref.ref(grad), grad._version)
+
+
+def _is_as_noted(grad: torch.Tensor, noted: tuple[weakref.ref[torch.Tensor], int] | None) -> bool:
+    """Whether it is the tensor that was noted, and at that version."""
+    return noted is not None and noted[0]() is grad and noted[1] == grad._version
 
 
 def _nobody_waits(rows: Sequence[int]) -> None:

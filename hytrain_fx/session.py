@@ -78,7 +78,8 @@ class Session:
         self.marks = StepMarks(self.table.device)
         self.step_us: deque[float] = deque(maxlen=31)  # wall time between calls of step(), newest last
         self.touched: set[int] = set()  # rows that eager code has reached since the last step()
-        self.eager_rows: set[int] = set()  # rows whose gradients come from outside the graphs
+        self.eager_rows: set[int] = set()  # rows that have had gradients from outside the graphs since the last step(),
+        self.last_eager_rows: set[int] = set()  # and before it
         self.steps_done = 0
         self._depth = 0
         self._last_step_s: float | None = None
@@ -281,7 +282,8 @@ class Session:
             self._writes.note(rows)
             self._writes.end_step()
         self.touched.clear()
-        self.nodes.gradients.parts.used_eagerly.intersection_update(self.eager_rows)
+        self.last_eager_rows, self.eager_rows = self.eager_rows, set()
+        self.nodes.gradients.parts.used_eagerly.clear()
         self._guard_all()
         self._end_step()
 

@@ -35,7 +35,7 @@ def eager_gradient_of(session: weakref.ref[Session], row: int) -> Callable[[torc
         found = session()
         if found is not None and found.nodes.gradients.is_eager(row):  # torch calls it for the graphs' None gradients too
             found.eager_rows.add(row)
-            found.nodes.gradients.parts.used_eagerly.add(row)
+            found.nodes.gradients.parts.several.add(row)
 
     return on_gradient
 

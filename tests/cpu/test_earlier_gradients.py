@@ -16,7 +16,7 @@ from torch import nn
 from hytrain_fx.grad_ahead import SlotReader
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.parameters import build_table
-from hytrain_fx.runtime.engine import RowSpec, Stage
+from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.runtime.torch_engine import TorchEngine
 
@@ -141,11 +141,8 @@ def step(model: Any, optimizer: Any, batches: Batches, times: int) -> None:
 
 
 def started(twins: Twins) -> tuple[Any, Any]:
-    """Both optimizers, a step after the start. Until then rows count as used by eager code, which has loaded their weights; those whose
-    gradients an earlier example has edited between two backwards would go on to.
-    """
+    """Both optimizers, a step after the start. Until then rows count as used by eager code, which has loaded their weights."""
     reference, optimizer = twins.restart()
-    twins.session.eager_rows.clear()
     step(twins.plain, reference, twins.batches, 1)
     step(twins.ours, optimizer, twins.batches, 1)
     return reference, optimizer
@@ -290,3 +287,28 @@ def test_one_addition_for_a_unit(twins: Twins, monkeypatch: pytest.MonkeyPatch) 
     backward(twins.ours, twins.batches, 1)
     monkeypatch.setattr(twins.session.nodes.gradients, "_take_each", None)
     step(twins.ours, optimizer, twins.batches, 2)
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_an_edit_between_two_backwards_is_forgotten_with_its_step(twins: Twins, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no gradient of eager code: in the next step no row waits for the end of the backward, and none is added up apart."""
+    optimizers = started(twins)
+    several = set(twins.session.nodes.gradients.parts.several)
+    for model, optimizer in zip((twins.plain, twins.ours), optimizers, strict=True):
+        backward(model, twins.batches, 1)
+        edit(model, dict.fromkeys(range(len(twins.session.table)), how))
+        step(model, optimizer, twins.batches, 1)
+    committed: list[CommitItem] = []
+    commit = twins.session.engine.commit
+
+    def noting(items: Sequence[CommitItem]) -> None:
+        committed.extend(items)
+        commit(items)
+
+    monkeypatch.setattr(twins.session.engine, "commit", noting)
+    for model, optimizer in zip((twins.plain, twins.ours), optimizers, strict=True):
+        step(model, optimizer, twins.batches, 2)
+    assert len(committed) == len(twins.session.table)
+    assert not any(item.at_end for item in committed)
+    assert twins.session.nodes.gradients.parts.several == several
+    assert_same(weights(twins.ours), weights(twins.plain))
