@@ -36,8 +36,6 @@ from tests.cpu.recording_nodes import (
     train,
 )
 
-pytestmark = pytest.mark.fused_kernels
-
 SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
 KIND = "single_label_classification"  # left out, the library sets it at the first forward, which recompiles
 

@@ -17,8 +17,6 @@ from hytrain_fx.session import Session
 from .loops import Twins, plain_loop
 from .models import Batches, gpt
 
-pytestmark = pytest.mark.fused_kernels
-
 PLACES = list(Placement)
 
 

@@ -14,10 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 START = """
 import copy, gc, os, pickle, sys, threading, time
 import torch
+import torch._inductor.config
 from torch import nn
 import hytrain_fx
 from hytrain_fx.api import session_of
 torch.set_num_threads(1)
+torch._inductor.config.fallback_by_default = True  # as conftest.py has it for modules without fused_kernels
 
 def threads():
     # Of the engine, by name: Inductor and autograd have threads that come and go.
