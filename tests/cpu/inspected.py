@@ -79,7 +79,7 @@ def inspected() -> Iterator[tuple[Inspection, Counted]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "rewrite", rewrite_counted)
-        with compiled(deep, k=2, stream=0.3, warmup_steps=1) as (model, step):
-            for _ in range(6):
+        with compiled(deep, k=2, stream=0.3, warmup_steps=3) as (model, step):  # of one step alone a worker that is held up would leave no update
+            for _ in range(8):
                 step()
             yield hytrain_fx.inspect(model), counted

@@ -347,7 +347,7 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
         if step == 12:
             optimizer.param_groups[0]["lr"] = 3e-3
         if find_session(model) is not None:
-            time.sleep(0.03)  # gradients arrive
+            time.sleep(0.1)  # gradients arrive
             learned.append(int(learner.session.foresight.goes_ahead))
 
     before = counts(learner)
