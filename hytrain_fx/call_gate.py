@@ -25,7 +25,7 @@ class CallGate:
     # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own would have none of our nodes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.session.must_capture_anew():
+        if self.session.graphs.must_capture_anew():
             self._compiled = self._compile_call()
         self.session.enter_forward()
         try:

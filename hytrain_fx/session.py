@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,22 +24,17 @@ from torch.utils.hooks import RemovableHandle
 
 from hytrain_fx.autocast_copies import AutocastCopies
 from hytrain_fx.call_gate import CallGate
-from hytrain_fx.capture import Capture, CapturedGraph, GraphKind
 from hytrain_fx.commit import CommitBuilder
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
-from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.resources import Resources, pinning_of
 from hytrain_fx.foresight import Foresight, Speculate
-from hytrain_fx.grad_destinations import GradDestinations, with_gradients
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
 from hytrain_fx.outside_writes import OutsideWrites
 from hytrain_fx.parameters import ADAM_KINDS, ParameterTable, build_table
-from hytrain_fx.passes.insert_grad_offload import offloading_calls
-from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.planning import Planning
 from hytrain_fx.rule_commit import RuleCommitBuilder
 from hytrain_fx.rules.probe import RuleProbe
@@ -50,10 +45,9 @@ from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of
+from hytrain_fx.session_graphs import SessionGraphs
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
-    Edit,
-    any_tensor_hooks,
     compiled_call,
     compiled_call_of,
     increment_versions,
@@ -84,8 +78,6 @@ class Session:
         self._depth = 0
         self._last_step_s: float | None = None
         self._hooks: list[RemovableHandle] = []
-        self._graph_grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
-        self._offloading: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the compiled graphs do not return
         self.closed = False
         with self._clock.phase(Phase.ENGINE):
             self.engine: Engine = make_engine(config, self.table.parameters)
@@ -109,10 +101,10 @@ class Session:
         self._writes = OutsideWrites(self.table, self.engine, self.states)
         wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=on_change)
-        parts = (self.table.names, self.table.parameters, self.units)
-        calls = (self._rewrite, self.around_backward, self._clock.phase)
-        self.capture: Capture[PipelineRecord] = Capture(*parts, *calls, self.copies if self.engine.takes_copies and wanted else None)
-        self._destinations = GradDestinations(self.table.parameters)
+        copies = self.copies if self.engine.takes_copies and wanted else None
+        self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self._plain_weights, self._clock.phase,
+                                    copies, self.config.dump)
+        self.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
 
@@ -161,36 +153,7 @@ class Session:
         ends = (self.engine, self.number, len(self.table), os.getpid(), weakref.ref(model), self.copies.restore)
         self._shut_down = weakref.finalize(model, shut_down, *ends)
 
-    def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
-        record = rewrite(graph, session=self.number, units=self.units, dump=self.config.dump)
-        if graph.kind is GraphKind.BACKWARD:
-            self.nodes.graph_rows[graph.index] = frozenset(graph.grads)
-            self.nodes.graph_calls[graph.index] = offloading_calls(graph.module)
-            self._graph_grads[graph.index] = graph.grads
-            self._offloading.update((row, self.table.parameters[row]) for row in graph.grads)
-        else:
-            self._number_units()
-        return record
-
-    def _number_units(self) -> None:
-        """Units count in forward order from here on: it is the order in which new weights are due."""
-        for index, number in enumerate(self.capture.unit_order):
-            for row in self.units[number].rows:
-                self.nodes.unit_of[row] = index
-                self.engine.set_unit(row, index)
-
     # ---- the loop ----
-
-    def must_capture_anew(self) -> bool:
-        """Whether a tensor hook has come to a parameter whose gradient the compiled graphs do not return: the hook would see None.
-
-        Answers once: the graphs that are captured next return it.
-        """
-        with without_torch_function():
-            if not any_tensor_hooks(self._offloading.values()):
-                return False
-        self._offloading.clear()
-        return True
 
     def enter_forward(self) -> None:
         """Before the compiled call."""
@@ -227,36 +190,13 @@ class Session:
             self._guard_all()
 
     @contextmanager
-    def around_backward(self, graph: int) -> Iterator[Edit | None]:
-        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
-
-        Gives what puts gradients among the results that autograd does not add to `.grad` but returns (torch.autograd.grad).
-        Raises DroppedNodeError where a node of it did not run, UnsupportedError for a tensor hook that came behind the forward.
-        """
-        rows = self.nodes.graph_rows[graph]
-        with without_torch_function():
-            self._require_no_hooks(rows)
-            elsewhere = self._destinations.elsewhere(rows)
+    def _plain_weights(self) -> Iterator[None]:
+        """While a compiled backward runs: what it reads of weights is no touch by eager code."""
         unguard_all(self.table.parameters)
         try:
-            with self.nodes.all_run(graph):
-                if not elsewhere:
-                    with self.nodes.fetching_ahead(graph):
-                        yield None
-                    return
-                with self.nodes.returning(elsewhere) as returned:
-                    yield partial(with_gradients, self._graph_grads[graph], returned)
+            yield
         finally:
             self._guard_all()
-
-    def _require_no_hooks(self, rows: Iterable[int]) -> None:
-        if not any_tensor_hooks([self.table.parameters[row] for row in rows]):
-            return
-        late = next(row for row in rows if any_tensor_hooks([self.table.parameters[row]]))
-        raise UnsupportedError(
-            f"a gradient hook was registered on {self.table.names[late]!r} between the forward and its backward, whose compiled "
-            "graph does not return this gradient; register hooks before the forward"
-        )
 
     def step(self, skip: torch.Tensor | None = None) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now.

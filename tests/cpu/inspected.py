@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hytrain_fx
-from hytrain_fx import session
+from hytrain_fx import session_graphs
 from hytrain_fx.capture import CapturedGraph
 from hytrain_fx.explain.graph_text import Inspection
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
@@ -78,8 +78,8 @@ def inspected() -> Iterator[tuple[Inspection, Counted]]:
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "rewrite", rewrite_counted)
-        with compiled(deep, k=2, stream=0.3, warmup_steps=3) as (model, step):  # of one step alone a worker that is held up would leave no update
+        patch.setattr(session_graphs, "rewrite", rewrite_counted)
+        with compiled(deep, k=2, stream=0.3, warmup_steps=3) as (model, step):  # one step may have no update in it
             for _ in range(8):
                 step()
             yield hytrain_fx.inspect(model), counted

@@ -225,7 +225,7 @@ def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
 
 def test_recording_a_running_model() -> None:
     """Each unit's copy out, each row's update and copy back of each step is there, beside the device's own forwards and backwards."""
-    with compiled(k=1, warmup_steps=3) as (model, step):  # of one step alone a worker that is held up would leave no update
+    with compiled(k=1, warmup_steps=3) as (model, step):  # one step may have no update in it
         for _ in range(6):  # what is predicted for the given k is measured first
             step()
         with hytrain_fx.record(model) as recording:
