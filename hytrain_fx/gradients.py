@@ -32,6 +32,7 @@ from hytrain_fx.torch_private import get_grad, private_function, set_grad, witho
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 _foreach_add_: Final = private_function("_foreach_add_")
+_Noted = tuple[weakref.ref[torch.Tensor], int]
 
 
 class SessionGradients:
@@ -51,9 +52,9 @@ class SessionGradients:
         self._states = states
         self._reader = SlotReader(table, engine)
         self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
-        self._own: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # real gradients made here, with their version
+        self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
-        self._summed: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # and real ones it has added to, with their version
+        self._summed: dict[int, _Noted] = {}  # and real ones of others that the graph has added to, with their version
 
     # ---- around a backward ----
 
@@ -104,7 +105,7 @@ class SessionGradients:
             return False
         if isinstance(grad, GradStandIn):
             return grad.materialized is not None
-        return not (_is_as_noted(grad, self._own.get(row)) or _is_as_noted(grad, self._summed.get(row)))
+        return not (self.is_untouched(row, grad) or _is_as_noted(grad, self._summed.get(row)))
 
     def require_strided(self, row: int, grad: torch.Tensor) -> None:
         """Raises UnsupportedError for a sparse gradient."""
@@ -217,7 +218,7 @@ class SessionGradients:
             real[row] = grad
         if real:
             _foreach_add_(list(real.values()), [grads[i] for i in group.on_device])
-            self._own.update((row, (weakref.ref(grad), grad._version)) for row, grad in real.items())
+            self._own.update((row, _noted(grad)) for row, grad in real.items())
         if group.on_host:
             rows, parameters, new = group.picked(group.on_host, grads)
             sums = [earlier[row] for row in rows]
@@ -277,9 +278,7 @@ class SessionGradients:
             return grad, True
         ours = self.is_untouched(row, held)
         held.add_(grad)
-        self._summed[row] = (weakref.ref(held), held._version)
-        if ours:
-            self._own[row] = self._summed[row]
+        (self._own if ours else self._summed)[row] = _noted(held)
         return grad, False
 
     def _send(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
@@ -312,10 +311,14 @@ class SessionGradients:
         _foreach_copy_(kept, grads)
         for row, parameter, grad in zip(rows, parameters, kept, strict=True):
             parameter.grad = grad
-            self._own[row] = (weakref.ref(grad), grad._version)
+            self._own[row] = _noted(grad)
 
 
-def _is_as_noted(grad: torch.Tensor, noted: tuple[weakref.ref[torch.Tensor], int] | None) -> bool:
+def _noted(grad: torch.Tensor) -> _Noted:
+    return weakref.ref(grad), grad._version
+
+
+def _is_as_noted(grad: torch.Tensor, noted: _Noted | None) -> bool:
     """Whether it is the tensor that was noted, and at that version."""
     return noted is not None and noted[0]() is grad and noted[1] == grad._version
 

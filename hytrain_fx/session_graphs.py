@@ -93,7 +93,7 @@ class SessionGraphs:
 
     @contextmanager
     def _around_backward(self, graph: int) -> Iterator[Edit | None]:
-        """While a compiled backward runs; what its reading of weights may not overtake, its nodes say.
+        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
 
         Gives what puts gradients among the results that autograd does not add to `.grad` but returns (torch.autograd.grad).
         Raises DroppedNodeError where a node of it did not run, UnsupportedError for a tensor hook that came behind the forward.

@@ -341,6 +341,8 @@ class TorchEngine:
             lanes, done = pipeline.lane_records, [lane.end.done() for lane in pipeline.lane_records]
             pipeline.lane_records = [lane for lane, is_done in zip(lanes, done, strict=True) if not is_done]
             taken, pipeline.records = pipeline.records, []
+        if any(done):
+            self._lanes.take_epoch()
         return taken + [lane.timed() for lane, is_done in zip(lanes, done, strict=True) if is_done]
 
     def guess_counts(self) -> GuessCounts:

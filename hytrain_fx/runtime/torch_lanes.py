@@ -32,7 +32,7 @@ class Lane(IntEnum):
 
 
 class Event(Protocol):
-    """A point in a lane or in the compute stream."""
+    """A point in a lane or in the compute stream. `time_us` is for one that was done when its lanes last took their epoch."""
 
     def done(self) -> bool: ...
     def sync(self) -> None: ...
@@ -49,6 +49,7 @@ class Lanes(Protocol):
     def wait(self, lane: Lane, event: Event) -> None: ...
     def run(self, lane: Lane, task: Callable[[], object]) -> None: ...
     def set_delay(self, lane: Lane, mean_us: float) -> None: ...
+    def take_epoch(self) -> None: ...  # it may wait for work of the device: not with the lock held
     def host_floats(self, count: int) -> torch.Tensor: ...
     def thread_idents(self) -> set[int]: ...
     def close(self) -> None: ...
@@ -156,6 +157,9 @@ class CpuLanes:
     def set_delay(self, lane: Lane, mean_us: float) -> None:
         self._threads[lane].mean_delay_us = mean_us
 
+    def take_epoch(self) -> None:
+        pass  # events are timed by the host
+
     def host_floats(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.float32, device="cpu")
 
@@ -172,14 +176,28 @@ class CpuLanes:
 _POLL_S = 20e-6
 
 
-class _CudaEvent:
-    __slots__ = ("_clock", "event")
+class _Epoch:
+    """One time on both clocks, read again now and then: they drift apart, and the driver counts in floats."""
 
-    def __init__(self, stream: torch.cuda.Stream, clock: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # with no work on it, so that its events are reached at once
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.at_us = 0.0
+
+    def take(self) -> None:
+        self.event.record(self._stream)
+        self.event.synchronize()
+        self.at_us = now_us()
+
+
+class _CudaEvent:
+    __slots__ = ("_epoch", "event")
+
+    def __init__(self, stream: torch.cuda.Stream, epoch: _Epoch) -> None:
         # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back (csrc/cuda_device.cpp).
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
-        self._clock = clock
+        self._epoch = epoch
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -189,10 +207,7 @@ class _CudaEvent:
             time.sleep(_POLL_S)  # synchronize() would spin, on a core of the worker
 
     def time_us(self) -> float:
-        now = torch.cuda.Event(enable_timing=True)  # close by: the clocks drift apart, and the driver counts in floats
-        now.record(self._clock)
-        now.synchronize()
-        return now_us() - 1e3 * float(self.event.elapsed_time(now))
+        return self._epoch.at_us - 1e3 * float(self.event.elapsed_time(self._epoch.event))
 
 
 class CudaLanes:
@@ -201,19 +216,19 @@ class CudaLanes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in Lane]
-        self._clock = torch.cuda.Stream(device)  # with no work on it
+        self._epoch = _Epoch(device)
 
     def compute_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
     def record_compute(self) -> Event:
-        return _CudaEvent(self.compute_stream(), self._clock)
+        return _CudaEvent(self.compute_stream(), self._epoch)
 
     def compute_wait(self, event: Event, stream: torch.cuda.Stream | None = None) -> None:
         (stream or self.compute_stream()).wait_event(_cuda(event))
 
     def record(self, lane: Lane) -> Event:
-        return _CudaEvent(self._streams[lane], self._clock)
+        return _CudaEvent(self._streams[lane], self._epoch)
 
     def wait(self, lane: Lane, event: Event) -> None:
         self._streams[lane].wait_event(_cuda(event))
@@ -224,6 +239,9 @@ class CudaLanes:
 
     def set_delay(self, lane: Lane, mean_us: float) -> None:
         pass
+
+    def take_epoch(self) -> None:
+        self._epoch.take()
 
     def host_floats(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.float32, device="cpu", pin_memory=True)

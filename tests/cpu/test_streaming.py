@@ -20,8 +20,6 @@ from hytrain_fx.runtime.torch_engine import TorchEngine
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
 
-pytestmark = pytest.mark.fused_kernels
-
 CPU = torch.device("cpu")
 SIZES = (300_000, 17, 1_000_003, 4096)
 SCALARS = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)

@@ -18,8 +18,6 @@ from hytrain_fx.passes.verify import RULES, verify
 from tests.cpu import models
 from tests.cpu.recording_nodes import capture_only, copy_captured
 
-pytestmark = pytest.mark.fused_kernels
-
 SESSION = 4
 Break = Callable[[fx.Graph, CapturedGraph], None]
 
