@@ -79,8 +79,8 @@ def test_each_pass_leaves_a_record() -> None:
     assert all(one.notes and one.duration_us > 0 for one in record.passes)
     assert all(after.before == before.after for before, after in zip(record.passes, record.passes[1:], strict=False))
     assert [name for name, _ in record.texts] == ["captured", *(one.name for one in record.passes)]
-    assert "hytrain_fx.backward_end" in record.texts[-1][1]
-    assert "hytrain_fx" not in record.texts[0][1]
+    assert "torch.ops.hytrain_fx.backward_end" in record.texts[-1][1]
+    assert "torch.ops.hytrain_fx" not in record.texts[0][1]  # the name alone may be a folder's, in the path of a source file
     assert len(record.passes[-1].rules) > len(record.passes[0].rules)
 
 
