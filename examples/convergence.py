@@ -156,13 +156,14 @@ def main() -> None:
     args = parse_args()
     torch.use_deterministic_algorithms(args.deterministic)
     text = stdlib_text()
-    results = {precision: both(precision, text, args) for precision in args.precision}
-    for precision, losses in results.items():
-        print(f"{precision}: {difference(losses)}")
-    if args.json:
-        args.json.write_text(json.dumps(results))
-    if args.png:
-        draw(results, args.png, "Llama" if args.llama else "GPT")
+    results = {}
+    for precision in args.precision:
+        results[precision] = both(precision, text, args)
+        print(f"{precision}: {difference(results[precision])}", flush=True)
+        if args.json:  # each precision when it is there: on a large model an hour may lie between them
+            args.json.write_text(json.dumps(results))
+        if args.png:
+            draw(results, args.png, "Llama" if args.llama else "GPT")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16", "fp16"], default="no")
     args = parser.parse_args()
 
     found = []
