@@ -306,9 +306,12 @@ class SessionGradients:
         self._engine.grad_offload(rows, grads)
 
     def _keep_on_device(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-        """Copies into `.grad`, in one launch."""
+        """Copies into `.grad`."""
         kept = list(map(torch.empty_like, parameters))
-        _foreach_copy_(kept, grads)
+        if all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in zip(kept, grads, strict=True)):
+            self._engine.keep_grads(kept, grads)
+        else:
+            _foreach_copy_(kept, grads)
         for row, parameter, grad in zip(rows, parameters, kept, strict=True):
             parameter.grad = grad
             self._own[row] = _noted(grad)

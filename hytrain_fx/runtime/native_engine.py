@@ -198,6 +198,11 @@ class NativeEngine:
         pointers = (c_void_p * len(grads))(*(grad.data_ptr() for grad in grads))
         self._call("grad_offload", self._rows_array(rows), pointers, len(rows), self._stream())
 
+    def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        n = len(grads)
+        to, sources = (c_void_p * n)(*(out.data_ptr() for out in kept)), (c_void_p * n)(*(grad.data_ptr() for grad in grads))
+        self._call("keep_grads", to, sources, (c_int64 * n)(*(grad.nbytes for grad in grads)), n, self._stream())
+
     def arm_cpu(self, rows: Sequence[int]) -> None:
         self._call("arm_cpu", self._rows_array(rows), len(rows))
 

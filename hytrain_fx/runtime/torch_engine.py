@@ -16,9 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import (
-    CHUNK_PARAMS,
     CommitItem,
     EarlyCounts,
     FinishTimes,
@@ -34,7 +32,7 @@ from hytrain_fx.runtime.host_updates import host_update
 from hytrain_fx.runtime.leaves import leaves
 from hytrain_fx.runtime.torch_lanes import Event, Lane, copy
 from hytrain_fx.runtime.torch_pipeline import LaneRecord, Pipeline
-from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, part_of, places_in
+from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, flat_alias, places_in, update_in_parts
 from hytrain_fx.runtime.torch_staging import Staging
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
@@ -164,6 +162,11 @@ class TorchEngine:
                 self._pipeline.landings.append(Landing(event, row.index, number, row.generation, begin))
                 self._pipeline.landed_cv.notify()
 
+    def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for out, grad in zip(kept, grads, strict=True):
+                out.copy_(grad)
+
     def arm_cpu(self, rows: Sequence[int]) -> None:
         with self._locked(failures=False) as pipeline:
             for row in map(self._row, rows):
@@ -233,7 +236,7 @@ class TorchEngine:
         row.grad = flat_alias(item.grad)
         states, grad, weight, scalars, step = row.placed_states(), row.grad, row.weight if row.narrow else None, item.scalars, item.step
         if step is None:
-            self._lanes.run(Lane.UPDATE, lambda: _update_in_parts(states, grad, weight, scalars))
+            self._lanes.run(Lane.UPDATE, lambda: update_in_parts(states, grad, weight, scalars))
         else:
             row.replaced = None if states.own is None else tuple(leaves(states.own.entry))
             self._lanes.run(Lane.UPDATE, lambda: step(states, grad, (), weight))
@@ -390,10 +393,3 @@ class TorchEngine:
 
 def _host_factors(factors: Iterable[float | torch.Tensor], arriving: dict[int, torch.Tensor]) -> tuple[float | torch.Tensor, ...]:
     return tuple(arriving[id(factor)] if isinstance(factor, torch.Tensor) else factor for factor in factors)
-
-
-def _update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: AdamScalars) -> None:
-    for begin in range(0, grad.numel(), CHUNK_PARAMS):  # the temporaries of the op-by-op form take ten times a part's gradient
-        end = begin + CHUNK_PARAMS
-        part, out = part_of(states, begin, end), None if weight is None else weight[begin:end]
-        adamw_(grad[begin:end], part.master, part.exp_avg, part.exp_avg_sq, part.max_exp_avg_sq, scalars, out)

@@ -12,7 +12,7 @@ from enum import Enum, auto
 import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError
-from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, RowStep
 from hytrain_fx.runtime.slabs import padded_bytes
 from hytrain_fx.runtime.torch_lanes import Event
@@ -213,3 +213,11 @@ def part_of(states: RowStates, begin: int, end: int) -> RowStates:
         None if maximum is None else maximum[begin:end],
         None if slot is None else slot[begin:end],
     )
+
+
+def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: AdamScalars) -> None:
+    """`adamw_` on states, gradient and weight of one length, a chunk at a time: its temporaries take ten times a part's gradient."""
+    for begin in range(0, grad.numel(), CHUNK_PARAMS):
+        end = begin + CHUNK_PARAMS
+        part, out = part_of(states, begin, end), None if weight is None else weight[begin:end]
+        adamw_(grad[begin:end], part.master, part.exp_avg, part.exp_avg_sq, part.max_exp_avg_sq, scalars, out)

@@ -108,6 +108,18 @@ def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
         loop.check()
 
 
+def test_gradients_that_stay_on_the_device_outlive_their_buffers(make_engine: MakeEngine) -> None:
+    """Copies of any size and 16-bit or fp32 dtype, empty and odd ones and a view in the middle of a buffer among them."""
+    with make_engine() as engine:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            values = [torch.randn(shape).to(dtype) for shape in [(0,), (1,), (3, 5), (70_000,), ()]] + [torch.randn(9).to(dtype)[1:]]
+            buffers, kept = [value.clone() for value in values], [torch.empty_like(value) for value in values]
+            engine.keep_grads(kept, buffers)
+            for buffer in buffers:
+                buffer.zero_()
+            assert all(map(torch.equal, kept, values))
+
+
 def test_weights_reach_the_device_lowest_unit_first(make_engine: MakeEngine) -> None:
     """Of updates that wait together, the first layer's weight is sent first: it is due first."""
     with make_engine(workers=1) as engine:

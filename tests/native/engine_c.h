@@ -21,6 +21,7 @@ int hytrain_use_copy(hytrain_fx::Engine*, int, void*);
 int hytrain_set_gradient_dtype(hytrain_fx::Engine*, int, int);
 int hytrain_guess_counts(hytrain_fx::Engine*, hytrain_fx::GuessCounts*);
 int hytrain_grad_offload(hytrain_fx::Engine*, const int32_t*, const void* const*, int, void*);
+int hytrain_keep_grads(hytrain_fx::Engine*, void* const*, const void* const*, const int64_t*, int, void*);
 int hytrain_arm_cpu(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_arm_gpu(hytrain_fx::Engine*, const int32_t*, int, void*);
 int hytrain_arm_reload(hytrain_fx::Engine*, const int32_t*, int);

@@ -37,7 +37,7 @@ struct TrainedRow {
   bool copied;  // an fp32 row to which a bf16 copy was given
   int unit;
   Where where = kHost;
-  std::vector<char> weight, slot, grad;
+  std::vector<char> weight, slot, grad, kept;  // kept: the gradient on the device, where the states are there or streamed
   Halves high, low;
   Floats master, m, v;
   Reference reference;
@@ -235,7 +235,8 @@ class Run {
       CommitItem item{};
       item.row = r;
       item.at_end = chance(5);
-      if (row.where != kHost) item.grad = row.grad.data();
+      row.kept.assign(row.where == kHost ? 0 : row.grad.size(), 2);
+      if (row.where != kHost) item.grad = row.kept.data();
       AdamScalars& s = item.scalars;
       s.decay = 0.999f;
       s.lerp = 0.1f;
@@ -333,6 +334,7 @@ class Run {
         offload(hosted, true);
         check(hytrain_discard(engine_, hosted.data(), static_cast<int>(hosted.size())));
       }
+      keep(of, other);
       if (!hosted.empty()) offload(hosted, other);
       if (again) back = fetch_next(rows, unit - 1);
       std::vector<CommitItem> early;
@@ -346,6 +348,22 @@ class Run {
       check(hytrain_arm_reload(engine_, of.data(), n));
       if (committed || !chance(5)) check(hytrain_release(engine_, of.data(), n, nullptr));
     }
+  }
+
+  void keep(const std::vector<int32_t>& rows, bool other) {
+    std::vector<std::vector<char>> buffers;
+    std::vector<const void*> grads;
+    std::vector<void*> kept;
+    std::vector<int64_t> bytes;
+    for (int32_t r : rows) {
+      if (rows_[r].where == kHost) continue;
+      buffers.push_back(rows_[r].grad);
+      if (other) std::memset(buffers.back().data(), 1, buffers.back().size());
+      kept.push_back(rows_[r].kept.data());
+      bytes.push_back(static_cast<int64_t>(buffers.back().size()));
+    }
+    for (const std::vector<char>& buffer : buffers) grads.push_back(buffer.data());
+    check(hytrain_keep_grads(engine_, kept.data(), grads.data(), bytes.data(), static_cast<int>(kept.size()), nullptr));
   }
 
   void offload(const std::vector<int32_t>& rows, bool other) {

@@ -70,6 +70,8 @@ class Engine {
   void set_shadow(const ShadowMemory& memory);             // once
 
   void grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream);
+  // Gradients that stay on the device, out of buffers that die behind this point of the compute stream: in one launch. `kept` aligned to 64.
+  void keep_grads(void* const* kept, const void* const* grads, const int64_t* bytes, int n, void* stream);
   void arm_cpu(const int32_t* rows, int n);
   void arm_gpu(const int32_t* rows, int n, void* stream);
   void arm_reload(const int32_t* rows, int n);

@@ -74,6 +74,9 @@ int hytrain_place_streamed(Engine* engine, int row, const hytrain_fx::HostStates
 int hytrain_grad_offload(Engine* engine, const int32_t* rows, const void* const* grads, int n, void* stream) {
   return guarded([&] { engine->grad_offload(rows, grads, n, stream); });
 }
+int hytrain_keep_grads(Engine* engine, void* const* kept, const void* const* grads, const int64_t* bytes, int n, void* stream) {
+  return guarded([&] { engine->keep_grads(kept, grads, bytes, n, stream); });
+}
 int hytrain_arm_cpu(Engine* engine, const int32_t* rows, int n) {
   return guarded([&] { engine->arm_cpu(rows, n); });
 }

@@ -40,11 +40,15 @@ void Engine::grad_offload(const int32_t* rows, const void* const* grads, int n, 
     throw_if_failed();
     for (int i = 0; i < n; ++i) begin_gradient(at(rows[i]), rows[i], grads[i], parts);
   }
-  // Not under the lock: on a CPU these calls are the copies. Only the launching thread changes a row in this phase.
+  // A unit goes as one piece where it fits: each takes five places or more in the compute stream's queue, which blocks the launching thread
+  // where it is full. Not under the lock: on a CPU these calls are the copies. Only the launching thread changes a row in this phase.
+  int64_t all = 0;
+  for (const Part& part : parts) all += padded(part.bytes);
+  const auto most = static_cast<int64_t>(all <= static_cast<int64_t>(ring_.largest()) ? ring_.largest() : ring_.half());
   for (size_t first = 0; first < parts.size();) {
     size_t last = first;
     int64_t bytes = 0;
-    while (last < parts.size() && (last == first || bytes + padded(parts[last].bytes) <= static_cast<int64_t>(ring_.largest()))) {
+    while (last < parts.size() && (last == first || bytes + padded(parts[last].bytes) <= most)) {
       bytes += padded(parts[last++].bytes);
     }
     copy_piece(parts, first, last, stream);
@@ -100,6 +104,14 @@ void Engine::copy_piece(const std::vector<Part>& parts, size_t first, size_t las
   }
   landings_.insert(landings_.end(), landings.begin(), landings.end());
   landed_cv_.notify_one();
+}
+
+void Engine::keep_grads(void* const* kept, const void* const* grads, const int64_t* bytes, int n, void* stream) {
+  std::vector<DeviceCopy> copies;
+  for (int i = 0; i < n; ++i) {
+    if (bytes[i] > 0) copies.push_back({kept[i], grads[i], bytes[i]});
+  }
+  device_->gather(stream, copies);
 }
 
 void Engine::arm_cpu(const int32_t* rows, int n) {

@@ -13,24 +13,28 @@ class Ring {
  public:
   Ring(void* base, size_t bytes) : base_(static_cast<char*>(base)), bytes_(bytes) {}
 
-  size_t largest() const { return bytes_ / 2 / kAlign * kAlign; }
+  // The most that take() gives at once; and what leaves room for the next while the last is still being read.
+  size_t largest() const { return bytes_ / kAlign * kAlign; }
+  size_t half() const { return bytes_ / 2 / kAlign * kAlign; }
 
   // Memory for `bytes` (at most largest()), free as soon as the compute stream has passed this point.
   void* take(size_t bytes, Device& device, void* stream) {
     bytes = (bytes + kAlign - 1) / kAlign * kAlign;
-    if (bytes > largest()) throw std::logic_error("internal: a piece larger than half of the ring");
+    if (bytes > largest()) throw std::logic_error("internal: a piece larger than the ring");
+    EventPtr last;
     if (head_ + bytes > bytes_) {
-      while (!used_.empty() && used_.front().begin >= head_) wait_for_front(device, stream);
+      while (!used_.empty() && used_.front().begin >= head_) last = pop_front();
       head_ = 0;
     }
     size_t begin = head_, end = head_ + bytes;
-    while (!used_.empty() && used_.front().begin < end && used_.front().end > begin) wait_for_front(device, stream);
+    while (!used_.empty() && used_.front().begin < end && used_.front().end > begin) last = pop_front();
+    if (last) device.compute_wait(stream, last);
     head_ = end;
     used_.push_back({begin, end, nullptr});
     return base_ + begin;
   }
 
-  // The memory last taken is free again after `event`.
+  // The memory last taken is free again after `event`, which is on one lane with those of all other pieces: the latest says what all say.
   void free_after(const EventPtr& event) { used_.back().event = event; }
 
  private:
@@ -39,9 +43,11 @@ class Ring {
     size_t begin, end;
     EventPtr event;
   };
-  void wait_for_front(Device& device, void* stream) {
-    device.compute_wait(stream, used_.front().event);
+  EventPtr pop_front() {
+    EventPtr event = used_.front().event;
+    recorded(event, "ring");
     used_.pop_front();
+    return event;
   }
   char* base_;
   size_t bytes_;
