@@ -111,7 +111,7 @@ def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None)
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
     own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if seat is not None:
-        command = [*command, "--turn", str(launch.logs / "turn")]
+        command = [*command, "--turn", str(launch.logs / "turn"), *(["--shares-gpu"] if seat.shared else [])]
         env["CUDA_VISIBLE_DEVICES"], own = seat.gpu, on_cores(seat.cores)
     with own:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)

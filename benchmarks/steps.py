@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recording", action="store_true", help="ours: time windows with and without recording, in turn")
     parser.add_argument("--turn", type=Path, default=None, metavar="FILE",
                         help="other rows compile on this machine: be timed alone (a lock on FILE, which all rows name)")
+    parser.add_argument("--shares-gpu", action="store_true", help="with --turn: rows of the same GPU are among those; wait in any mode")
     parser.add_argument("--explain", action="store_true", help="ours: print hytrain_fx.explain at the end")
 
 
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.step(next(tokens))
     trainer.finish()
     row["build_s"], row["first_step_s"] = round(built_s - began_s, 2), round(time.perf_counter() - built_s, 2)
-    turn.wait_to_be_alone(case.mode)
+    turn.wait_to_be_alone(case.mode, arguments.shares_gpu)
     warmup = WARMUP_STEPS.get(case.mode, OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
     row |= timed(trainer, tokens, warmup, arguments.window, device, meter_of(device), case.tokens)
     about = dict(trainer.about())

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.case import CannotRun
 from benchmarks.cases import CASE_SETS, CaseSet, named, rows_of
 from benchmarks.markdown import claims_table, energy_table, failures, machines, rows_table, startup_table
 from benchmarks.plots import draw_step_times
@@ -40,6 +41,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry", action="store_true", help="run the rows again that failed")
     parser.add_argument("--gpus", type=int, default=None,
                         help="run rows on so many GPUs of this machine: they compile side by side and are timed one at a time")
+    parser.add_argument("--rows-per-gpu", type=int, default=1, metavar="N",
+                        help="with --gpus: so many rows compile on one GPU at once, whose memory has to hold them all")
     parser.add_argument("--cache", type=Path, default=None, help="TORCHINDUCTOR_CACHE_DIR of the rows (default: torch's own)")
 
 
@@ -48,7 +51,9 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
     extra = ["--window", str(arguments.window)]
     extra += ["--warmup", str(arguments.warmup)] if arguments.warmup is not None else []
     extra += ["--idle"] if arguments.idle else []
-    on = () if arguments.gpus is None else seats(arguments.gpus)
+    if arguments.rows_per_gpu < 1 or (arguments.rows_per_gpu > 1 and arguments.gpus is None):
+        raise CannotRun(f"found --rows-per-gpu {arguments.rows_per_gpu}, expected at least 1, and more only with --gpus")
+    on = () if arguments.gpus is None else seats(arguments.gpus, arguments.rows_per_gpu)
     return Launch(arguments.out / "logs", arguments.limit_s, tuple(extra), arguments.cache, total_s=arguments.total_s, seats=on)
 
 

@@ -1,7 +1,8 @@
 """Rows side by side on the GPUs of one machine: they compile together, and are timed one at a time.
 
 The host's memory is one, and a row whose states are there is bound by it. So such a row waits, compiled, until no other row compiles or is
-timed (an exclusive lock on a file that all rows name); rows with everything on the GPU hold the lock shared, from beginning to end.
+timed (an exclusive lock on a file that all rows name); rows with everything on the GPU hold the lock shared, from beginning to end. Where
+several rows have one GPU, so that more of them compile at once, each of them waits.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ WITHOUT_HOST = ("floor", "all_gpu", "reference")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where rows run: what they have as CUDA_VISIBLE_DEVICES, and their cores."""
+    """Where rows run: what they have as CUDA_VISIBLE_DEVICES, their cores, and whether rows of another seat have the same."""
 
     gpu: str
     cores: tuple[int, ...]
+    shared: bool = False
 
 
 class Turn:
@@ -37,9 +39,9 @@ class Turn:
         if self._file:
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
-    def wait_to_be_alone(self, mode: str) -> None:
-        """Return when no other row compiles or is timed; at once for a mode that leaves the host alone."""
-        if self._file and mode not in WITHOUT_HOST:
+    def wait_to_be_alone(self, mode: str, shares_gpu: bool = False) -> None:
+        """Return when no other row compiles or is timed; at once for a mode that leaves the host alone, on a GPU of its own."""
+        if self._file and (shares_gpu or mode not in WITHOUT_HOST):
             fcntl.flock(self._file, fcntl.LOCK_UN)  # two that both hold it shared would wait for each other
             fcntl.flock(self._file, fcntl.LOCK_EX)
 
@@ -55,12 +57,13 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def seats(gpus: int) -> tuple[Seat, ...]:
-    """One for each of `gpus` of the visible GPUs, with as many cores each. Raises CannotRun where there are fewer."""
+def seats(gpus: int, rows_per_gpu: int = 1) -> tuple[Seat, ...]:
+    """`rows_per_gpu` for each of `gpus` of the visible GPUs, each GPU with as many cores. Raises CannotRun where there are fewer."""
     cores = sorted(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu) for gpu in range(gpus)] if visible is None else [name for name in visible.split(",") if name]
     if gpus > min(len(names), len(cores)):
         raise CannotRun(f"found {len(names)} visible GPUs and {len(cores)} cores for --gpus {gpus}, expected at least one of each for each")
     each = len(cores) // gpus
-    return tuple(Seat(names[gpu], tuple(cores[gpu * each : (gpu + 1) * each])) for gpu in range(gpus))
+    return tuple(Seat(names[gpu], tuple(cores[gpu * each : (gpu + 1) * each]), rows_per_gpu > 1)
+                 for _ in range(rows_per_gpu) for gpu in range(gpus))

@@ -437,11 +437,24 @@ def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
     assert not is_taken()
 
 
+def test_of_rows_on_one_gpu_each_is_timed_alone(tmp_path: Path) -> None:
+    """One that leaves the host alone waits too, until the other's process has ended."""
+    floor, other = Turn(tmp_path / "turn"), Turn(tmp_path / "turn")
+    waiting = threading.Thread(target=floor.wait_to_be_alone, args=("floor", True))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    del other
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 def test_seats_share_the_cores_and_want_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many cores for each GPU, none twice, only visible GPUs."""
+    """As many cores for each GPU, none twice, only visible GPUs; several rows of one GPU have the same, and are told so."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     assert seats(2) == (Seat("5", (0, 1, 2, 3)), Seat("3", (4, 5, 6, 7)))
+    assert seats(2, rows_per_gpu=2) == (Seat("5", (0, 1, 2, 3), True), Seat("3", (4, 5, 6, 7), True)) * 2
     with pytest.raises(CannotRun, match="found 2 visible GPUs"):
         seats(3)
 
