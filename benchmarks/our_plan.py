@@ -28,6 +28,7 @@ def about(model: nn.Module) -> dict[str, Any]:
             "plans_made": len(explanation.history),
             "shares_by_plan": [round(streamed_share(plan), 3) for plan in explanation.history],
             "binds": explanation.binds,
+            "read_s": round(session.planning.read_us / 1e6, 3),
             "solve_s": round(session.planning.solve_us / 1e6, 3),
         },
         "predicted_step_s": round(plan.predicted["step_us"] / 1e6, 4) if "step_us" in plan.predicted else None,

@@ -202,4 +202,5 @@ def _not_offloaded(session: Session) -> dict[int, str]:
 def _spent_us(session: Session) -> dict[str, float]:
     graphs, planning = session.capture.graphs, session.planning
     spent = {f"passes on {len(graphs)} graphs": sum(graph.rewrite_seconds for graph in graphs) * 1e6} if graphs else {}
-    return spent | ({"making the last plan": planning.solve_us} if planning.solve_us else {})
+    took = {"reading the last times": planning.read_us, "making the last plan": planning.solve_us}
+    return spent | {what: us for what, us in took.items() if us}

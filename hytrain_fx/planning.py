@@ -42,7 +42,7 @@ class Planning:
         self.profile: Profile | None = None
         self.history: list[Plan] = []
         self.verdict: Verdict | None = None  # why states moved or stayed when the plan was last solved anew
-        self.solve_us = 0.0
+        self.read_us = self.solve_us = 0.0  # how long the launching thread was held up to read the last times, and to make the last plan
         self.recording = False  # inside hytrain_fx.record(): the engine's records are the user's, so no plan is made from them
         config = session.config
         self._agenda = Agenda(config.replan_every if self._solves else 0, config.warmup_steps, self.steps_to_measure)
@@ -163,6 +163,8 @@ class Planning:
         begin_s = time.perf_counter()
         if self._due:
             self._measure()
+            self.read_us = (time.perf_counter() - begin_s) * 1e6
+            begin_s = time.perf_counter()
         new = self._next_plan()
         steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.solve_us = (time.perf_counter() - begin_s) * 1e6

@@ -129,8 +129,8 @@ class StepMarks:
         """A function that gives the time of a mark that was reached on the host's monotonic clock, in microseconds."""
         if not self._cuda:
             return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
-        if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device
-            self._clock_stream = torch.cuda.Stream(self._device)
+        if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device; and of a priority of
+            self._clock_stream = torch.cuda.Stream(self._device, priority=-1)  # its own: streams of one share a few queues to the device
         now = torch.cuda.Event(enable_timing=True)
         now.record(self._clock_stream)
         now.synchronize()

@@ -180,7 +180,7 @@ class _Epoch:
     """One time on both clocks, read again now and then: they drift apart, and the driver counts in floats."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # with no work on it, so that its events are reached at once
+        self._stream = torch.cuda.Stream(device, priority=-1)  # with no work, in no queue with others: reached at once
         self.event = torch.cuda.Event(enable_timing=True)
         self.at_us = 0.0
 

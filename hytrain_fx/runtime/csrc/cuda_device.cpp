@@ -38,6 +38,7 @@ struct Driver {
   CUresult (*retain)(CUcontext*, int);
   CUresult (*release)(int);
   CUresult (*set_current)(CUcontext);
+  CUresult (*priorities)(int*, int*);
   CUresult (*stream_create)(CUstream*, unsigned, int);
   CUresult (*stream_destroy)(CUstream);
   CUresult (*stream_sync)(CUstream);
@@ -64,6 +65,7 @@ struct Driver {
     load(retain, "cuDevicePrimaryCtxRetain");
     load(release, "cuDevicePrimaryCtxRelease_v2");
     load(set_current, "cuCtxSetCurrent");
+    load(priorities, "cuCtxGetStreamPriorityRange");
     load(stream_create, "cuStreamCreateWithPriority");
     load(stream_destroy, "cuStreamDestroy_v2");
     load(stream_sync, "cuStreamSynchronize");
@@ -171,7 +173,9 @@ class CudaDevice : public Device {
     d.check(d.retain(&context_, ordinal), "retain the primary context");
     bind_thread();
     for (CUstream& stream : streams_) d.check(d.stream_create(&stream, kStreamNonBlocking, 0), "create a stream");
-    d.check(d.stream_create(&clock_stream_, kStreamNonBlocking, 0), "create a stream");
+    int least = 0, greatest = 0;
+    d.check(d.priorities(&least, &greatest), "ask for priorities");
+    d.check(d.stream_create(&clock_stream_, kStreamNonBlocking, greatest), "create a stream");
     shared_->epoch = shared_->pool.take();
   }
   ~CudaDevice() override {
@@ -222,7 +226,9 @@ class CudaDevice : public Device {
   std::shared_ptr<CudaShared> shared_;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
-  CUstream clock_stream_ = nullptr;  // with no work on it, so that its events are reached at once
+  // No work is on it, so that its events are reached at once: of a priority of its own, since streams of one share a few queues to the device,
+  // and a full queue of the compute stream's would hold it up.
+  CUstream clock_stream_ = nullptr;
   std::array<CUfunction, kAdamwFunctions> adamw_{};  // as adamw_kernel numbers them
   CUfunction gather_;
 };
