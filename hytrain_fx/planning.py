@@ -221,7 +221,7 @@ class Planning:
         """How this runtime orders and gates updates on this device, for predictions."""
         # On a GPU step() is reached early in the backward; a CPU has run the backward when step() is called.
         on_gpu = self._session.table.device.type == "cuda"
-        return Discipline(commit_at="backward_start" if on_gpu else "backward_end")
+        return Discipline(commit_at="backward_start" if on_gpu else "backward_end", early_updates=self._session.foresight.goes_ahead)
 
     @property
     def _may_stream(self) -> bool:

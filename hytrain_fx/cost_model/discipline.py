@@ -20,10 +20,11 @@ class Discipline:
     order           "edf": lowest unit first on every queue; "fifo": in order of readiness
     barrier         "none": each layer's forward waits for its own update; "before_forward": the forward waits for all
                     (HyTrainDNN, CoTrain); "zero_offload": backward, copies, updates and copies back one after the other
-    commit_at       when updates may begin: "backward_start" (as gradients arrive) or "backward_end"
+    commit_at       when the step is committed, before which no update begins: "backward_start" (or the profile's time) or "backward_end"
     chunk_params    parameters in one piece of work, None = whole shares (then nothing is preempted)
     staging_params  parameters whose streamed states one slot on the device holds
     staging_slots   slots; each is taken from the load of a chunk until its states are back on the host
+    early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their weights travel behind it all the same
     """
 
     order: Order = "edf"
@@ -32,3 +33,4 @@ class Discipline:
     chunk_params: int | None = CHUNK_PARAMS
     staging_params: int = STAGING_PARAMS
     staging_slots: int = STAGING_SLOTS
+    early_updates: bool = False

@@ -174,11 +174,11 @@ def _chains(unit: UnitProfile, row: PlanRow, chunk_params: int | None) -> Iterat
 
 
 def _gate(chain: list[Job], gradient: Job, last_backward: Job, commit: Job | None, discipline: Discipline) -> None:
-    """When a chunk may start: its gradient for the copy out, the commit for the update."""
-    first, update = chain[0], chain[1] if len(chain) > 1 else chain[0]
-    first.after(last_backward if discipline.barrier == "zero_offload" else gradient)
+    """When a chunk may start: its gradient for the copy out; the commit for the update, or for the copy back of one that begins early."""
+    chain[0].after(last_backward if discipline.barrier == "zero_offload" else gradient)
     if commit is not None and discipline.barrier != "zero_offload":
-        update.after(commit)
+        committed = TaskKind.H2D if discipline.early_updates else TaskKind.CPU_UPDATE
+        next(job for job in chain if job.task.kind in (committed, TaskKind.GPU_UPDATE)).after(commit)
 
 
 def _fences(stages: dict[TaskKind, list[Job]]) -> list[Job]:

@@ -249,6 +249,7 @@ class _Maker:
     def _windows(self, guard: float) -> Windows:
         return windows_of(self.profile, guard=guard, chunk_params=self.discipline.chunk_params,
                           updates_in_backward=self.discipline.commit_at == "backward_start",
+                          early_updates=self.discipline.early_updates,
                           one_barrier=self.discipline.barrier != "none")
 
 

@@ -7,7 +7,8 @@ first k layers on the device (A_k = their update time there) the step takes
     T(k) = t_f + t_b + max( A_k, max_{m >= k, q} [ cost_q(k..m) - W_q(m) ] )        q in {cpu, d2h, h2d}
     W(m) = sum_{j<m} forward_j + min( sum_{j<m} backward_j, t_b - t_c )
 
-where t_c is the time from the begin of the backward to the commit, before which no update begins (t_b when it comes at the end).
+where t_c is the time from the begin of the backward to the commit, before which no update begins (t_b when it comes at the end). Where the
+CPU's begin on a guess at it, t_c = 0 for them.
 
 W_q is W less the time one chunk spends in the other two stages (copy out, update, copy back are a pipeline).
 
@@ -122,18 +123,19 @@ def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], co
 
 
 def windows_of(
-    profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool, one_barrier: bool = False
-) -> Windows:
-    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host always start in the backward.
+    profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool, early_updates: bool = False,
+    one_barrier: bool = False,
+) -> Windows:  # fmt: skip
+    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host always start in the backward, and so do
+    `early_updates` by the CPU.
 
     With `one_barrier` the whole forward waits for all updates, so that no window has forward time in it.
     """
     units = profile.units
     forward, backward = [0.0 if one_barrier else u.forward_us for u in units], [u.backward_us for u in units]
     commit_us = profile.commit_us if updates_in_backward else sum(backward)
-    lengths = {"cpu": window_lengths(forward, backward, commit_us)}
-    lengths["h2d"] = lengths["cpu"]
-    lengths["d2h"] = window_lengths(forward, backward)
+    lengths = {"h2d": window_lengths(forward, backward, commit_us), "d2h": window_lengths(forward, backward)}
+    lengths["cpu"] = lengths["d2h" if early_updates else "h2d"]
     costs = {"d2h": tuple(u.d2h_us for u in units),
              "cpu": tuple(guard * u.cpu_update_us for u in units),
              "h2d": tuple(u.h2d_us for u in units)}

@@ -135,7 +135,7 @@ class Explanation:
         """What sets the length of the step, in one sentence; predicted, so None before anything is profiled."""
         if self.profile is None or self.schedule is None:
             return None
-        return binding_constraint(self.profile, self.plan, self.schedule)
+        return binding_constraint(self.profile, self.plan, self.schedule, self.discipline)
 
     @property
     def idle(self) -> dict[str, float]:

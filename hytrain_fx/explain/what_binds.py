@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.reasons import RESOURCE_WORDS, STREAMED_WORDS
-from hytrain_fx.cost_model.simulate import CHUNK_PARAMS
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
@@ -14,7 +14,7 @@ from hytrain_fx.ir.schedule import Schedule
 _NOTHING = 0.01
 
 
-def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
+def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule, discipline: Discipline) -> str:
     """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
     gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
                         for row in plan.rows if row.placement != Placement.CPU)
@@ -23,7 +23,8 @@ def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule) -> str:
     if exposed_us <= _NOTHING * schedule.makespan_us:
         return f"{compute}: updates add {time_text(max(exposed_us, 0.0))} to a step"
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
-    windows = windows_of(profile, guard=1.0, chunk_params=CHUNK_PARAMS, updates_in_backward=True)
+    windows = windows_of(profile, guard=1.0, chunk_params=discipline.chunk_params, early_updates=discipline.early_updates,
+                         updates_in_backward=discipline.commit_at == "backward_start")
     windows = windows.streaming(streamed / max(streamed + by_cpu, 1))
     tightest = windows.tightest(plan.k)
     if tightest is None or schedule.stall_us <= gpu_update_us:

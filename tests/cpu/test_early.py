@@ -349,6 +349,7 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
         if find_session(model) is not None:
             time.sleep(0.1)  # gradients arrive
             learned.append(int(learner.session.foresight.goes_ahead))
+            assert learner.session.planning.discipline.early_updates == learner.session.foresight.goes_ahead  # the cost model knows
 
     before = counts(learner)
     learner.agree(steps(wait, 24))

@@ -145,7 +145,7 @@ def test_what_binds_is_named() -> None:
     )
     for profile, k, expected in cases:
         chosen = prefix(profile, k)
-        assert binding_constraint(profile, chosen, simulate(profile, chosen)).startswith(expected)
+        assert binding_constraint(profile, chosen, simulate(profile, chosen), Discipline()).startswith(expected)
 
 
 def test_shares_of_one_unit_are_told_with_their_sizes() -> None:

@@ -105,6 +105,22 @@ def test_deferred_windows_closed_form(n: int, cpu: float, forward: float, backwa
     assert fluid - chunk_us(profile) <= found <= fluid + 4 * chunk_us(profile)
 
 
+@given(n=st.integers(2, 10), cpu=st.floats(0, 120), forward=st.floats(1, 20), backward=st.floats(1, 40), late=st.floats(0, 1),
+       data=st.data())
+@settings(deadline=None)
+def test_early_updates_closed_form(n: int, cpu: float, forward: float, backward: float, late: float, data: st.DataObject) -> None:
+    """Updates that begin before the commit have the whole backward: they are over no later, and no new weight leaves before the commit."""
+    profile = replace(uniform(n, forward=forward, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=0.1), commit_us=late * n * backward)
+    plan = prefix(profile, data.draw(st.integers(0, n)))
+    early, late_plan = (simulate(profile, plan, Discipline(chunk_params=1000 // FINE, early_updates=begin)) for begin in (True, False))
+    fluid = profile.forward_us + profile.backward_us + windows_of(
+        profile, guard=1.0, chunk_params=1, updates_in_backward=True, early_updates=True).exposed_us(plan.k)
+    assert fluid - chunk_us(profile) <= early.makespan_us <= fluid + 4 * chunk_us(profile) + backward  # a commit comes with a unit's end
+    assert early.makespan_us <= late_plan.makespan_us + 4 * chunk_us(profile)
+    sent = [i for unit in profile.units for i in early.of(TaskId(TaskKind.H2D, unit.index))]
+    assert all(i.start_us >= profile.commit_us - 1e-6 for i in sent)
+
+
 @given(n=st.integers(1, 8), more_cpu=st.floats(0, 100), backward=st.floats(1, 40), gpu=st.floats(0, 30), data=st.data())
 @settings(deadline=None)
 def test_one_barrier_is_the_seed_equation(n: int, more_cpu: float, backward: float, gpu: float, data: st.DataObject) -> None:
