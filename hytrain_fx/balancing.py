@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from dataclasses import replace
 
 from hytrain_fx.cost_model.balance import TOLERANCE, balance_reason, balanced_share, streamed_share, with_share
@@ -11,7 +12,7 @@ from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
 
 _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose first updates ran in its wake
-_SEEN_STEPS = 4
+_SEEN_STEPS, _MOST_SEEN_STEPS = 4, 8  # between two looks, and under the plan in force: more tell more surely
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
 _PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the CPU's rate, says when its updates end
@@ -25,7 +26,8 @@ class Balancing:
     """
 
     def __init__(self) -> None:
-        self._ends: list[FinishTimes] = []
+        self._ends: deque[FinishTimes] = deque(maxlen=_MOST_SEEN_STEPS)
+        self._not_looked_at = 0
         self._settling = _SETTLING_STEPS
         self._k: int | None = None
         self._tolerance = TOLERANCE
@@ -34,6 +36,7 @@ class Balancing:
     def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
         self._ends.clear()
+        self._not_looked_at = 0
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
             self._k, self._tolerance, self._last_change = plan.k, TOLERANCE, 0.0
@@ -44,14 +47,15 @@ class Balancing:
             self._settling -= 1
         elif ends.cpu_us and ends.streamed_us:
             self._ends.append(ends)
+            self._not_looked_at += 1
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
         """A plan with another share, where enough steps were seen and their updates did not end together."""
-        if len(self._ends) < _SEEN_STEPS:
+        if self._not_looked_at < _SEEN_STEPS:
             return None
+        self._not_looked_at = 0
         seen = [(ends.cpu_us, ends.streamed_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
-        self._ends = []
         share = streamed_share(plan)
         wanted = balanced_share(share, seen, step_us, self._tolerance)
         if wanted is not None and (wanted - share) * self._last_change < 0:

@@ -15,12 +15,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit
 
 TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
+_SURE = 2.0  # standard errors: ends that differ by less may be noise, and every move holds a step up
 _DAMPING = 0.7  # of the way: rates change with the share
 _SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: smaller ones stay (norms, biases)
 
@@ -37,11 +39,12 @@ def balanced_share(share: float, ends_us: Sequence[tuple[float, float]], step_us
     share      the share 0 < y < 1 of the steps that were seen
     ends_us    of each step: when its last CPU update and its last streamed update ended, from the commit on
     step_us    length of a step
-    tolerance  share of a step by which the ends may differ
+    tolerance  share of a step by which the ends may differ; they may by what the steps' scatter explains, too
     """
     cpu_us, streamed_us = _medians(ends_us)
     late_us = cpu_us - streamed_us
-    if abs(late_us) <= tolerance * step_us:
+    noise_us = standard_error([cpu_us - streamed_us for cpu_us, streamed_us in ends_us], len(ends_us))
+    if abs(late_us) <= max(tolerance * step_us, _SURE * noise_us):
         return None
     change = late_us / (cpu_us / (1 - share) + streamed_us / share)
     return min(max(share + _DAMPING * change, 0.0), 1.0)

@@ -51,6 +51,16 @@ def test_one_odd_step_moves_nothing(share: float, odd: float) -> None:
     assert balanced_share(share, [(1e5, 1e5), (odd, 1e5), (1e5, 1e5)], 1e5) is None
 
 
+@given(share=SHARE, scatter=st.floats(0.2, 1.0))
+def test_ends_that_scatter_more_than_they_differ_move_nothing(share: float, scatter: float) -> None:
+    """A difference of 10% of a step counts where steps are alike, and not where they differ by twice as much among themselves."""
+    def ends(scatter: float) -> list[tuple[float, float]]:
+        return [(1.1e5 + scatter * 1e5 * off, 1e5) for off in (-1, -0.5, 0, 0, 0.5, 1)]
+
+    assert balanced_share(share, ends(0.0), 1e5) is not None
+    assert balanced_share(share, ends(scatter), 1e5) is None
+
+
 @given(sizes=SIZES, k=st.integers(0, 3), before=SHARE, share=st.floats(0, 1))
 def test_the_new_plan_streams_the_share(sizes: list[list[int]], k: int, before: float, share: float) -> None:
     """It tiles the units, leaves what is on the device there, and of every prefix streams the share to within one parameter."""
