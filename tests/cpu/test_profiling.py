@@ -206,7 +206,7 @@ class FakeEvent:
 def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that the device is not through with are left out; only where it is through with none, the first is waited for."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "idle")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle" if priority < 0 else "shares a queue")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
     marks = StepMarks(torch.device("cuda"))
     for _ in range(3):
