@@ -22,7 +22,7 @@ class Config:
     planner        which rule solves k: "windowed" (each layer's own window), "seed" (HyTrainDNN's equation) or "cotrain"
     stream         share 0..1 of the parameters not resident on the device whose states are brought there each step instead of being
                    updated by the CPU; "auto" solves it on CUDA together with k (planner "windowed"), and is 0 with the model on the CPU
-    gpu_states     what may rest on the device: "auto" (what is free), a fraction 0..1 of the states, or bytes
+    gpu_states     what may rest on the device: "auto" (what is free, by whole units), a fraction 0..1 of the states, or bytes
     host_memory    bytes the states may take on the host, None = what the host has available; `shadow_memory` comes on top
     speculate      whether updates by the CPU may begin before step(): "auto" where the loop waits for the GPU between backward() and step()
                    (loss.item(), a norm that is printed) and has done the same for some steps, True in every backward, False in none.

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.figures import time_text
+from hytrain_fx.cost_model.pieces import joined, pieces_of
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit
 
@@ -59,14 +60,14 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     rows: list[PlanRow] = []
     missing = 0.0  # parameters that should be streamed among the units so far and are not
     for unit in units:
-        pieces = _pieces(plan, unit)
+        pieces = pieces_of(plan, unit)
         hosted = [i for i, piece in enumerate(pieces) if piece.placement is not Placement.GPU]
         missing += share * sum(pieces[i].numel for i in hosted) - sum(p.numel for p in pieces if p.placement is Placement.STREAM)
         while (i := _nearest(pieces, missing)) is not None:
             streams = missing > 0
             missing -= pieces[i].numel if streams else -pieces[i].numel
             pieces[i] = replace(pieces[i], placement=Placement.STREAM if streams else Placement.CPU, reason=why)
-        rows += _joined(pieces)
+        rows += joined(pieces)
     return replace(plan, rows=tuple(rows), inputs={**plan.inputs, "stream_share": share}, predicted={})
 
 
@@ -80,16 +81,6 @@ def _medians(ends_us: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.median(cpu_us for cpu_us, _ in ends_us), statistics.median(streamed_us for _, streamed_us in ends_us)
 
 
-def _pieces(plan: Plan, unit: Unit) -> list[PlanRow]:
-    """One row for each parameter of the unit."""
-    shares, pieces, at = plan.shares(unit.index), [], 0
-    for numel in unit.param_numels or (unit.params,):
-        holder = next(row for row in shares if row.begin <= at < row.end)
-        pieces.append(replace(holder, begin=at, end=at + numel))
-        at += numel
-    return pieces
-
-
 def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
     """The parameter whose move brings the streamed part nearest to what is wanted; None where none brings it nearer."""
     source = Placement.CPU if missing > 0 else Placement.STREAM
@@ -97,14 +88,3 @@ def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
     large = [i for i, piece in enumerate(pieces) if piece.placement is source and piece.numel >= least]
     best = min(large, key=lambda i: abs(abs(missing) - pieces[i].numel), default=None)
     return best if best is not None and abs(abs(missing) - pieces[best].numel) < abs(missing) else None
-
-
-def _joined(pieces: Sequence[PlanRow]) -> list[PlanRow]:
-    """Neighbours of one placement and one reason as one row."""
-    rows: list[PlanRow] = []
-    for piece in pieces:
-        if rows and (rows[-1].placement, rows[-1].reason) == (piece.placement, piece.reason):
-            rows[-1] = replace(rows[-1], end=piece.end)
-        else:
-            rows.append(piece)
-    return rows

@@ -22,9 +22,11 @@ from hytrain_fx.cost_model.equation import Balance
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.cost_model.inputs import budget_inputs, inputs_of
+from hytrain_fx.cost_model.pieces import with_more_on_device
 from hytrain_fx.cost_model.reasons import (
     balance_reason,
     capped_reason,
+    filling_reason,
     fixed_reason,
     given_share_reason,
     host_full_reason,
@@ -94,9 +96,7 @@ def plan(
     profile = profile if alpha is None else _with_alpha(profile, alpha)
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
-    if stream == "auto":
-        return maker.best()
-    return maker.settle(maker.solution(float(stream)))
+    return maker.filled(maker.best() if stream == "auto" else maker.settle(maker.solution(float(stream))))
 
 
 def streamed_k(
@@ -245,6 +245,24 @@ class _Maker:
         inputs = {**inputs_of(self.profile, self.guard), "stream_share": solution.share, **budget_inputs(self.profile, self.budget)}
         predicted = predict(self.profile, draft, self.budget.device_state_bytes, self.discipline, self.budget.host_state_bytes)
         return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
+
+    def filled(self, made: Plan) -> Plan:
+        """The plan with what a bound on resident states leaves beside whole units given to parameters of the next, where that is predicted
+        to be faster.
+
+        Not where the bound is what the device has free: what whole units leave of that is room for what no estimate knows.
+        """
+        bound, k = self.budget, made.k
+        if self.k is not None or self.rule != "windowed" or bound.device_bytes is None or bound.counts_streamed:
+            return made
+        if k == len(self.profile.units) or k != bound.most_units(self.profile, 0.0, self.discipline):
+            return made
+        free_params = bound.device_bytes / bound.device_state_bytes - sum(unit.params for unit in self.profile.units[:k])
+        more = with_more_on_device(made, self.profile.units[k], free_params, filling_reason(bound.device_bytes, k))
+        if more is made:
+            return made
+        predicted = predict(self.profile, more, bound.device_state_bytes, self.discipline, bound.host_state_bytes)
+        return replace(more, predicted=predicted) if predicted["step_us"] < made.predicted["step_us"] else made
 
     def _windows(self, guard: float) -> Windows:
         return windows_of(self.profile, guard=guard, chunk_params=self.discipline.chunk_params,

@@ -44,6 +44,11 @@ def capped_reason(states_bytes: float, budget_bytes: int, fit: int, wanted: int)
             f"{bytes_text(budget_bytes)} for states, {fit} units fill it")
 
 
+def filling_reason(budget_bytes: int, k: int) -> str:
+    """The reason for parameters that take what whole units leave of the device's memory."""
+    return f"on the device: of its {bytes_text(budget_bytes)} for states k={k} leaves some free"
+
+
 def host_full_reason(host_budget_bytes: int, least: int, wanted: int) -> str:
     """The reason for a unit that should be on the CPU but for which the host has no room."""
     return (f"on the device: k={wanted} would be best, but the host has {bytes_text(host_budget_bytes)} for states; "

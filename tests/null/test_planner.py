@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.planner import Rule, compare, plan, predict, prefix_plan
+from hytrain_fx.cost_model.pieces import pieces_of
+from hytrain_fx.cost_model.planner import Rule, Stream, compare, plan, predict, prefix_plan
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
+from hytrain_fx.explain.plan_text import headline
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
-from tests.null.profiles import profile_of, profiles, uniform, unit
+from tests.null.profiles import profile_of, profiles, streaming_profiles, uniform, unit
 
 RULES: tuple[Rule, ...] = ("seed", "cotrain", "windowed")
 
@@ -28,6 +30,35 @@ def test_every_plan_fits_model_and_budget(profile: Profile, rule: Rule, budget: 
     assert budget is None or p.predicted["gpu_states_bytes"] <= budget
     assert all(row.reason.startswith("on the device" if row.placement == Placement.GPU else "on the CPU") for row in p.rows)
     assert Plan.from_json(p.to_json()) == p
+
+
+@given(profile=streaming_profiles(), budget=st.integers(0, 100_000), stream=st.sampled_from([0.0, 0.4, "auto"]))
+@settings(deadline=None)
+def test_a_bound_on_resident_states_is_filled_with_parameters(profile: Profile, budget: int, stream: Stream) -> None:
+    """Beside whole units the next one's largest parameters that fit are on the device, within the bound, and only where that is faster."""
+    p = plan(profile, budget_bytes=budget, stream=stream, budget_counts_streamed=False)
+    validate(p, profile.units)
+    assert p.predicted["gpu_states_bytes"] <= budget + 1e-6
+    on_device = {row.unit for row in p.rows if row.placement == Placement.GPU}
+    assert on_device <= set(range(p.k + 1)), "of no later unit"
+    if p.k in on_device:
+        whole = prefix_plan(profile.units, p.k, source="windowed", reason=lambda unit: "", share=p.inputs["stream_share"],
+                            streamed_reason=lambda unit: "")
+        assert p.predicted["step_us"] < predict(profile, whole)["step_us"]
+        left = budget - p.predicted["gpu_states_bytes"]
+        assert all(12 * row.numel > left for row in pieces_of(p, profile.units[p.k]) if row.placement != Placement.GPU), "no more fits"
+    free = plan(profile, budget_bytes=budget)
+    assert free.k == plan(profile, budget_bytes=budget, budget_counts_streamed=False).k
+    assert {row.unit for row in free.rows if row.placement == Placement.GPU} == set(range(free.k)), "free memory is not filled to the brim"
+
+
+def test_a_headline_tells_of_a_unit_that_is_partly_on_the_device() -> None:
+    """k counts whole units; what the next one has on the device stands beside it."""
+    profile = profile_of([replace(unit(i, cpu=1000.0), param_numels=(700, 200, 100)) for i in range(3)])
+    made = plan(profile, budget_bytes=12 * 1800, budget_counts_streamed=False)
+    assert headline(made).startswith("plan: k = 1 of 3 units (the first k and 80% of the next are updated on the device)")
+    assert "k=1 leaves some free" in made.shares(1)[0].reason
+    assert headline(plan(profile, budget_bytes=12 * 1000)).startswith("plan: k = 1 of 3 units (the first k are updated on the device)")
 
 
 @given(profile=profiles())
