@@ -35,7 +35,7 @@ from hytrain_fx.cost_model.reasons import (
 )
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.streaming import LEAST_GAIN, best_mix, ranges_of
-from hytrain_fx.cost_model.windows import Windows, windows_of
+from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
@@ -265,10 +265,7 @@ class _Maker:
         return replace(more, predicted=predicted) if predicted["step_us"] < made.predicted["step_us"] else made
 
     def _windows(self, guard: float) -> Windows:
-        return windows_of(self.profile, guard=guard, chunk_params=self.discipline.chunk_params,
-                          updates_in_backward=self.discipline.commit_at == "backward_start",
-                          early_updates=self.discipline.early_updates,
-                          one_barrier=self.discipline.barrier != "none")
+        return windows_under(self.discipline, self.profile, guard)
 
 
 def prefix_plan(

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import better_neighbour
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.ir.profile import Profile
@@ -120,6 +121,12 @@ def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], co
     left_us = max(sum(backward_us) - commit_us, 0.0)
     forward, backward = (accumulate(us[:-1], initial=0.0) for us in (forward_us, backward_us))
     return tuple(f + min(b, left_us) for f, b in zip(forward, backward, strict=True))
+
+
+def windows_under(discipline: Discipline, profile: Profile, guard: float) -> Windows:
+    """The windows of a measured model under a runtime that orders and gates the work so."""
+    return windows_of(profile, guard=guard, chunk_params=discipline.chunk_params, early_updates=discipline.early_updates,
+                      updates_in_backward=discipline.commit_at == "backward_start", one_barrier=discipline.barrier != "none")
 
 
 def windows_of(

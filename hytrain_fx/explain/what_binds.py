@@ -5,7 +5,7 @@ from __future__ import annotations
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.reasons import RESOURCE_WORDS, STREAMED_WORDS
-from hytrain_fx.cost_model.windows import windows_of
+from hytrain_fx.cost_model.windows import windows_under
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Schedule
@@ -23,9 +23,7 @@ def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule, discipl
     if exposed_us <= _NOTHING * schedule.makespan_us:
         return f"{compute}: updates add {time_text(max(exposed_us, 0.0))} to a step"
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
-    windows = windows_of(profile, guard=1.0, chunk_params=discipline.chunk_params, early_updates=discipline.early_updates,
-                         updates_in_backward=discipline.commit_at == "backward_start")
-    windows = windows.streaming(streamed / max(streamed + by_cpu, 1))
+    windows = windows_under(discipline, profile, guard=1.0).streaming(streamed / max(streamed + by_cpu, 1))
     tightest = windows.tightest(plan.k)
     if tightest is None or schedule.stall_us <= gpu_update_us:
         return f"updates on the device: they take {time_text(gpu_update_us)} of the step"

@@ -350,31 +350,39 @@ class Run {
     }
   }
 
-  void keep(const std::vector<int32_t>& rows, bool other) {
+  // What a graph's own buffers hold, until it uses them again: the gradients of the step, or `other` ones.
+  std::vector<std::vector<char>> buffers_of(const std::vector<int32_t>& rows, bool other) const {
     std::vector<std::vector<char>> buffers;
-    std::vector<const void*> grads;
+    for (int32_t r : rows) buffers.push_back(other ? std::vector<char>(rows_[r].grad.size(), 1) : rows_[r].grad);
+    return buffers;
+  }
+  static std::vector<const void*> addresses(const std::vector<std::vector<char>>& buffers) {
+    std::vector<const void*> found;
+    for (const std::vector<char>& buffer : buffers) found.push_back(buffer.data());
+    return found;
+  }
+
+  void keep(const std::vector<int32_t>& rows, bool other) {
+    std::vector<int32_t> staying;
     std::vector<void*> kept;
     std::vector<int64_t> bytes;
     for (int32_t r : rows) {
       if (rows_[r].where == kHost) continue;
-      buffers.push_back(rows_[r].grad);
-      if (other) std::memset(buffers.back().data(), 1, buffers.back().size());
+      staying.push_back(r);
       kept.push_back(rows_[r].kept.data());
-      bytes.push_back(static_cast<int64_t>(buffers.back().size()));
+      bytes.push_back(static_cast<int64_t>(rows_[r].grad.size()));
     }
-    for (const std::vector<char>& buffer : buffers) grads.push_back(buffer.data());
+    const std::vector<std::vector<char>> buffers = buffers_of(staying, other);
+    const std::vector<const void*> grads = addresses(buffers);
     check(hytrain_keep_grads(engine_, kept.data(), grads.data(), bytes.data(), static_cast<int>(kept.size()), nullptr));
   }
 
   void offload(const std::vector<int32_t>& rows, bool other) {
-    std::vector<std::vector<char>> buffers;
-    std::vector<const void*> grads;
     for (int32_t r : rows) {
-      buffers.push_back(rows_[r].grad);
       if (rows_[r].copied) check(hytrain_set_gradient_dtype(engine_, r, static_cast<int>(rows_[r].grad_dtype)));
-      if (other) std::memset(buffers.back().data(), 1, buffers.back().size());
     }
-    for (const std::vector<char>& buffer : buffers) grads.push_back(buffer.data());
+    const std::vector<std::vector<char>> buffers = buffers_of(rows, other);
+    const std::vector<const void*> grads = addresses(buffers);
     check(hytrain_grad_offload(engine_, rows.data(), grads.data(), static_cast<int>(rows.size()), nullptr));
   }
 
