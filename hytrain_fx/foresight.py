@@ -4,8 +4,9 @@
     step()          `stepped`: was the guess right, or would it have been?
     zero_grad()     `dropped`: it was not, if gradients were there
 
-Learned is a loop whose last `_STEPS` steps each reached `step()` late, with most gradients on the host by then (a plain loop on a GPU is
-there early, and would gain copies of its states and nothing else), and had every gradient that went to its slot taken from there, made by
+Learned is a loop whose last `_STEPS` steps each reached `step()` late, with most gradients on the host by then, or were updated on a guess
+at clipping's or a loss scale's factor from `step()` on (a plain loop on a GPU is there early, waits for no factor, and would gain copies of
+its states and nothing else); and had every gradient that went to its slot taken from there, made by
 one backward, with the hyper-parameters that its group had during that backward. A step that undoes updates makes the next harder to earn.
 
 A wrong guess costs time and nothing else: the engine puts back what it has updated (csrc/engine_early.cpp).
@@ -24,7 +25,7 @@ Speculate = bool | Literal["auto"]
 _STEPS: Final = 4
 _MOST_STEPS: Final = 64  # after steps that undid updates
 _CALM_STEPS: Final = 16  # with right guesses, after which that is forgotten
-_LATE: Final = 0.5  # share of the parameters on the host whose gradients have arrived when step() is reached
+_LATE: Final = 0.5  # share of the parameters on the host whose gradients have arrived when step() is reached, or whose factors are guessed
 
 
 class Foresight:
@@ -59,6 +60,12 @@ class Foresight:
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone
         self._missed = 0
+        self._awaits_factors = False
+
+    @property
+    def awaits_factors(self) -> bool:
+        """Whether the last commit had factors to wait for, as those of clipping: then weights leave the host at the backward's end."""
+        return self._awaits_factors
 
     @property
     def goes_ahead(self) -> bool:
@@ -85,15 +92,17 @@ class Foresight:
 
     def stepped(self, items: Sequence[CommitItem]) -> None:
         """`step()` has committed these items."""
+        counts = self._engine.early_counts()
+        self._awaits_factors = counts.waiting_params > 0
         if self._is_off:
             return
         if self._always:
             self._sent.clear()
             self._refresh_groups()
             return
-        counts, went_ahead = self._engine.early_counts(), self.goes_ahead
+        went_ahead = self.goes_ahead
         missed, self._missed = counts.missed > self._missed, counts.missed
-        self._watches = 0 < counts.host_params * _LATE <= counts.landed_params
+        self._watches = 0 < counts.host_params * _LATE <= max(counts.landed_params, counts.guessed_params)
         right = self._watches and bool(self._sent) and self._came_true(items)
         self._alike = self._alike + 1 if right and not missed else 0
         if missed:

@@ -219,9 +219,10 @@ class Planning:
     @property
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
-        # On a GPU step() is reached early in the backward; a CPU has run the backward when step() is called.
-        on_gpu = self._session.table.device.type == "cuda"
-        return Discipline(commit_at="backward_start" if on_gpu else "backward_end", early_updates=self._session.foresight.goes_ahead)
+        # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU has run the backward by then.
+        foresight = self._session.foresight
+        commits_early = self._session.table.device.type == "cuda" and not foresight.awaits_factors
+        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=foresight.goes_ahead)
 
     @property
     def _may_stream(self) -> bool:

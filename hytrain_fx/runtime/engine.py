@@ -125,8 +125,9 @@ def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class GuessCounts:
-    """Updates that began before the factors of their gradients were known, with those of the step before; since the engine was made.
+    """Updates that began before the factors of their gradients were known, with those that last came twice running.
 
+    Counted since the engine was made:
     commits   steps with such updates
     missed    of those, where a factor came out otherwise and updates were made again
     params    parameters updated so, and `redone` of them
@@ -145,9 +146,10 @@ class EarlyCounts:
     """Updates that began before `step()`, on a guess at its hyper-parameters and factors; since the engine was made.
 
     commits   steps with such updates
-    missed    of those, where some were put back or made again
+    missed    of those, where some were put back or made again; where a factor that came later was the cause, that counts as a missed guess
     params    parameters updated so, and `redone` of them
     host_params, landed_params    of the last commit: parameters in rows on the host, and of those whose gradients had arrived by then
+    waiting_params, guessed_params    of host_params: whose factors had not arrived by then, and of those that may begin on a guess
     """
 
     commits: int = 0
@@ -156,6 +158,8 @@ class EarlyCounts:
     redone: int = 0
     host_params: int = 0
     landed_params: int = 0
+    waiting_params: int = 0
+    guessed_params: int = 0
 
 
 @dataclass(frozen=True, slots=True)

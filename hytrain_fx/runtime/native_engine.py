@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -265,7 +265,7 @@ class NativeEngine:
     def early_counts(self) -> EarlyCounts:
         out = CEarlyCounts()
         self._call("early_counts", byref(out))
-        return EarlyCounts(out.commits, out.missed, out.params, out.redone, out.host_params, out.landed_params)
+        return EarlyCounts(*(getattr(out, field.name) for field in fields(EarlyCounts)))
 
     def finish_times(self) -> FinishTimes:
         out = CFinishTimes()

@@ -61,7 +61,8 @@ class CGuessCounts(Structure):
 class CEarlyCounts(Structure):
     """`engine.EarlyCounts`."""
 
-    _fields_ = [(name, c_int64) for name in ("commits", "missed", "params", "redone", "host_params", "landed_params")]
+    _fields_ = [(name, c_int64) for name in (
+        "commits", "missed", "params", "redone", "host_params", "landed_params", "waiting_params", "guessed_params")]
 
 
 class CCommitItem(Structure):

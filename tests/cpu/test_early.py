@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,6 +361,34 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
     assert learned[21:] == [1] * 3
     assert after.commits - before.commits >= 8
     assert after.missed - before.missed == 1
+
+
+def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where updates run on a guess at a factor anyway, as in a loop on a GPU that clips, they need not wait for step() either.
+
+    On a CPU a factor is there at step(). So the last commit is said to have had others; all else of the counts is the engine's.
+    """
+    engine = learner.session.engine
+    counted = engine.early_counts
+
+    def awaiting(guessed: bool) -> EarlyCounts:
+        of = counted()
+        return replace(of, landed_params=0, waiting_params=of.host_params, guessed_params=of.host_params if guessed else 0)
+
+    learner.agree(plain_loop(1))
+    for guessed in (False, True):
+        monkeypatch.setattr(engine, "early_counts", lambda guessed=guessed: awaiting(guessed))
+        begun = counted().commits
+        learner.agree(plain_loop(24))  # it takes more after wrong guesses, as above
+        assert (counted().commits > begun) == guessed
+        assert learner.session.foresight.goes_ahead == guessed
+        assert learner.session.foresight.awaits_factors
+    monkeypatch.undo()
+    learner.session.engine.set_delay(Stage.LANDING, 20_000)
+    learner.agree(plain_loop(2))
+    learner.session.engine.set_delay(Stage.LANDING, 0)
+    assert not learner.session.foresight.goes_ahead
+    assert not learner.session.foresight.awaits_factors
 
 
 def test_without_speculation_nothing_is_learned() -> None:

@@ -128,6 +128,19 @@ def test_constant_factors_are_guessed_and_a_change_is_made_good(dtype: torch.dty
         assert missed.redone == missed.params - calm.params > 0
 
 
+def test_a_factor_that_came_once_is_not_the_next_guess() -> None:
+    """Where one step of five is scaled, that step alone is guessed wrong; a factor that stays is guessed again when it has come twice."""
+    with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
+        for factor in [1.0] * 6 + [0.4, 1.0, 1.0, 1.0, 1.0, 0.3, 1.0, 1.0]:
+            loop.step(factor)
+            loop.check()
+        assert loop.engine.guess_counts().missed == 2
+        for factor in (0.5, 0.5, 0.5, 0.5):
+            loop.step(factor)
+            loop.check()
+        assert loop.engine.guess_counts().missed == 4
+
+
 def test_factors_that_change_all_the_time_are_not_guessed() -> None:
     """Nothing is updated on a guess that would mostly be wrong."""
     with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:

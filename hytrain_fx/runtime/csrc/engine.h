@@ -148,7 +148,8 @@ class Engine {
     std::array<int, kMaxFactors> factors{};        // by slot
     std::array<float, kMaxFactors> factor_values{};  // once known: later commits use the slots again
     int n_values = 0;    // of them
-    uint32_t same = 0;   // whether a commit's factors were those of the one before: a bit each, the latest lowest
+    std::array<float, kMaxFactors> likely{};  // the last values that came twice running: what is guessed
+    uint32_t same = 0;   // whether a commit's factors were the likely ones: a bit each, the latest lowest
     int outcomes = 0;    // bits that count
     uint64_t commit = 0;
     double busy_us = 0, last_busy_us = 0;
@@ -220,7 +221,7 @@ class Engine {
   bool may_guess(const Row& row, int n_factors) const;
   char* take_shadow();
   void factors_came(const Landing& landing);
-  void settle_guess(Row& row, int index);
+  void settle_guess(Row& row, int index, bool at_commit);
   static int64_t shadowed(const Chunk& chunk);  // parameters whose states before are in shadows
   void redo_guessed(const Key& key, Chunk& chunk);
   void leave_out(Row& row, int index);
@@ -232,6 +233,7 @@ class Engine {
   void withdraw(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
   void count_early(const Row& row, int64_t params, bool again);
   void count_landed(const Row& row);
+  void count_waiting(const Row& row);
   struct Span {
     char* at;
     int64_t bytes;

@@ -25,7 +25,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   finish_ = {};
   first_update_us_ = workers_busy_us_ = 0;
   commit_us_ = device_->now_us();
-  early_.host_params = early_.landed_params = 0;
+  early_.host_params = early_.landed_params = early_.waiting_params = early_.guessed_params = 0;
   bool on_lane = false;
   for (int i = 0; i < n_factors; ++i) {
     if (!factors[i]) continue;
@@ -52,7 +52,8 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     row.factors_known = !skip_at && known_now(items[i], factors);
     row.guessing = foreseen || (!row.factors_known && may_guess(row, items[i].n_factors));
     if (row.factors_known) take_factors(row, slots, false);
-    if (row.factors_known && row.guessing) settle_guess(row, items[i].row);
+    if (row.factors_known && row.guessing) settle_guess(row, items[i].row, true);
+    count_waiting(row);
     queue_all_ready(row, items[i].row);
   }
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
@@ -108,7 +109,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
     row.busy_us = 0;
   }
   row.phase = Phase::PENDING;
-  row.guess = row.factor_values;
+  row.guess = row.likely;
   row.scalars = item.scalars;
   row.n_factors = item.n_factors;
   std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
@@ -188,9 +189,10 @@ void Engine::take_factors(Row& row, const float* slots, bool skipped) {
   std::array<float, kMaxFactors> values{};
   for (int i = 0; i < row.n_factors; ++i) values[i] = slots[row.factors[i]];
   if (row.n_factors != row.n_values) row.outcomes = -1;
-  const bool same = !skipped && std::memcmp(values.data(), row.factor_values.data(), sizeof values) == 0;
-  row.same = row.same << 1 | (same ? 1u : 0u);
-  ++row.outcomes;
+  auto are = [&](const std::array<float, kMaxFactors>& others) { return std::memcmp(values.data(), others.data(), sizeof values) == 0; };
+  row.same = row.same << 1 | (!skipped && are(row.likely) ? 1u : 0u);
+  // A value that came once, as where one step of several is clipped, is not the next one's. A new loss scale is guessed wrong twice for it.
+  if (++row.outcomes == 0 || are(row.factor_values)) row.likely = values;
   row.n_values = row.n_factors;
   row.factor_values = values;
 }

@@ -1,6 +1,7 @@
 // Updates before step(). In a loop that waits for the device between backward() and step() (loss.item(), a norm that is printed) nothing would
 // be updated until the whole backward has run. So, where such a loop has been learned (foresight.py), each row is committed on a guess as soon
-// as its gradient is on the way: the hyper-parameters that its group has then, the factors of its last commit.
+// as its gradient is on the way: the hyper-parameters that its group has then, the likely factors (engine_guess.cpp). So are those of a loop
+// whose factors are guessed anyway: they would wait for step() alone.
 //
 // Such a row is EARLY: workers update it as one with guessed factors (engine_guess.cpp), old states in shadow slots, the gradient in its slot,
 // no weight to the device. commit() with the same numbers makes it a guessed row, or lets it go at once where no factor is on its way. With
@@ -96,6 +97,12 @@ void Engine::count_early(const Row& row, int64_t params, bool again) {
 void Engine::count_landed(const Row& row) {
   early_.host_params += row.spec.numel;
   for (const Chunk& chunk : row.chunks) early_.landed_params += chunk.landed ? chunk.end - chunk.begin : 0;
+}
+
+void Engine::count_waiting(const Row& row) {
+  if (row.factors_known) return;
+  early_.waiting_params += row.spec.numel;
+  early_.guessed_params += row.guessing ? row.spec.numel : 0;
 }
 
 EarlyCounts Engine::early_counts() {

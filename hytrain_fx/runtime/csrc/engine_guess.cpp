@@ -1,6 +1,6 @@
 // Updates before the factors of their gradients are known. clip_grad_norm_ and GradScaler scale gradients by a number that the device has only
-// when the whole backward has run, and mostly it is the number of the step before: 1 where nothing is clipped, 1 / scale. So, once that has
-// been so for some steps, rows are updated with the last step's factors while the backward still runs. GradScaler's word whether the step
+// when the whole backward has run, and mostly it is the same number: 1 where nothing is clipped, 1 / scale. So, once that has been so for
+// some steps, rows are updated with the factors that last came twice running, while the backward still runs. GradScaler's word whether the step
 // counts at all comes the same way: it is taken to count until then.
 //
 // The states as they were go to shadow slots, the gradient stays in its slot, and no new weight leaves the host before the factors have come.
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kShadowBlock = 16 << 10;   // parameters saved, then updated: in the cache of one core
 constexpr int kRemembered = 16, kLeastOutcomes = 2;
-constexpr double kLeastSame = 0.6;  // share of commits with unchanged factors from which a guess pays: a miss costs what a hit gains
+constexpr double kLeastSame = 0.6;  // share of commits with the likely factors from which a guess pays: a miss costs what a hit gains
 constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float));
 
 // Past the caches: nobody reads it soon, and a plain store would read the line first.
@@ -52,7 +52,7 @@ bool Engine::may_be_redone(const Row& row) const {
   return weight_bytes(row) == 4 || row.host.low;  // else its new weight would take the place of the gradient
 }
 
-// Whether it pays to go by the factors of the row's last commit.
+// Whether it pays to go by the row's likely factors.
 bool Engine::is_steady(const Row& row) {
   if (row.outcomes < kLeastOutcomes) return row.n_values == 0;
   const uint32_t remembered = row.outcomes < kRemembered ? (1u << row.outcomes) - 1 : (1u << kRemembered) - 1;
@@ -81,8 +81,8 @@ void Engine::factors_came(const Landing& landing) {
     row.factors_known = true;
     row.skipped = skipped;
     if (row.guessing) {
-      guessed |= !row.early;
-      settle_guess(row, r);
+      guessed = true;
+      settle_guess(row, r, false);
     }
     if (skipped) leave_out(row, r);
     queue_all_ready(row, r);
@@ -97,7 +97,8 @@ void Engine::factors_came(const Landing& landing) {
   issued_cv_.notify_all();
 }
 
-void Engine::settle_guess(Row& row, int index) {
+// `at_commit`: what was guessed was there when step() came, so the loop was guessed wrong and not a factor.
+void Engine::settle_guess(Row& row, int index, bool at_commit) {
   row.guessing = false;
   bool right = !row.skipped;
   for (int i = 0; i < row.n_factors; ++i) {
@@ -109,9 +110,8 @@ void Engine::settle_guess(Row& row, int index) {
     if (chunk.shadows.empty() || chunk.put_back) continue;
     const Key key{row.spec.unit, index, c};
     const int64_t params = shadowed(chunk);
-    if (row.early) {
-      count_early(row, params, !right);
-    } else {
+    if (row.early) count_early(row, params, !right && at_commit);
+    if (!at_commit) {
       guesses_.params += params;
       guesses_.redone += right ? 0 : params;
     }

@@ -47,11 +47,13 @@ struct GuessCounts {  // of parameters updated before their gradients' factors w
 
 struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
   int64_t commits;    // with such rows
-  int64_t missed;     // of those, where some had to be put back or updated again
+  int64_t missed;     // of those, where some had to be put back or updated again, but for factors that came later (GuessCounts)
   int64_t params;
   int64_t redone;     // of params: put back or updated again
   int64_t host_params;    // of the last commit: in rows on the host,
-  int64_t landed_params;  // and of those, with gradients that were there by then
+  int64_t landed_params;  // of those, with gradients that were there by then
+  int64_t waiting_params;  // of those, with factors that were not,
+  int64_t guessed_params;  // and of these, updated by likely ones meanwhile
 };
 
 struct FinishTimes {  // of the last step whose updates have all ended, from its commit; 0 where there were none of the kind
