@@ -15,6 +15,7 @@ _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose firs
 _SEEN_STEPS, _MOST_SEEN_STEPS = 4, 8  # between two looks, and under the plan in force: more tell more surely
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
+_LEAST_MOVED = 0.5  # of the change that is wanted: whole parameters may give less, as another choice of them with the same sum
 _PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the CPU's rate, says when its updates end
 
 
@@ -65,7 +66,7 @@ class Balancing:
             return None
         why = balance_reason(seen, steps_done)
         new = with_share(plan, units, wanted, why)
-        if new.rows == plan.rows:
+        if (streamed_share(new) - share) / (wanted - share) < _LEAST_MOVED:
             return None
         self._last_change = wanted - share
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]

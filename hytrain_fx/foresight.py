@@ -72,6 +72,11 @@ class Foresight:
         """Whether the updates of the next backward begin before its step."""
         return not self._is_off and (self._always or self._alike >= self._needed)
 
+    @property
+    def will_go_ahead(self) -> bool:
+        """Whether updates begin before their steps, or soon will if the loop goes on as in the last step."""
+        return not self._is_off and (self._always or self._alike > 0)
+
     def sent(self, rows: Sequence[int]) -> None:
         """The gradients of these rows on the host are on their way to their slots."""
         if self._is_off or not self._watches:

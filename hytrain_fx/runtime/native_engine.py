@@ -52,7 +52,7 @@ from hytrain_fx.runtime.native_structs import (
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
-           "engine_early.cpp", "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
+           "engine_early.cpp", "engine_shadow.cpp", "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16

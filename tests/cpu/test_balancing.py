@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hytrain_fx.balancing import Balancing
-from hytrain_fx.cost_model.balance import streamed_share
+from hytrain_fx.cost_model.balance import streamed_share, with_share
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
@@ -104,6 +104,24 @@ def test_a_share_that_noise_moves_back_stays() -> None:
     assert streamed_share(less) < streamed_share(more)
     balancing.restart(made(1))
     assert after(made(1), 1e6, 0.95e6) is not None
+
+
+def test_another_choice_of_parameters_with_the_same_sum_is_no_move() -> None:
+    """Where whole parameters cannot give the share that is wanted, the plan stays: each move holds a step up."""
+    sizes = ((300,), (100, 200), (100, 200), (300,))
+    units = tuple(Unit(i, f"layers.{i}", sum(numels), tuple(f"{i}.{j}" for j in range(len(numels))), 2 * sum(numels), param_numels=numels)
+                  for i, numels in enumerate(sizes))
+    none = prefix_plan(units, 0, source="windowed", reason=lambda unit: "test", share=0.0, streamed_reason=lambda unit: "test")
+    plan = with_share(none, units, 0.54, "test")
+    other = with_share(plan, units, streamed_share(plan) + 0.06, "test")
+    assert other.rows != plan.rows
+    assert streamed_share(other) == streamed_share(plan)
+    for streamed_us, moves in ((0.7e6, False), (0.2e6, True)):  # 6% wanted, and 18%
+        balancing = Balancing()
+        balancing.restart(plan)
+        for _ in range(6):
+            balancing.saw(FinishTimes(1e6, streamed_us))
+        assert (balancing.better(plan, units, 1e6, 10) is not None) == moves
 
 
 @pytest.fixture(scope="module")

@@ -156,7 +156,7 @@ class Run {
     row.m = row.reference.m;
     row.v = row.reference.v;
     Floats master = row.reference.master;
-    std::vector<char> slot(row.n * row.slot_width());
+    std::vector<char> slot(row.n * row.slot_width() + 64);  // so that no two seem to be neighbours in one slab
     if (row.split()) {
       row.high.resize(row.n);
       row.low.resize(row.n);

@@ -98,6 +98,7 @@ void Engine::add_row(const RowSpec& spec) {
   for (int64_t begin = 0; begin < spec.numel; begin += kChunk) {
     Chunk chunk{begin, std::min(begin + kChunk, spec.numel), 0};
     chunk.granules = static_cast<int>((chunk.end - chunk.begin + kGranule - 1) / kGranule);
+    chunk.shadows.resize(chunk.granules);
     row.chunks.push_back(chunk);
   }
   rows_.push_back(std::move(row));
@@ -123,7 +124,7 @@ void Engine::finish_landing(int row) {
 // The copy of a gradient that was dropped has ended, but the lander may note it yet: not for the row in its new place.
 Engine::Row& Engine::place(int row, Place place) {
   Row& r = at(row);
-  if (r.phase != Phase::IDLE) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
+  if (r.phase != Phase::IDLE || !is_home(r)) throw std::logic_error("row " + std::to_string(row) + " is moved while in use");
   ++r.generation;
   r.place = place;
   r.skipped = false;

@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "adamw_beside.h"
 #include "device.h"
 #include "native_structs.h"
 #include "ring.h"
@@ -86,7 +87,7 @@ class Engine {
   bool skipped();  // whether the last commit with a `skip` was left out; waits until that has come
   void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
   void wait(const int32_t* rows, int n, void* stream);
-  void drain(const int32_t* rows, int n);  // as wait, and the host waits for the copies too
+  void drain(const int32_t* rows, int n);  // as wait, and the host waits for the copies too; states are at home then
   // Begins to bring gradients back from their slots, to `dst` one after the other, each padded to 64 bytes; gives the number to wait by. `dst` is
   // the caller's until the compute stream has been made to wait, by fetched(), which is asked once.
   uint64_t fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream);
@@ -110,14 +111,19 @@ class Engine {
   enum class Place { NOWHERE, HOST, DEVICE, STREAMED };
   using Key = std::array<int, 3>;  // unit, row, chunk: the order in which work is due
 
+  struct Shadow {  // of a granule: other memory for its states, which an update on a guess leaves where they were
+    char* slot = nullptr;
+    bool holds = false;  // the states are there, and not at home, as the last step left them
+  };
   struct Chunk {
     int64_t begin, end;
     int granules, taken = 0, finished = 0;
     bool landed = false, queued = false;
-    std::vector<char*> shadows;  // of the first granules, those taken with guessed factors: their states before
-    int redo = 0, redo_end = 0;  // granules to be taken again, from their shadows
+    std::vector<Shadow> shadows;  // by granule
+    int guessed = 0;             // so many of the first granules were taken with guessed factors
+    int redo = 0, redo_end = 0;  // of them, granules to be taken again
     bool undo = false;           // the guess was wrong; they are taken again when the running ones are done
-    bool put_back = false;       // with undo, and after it: they are put back from their shadows, and the chunk is as though nobody had begun it
+    bool put_back = false;       // with undo, and after it: they are put back, and the chunk is as though nobody had begun it
   };
   struct Row {
     RowSpec spec{};
@@ -188,6 +194,7 @@ class Engine {
   static Dtype device_grad_dtype(const Row& row) { return row.copied ? Dtype::kF32 : weight_dtype(row); }
   NonFinite nonfinite_of(int row) const { return {options_.nonfinite, row + 1}; }
   Row& at(int row);
+  void settle(const int32_t* rows, int n);
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void finish_landing(int row);
@@ -207,14 +214,14 @@ class Engine {
   struct Task {  // what a worker does next
     int granule;
     bool guessed, again, restore;  // restore: and no more than that
-    char* shadow;                  // of the first two
+    Shadow shadow;
     AdamScalars scalars;
   };
   bool take_task(const Key& key, Task& task);
   void finish_task(const Key& key);
   // Both: false, with nothing updated where that is so, for a gradient that is not finite.
   bool run_task(Row& row, const Chunk& chunk, const Task& task);
-  bool update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars);
+  bool update_on_host(Row& row, int64_t begin, int64_t n, const Task& task);
   // engine_guess.cpp
   bool may_be_redone(const Row& row) const;
   static bool is_steady(const Row& row);
@@ -222,7 +229,8 @@ class Engine {
   char* take_shadow();
   void factors_came(const Landing& landing);
   void settle_guess(Row& row, int index, bool at_commit);
-  static int64_t shadowed(const Chunk& chunk);  // parameters whose states before are in shadows
+  static int64_t guessed_params(const Chunk& chunk);
+  void settle_shadows(Chunk& chunk, bool updated);
   void redo_guessed(const Key& key, Chunk& chunk);
   void leave_out(Row& row, int index);
   void chunk_left_out(Row& row);
@@ -234,12 +242,14 @@ class Engine {
   void count_early(const Row& row, int64_t params, bool again);
   void count_landed(const Row& row);
   void count_waiting(const Row& row);
-  struct Span {
-    char* at;
-    int64_t bytes;
-    int64_t shadow;  // offset in a shadow slot
-  };
-  static std::array<Span, 5> spans(const Row& row, const Chunk& chunk, int granule, int64_t from, int64_t n);
+  // engine_shadow.cpp
+  static HostArrays home_of(const Row& row, int64_t begin);
+  static HostArrays arrays_in(const Row& row, char* slot);
+  static void restore_master(const Row& row, int64_t begin, int64_t n, const char* kept);
+  static bool is_home(const Row& row);
+  void bring_home(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
+  void carry_all_home(std::unique_lock<std::mutex>& lock);
+  void carry_home(std::unique_lock<std::mutex>& lock);  // one piece
   struct InFlight {  // on the lane to the device, in its order
     EventPtr end;
     int64_t bytes;
@@ -284,6 +294,8 @@ class Engine {
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
   EventPtr last_fetch_;
   std::vector<char*> shadows_;  // free slots
+  std::vector<std::array<int, 3>> homeward_;  // row, chunk, granule: states to be carried home
+  int homeward_left_ = 0;                     // and those that are being carried
   size_t shadow_slots_ = 0;
   bool can_guess_ = false;
   std::array<bool, 2> factors_on_way_{};       // by half of the slots

@@ -3,9 +3,8 @@
 // as its gradient is on the way: the hyper-parameters that its group has then, the likely factors (engine_guess.cpp). So are those of a loop
 // whose factors are guessed anyway: they would wait for step() alone.
 //
-// Such a row is EARLY: workers update it as one with guessed factors (engine_guess.cpp), old states in shadow slots, the gradient in its slot,
-// no weight to the device. commit() with the same numbers makes it a guessed row, or lets it go at once where no factor is on its way. With
-// other numbers, or without the row, and where states or gradient are asked for before: it is put back from its shadows, bit for bit.
+// Such a row is EARLY: workers update it as one with guessed factors (engine_guess.cpp), the gradient in its slot, no weight to the device. commit() with the same numbers makes it a guessed row, or lets it go at once where no factor is on its way. With
+// other numbers, or without the row, and where states or gradient are asked for before: it is put back, bit for bit.
 #include <chrono>
 #include <cstring>
 
@@ -45,7 +44,7 @@ void Engine::give_up_early(Row& row, int index) {
     ready_.erase(key);
     chunk.queued = false;
     if (chunk.taken == 0) continue;
-    count_early(row, shadowed(chunk), true);
+    count_early(row, guessed_params(chunk), true);
     chunk.queued = chunk.undo = chunk.put_back = true;
     ++row.put_back;
     finish_task(key);
@@ -55,8 +54,7 @@ void Engine::give_up_early(Row& row, int index) {
 void Engine::chunk_was_put_back(const Key& key) {
   Row& row = rows_[key[1]];
   Chunk& chunk = row.chunks[key[2]];
-  shadows_.insert(shadows_.end(), chunk.shadows.begin(), chunk.shadows.end());
-  chunk.shadows.clear();
+  settle_shadows(chunk, false);
   chunk.taken = chunk.finished = chunk.redo = chunk.redo_end = 0;
   chunk.queued = chunk.put_back = false;
   --row.put_back;

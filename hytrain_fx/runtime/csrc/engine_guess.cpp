@@ -3,48 +3,21 @@
 // some steps, rows are updated with the factors that last came twice running, while the backward still runs. GradScaler's word whether the step
 // counts at all comes the same way: it is taken to count until then.
 //
-// The states as they were go to shadow slots, the gradient stays in its slot, and no new weight leaves the host before the factors have come.
-// Where they are others, what was updated is put back from its shadow and updated again: bit for bit what it would have been without.
+// The states as they were stay where they are (engine_shadow.cpp), the gradient in its slot, and no new weight leaves the host before the
+// factors have come. Where they are others, it is updated again from there: bit for bit what it would have been without.
 #include <algorithm>
 #include <bitset>
 #include <cstring>
 
 #include "engine.h"
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 namespace hytrain_fx {
 namespace {
 
-constexpr int64_t kShadowBlock = 16 << 10;   // parameters saved, then updated: in the cache of one core
 constexpr int kRemembered = 16, kLeastOutcomes = 2;
 constexpr double kLeastSame = 0.6;  // share of commits with the likely factors from which a guess pays: a miss costs what a hit gains
-constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float));
-
-// Past the caches: nobody reads it soon, and a plain store would read the line first.
-void stream_copy(char* to, const char* from, int64_t bytes) {
-#if defined(__SSE2__)
-  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    for (; bytes >= 16; bytes -= 16, to += 16, from += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    }
-    _mm_sfence();
-  }
-#endif
-  std::memcpy(to, from, static_cast<size_t>(bytes));
-}
 
 }  // namespace
-
-void Engine::set_shadow(const ShadowMemory& memory) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (can_guess_) throw std::logic_error("the engine has shadow memory already");
-  for (int s = memory.slots - 1; s >= 0; --s) shadows_.push_back(memory.base + s * 4 * kArrayBytes);
-  shadow_slots_ = shadows_.size();
-  can_guess_ = memory.slots > 0;
-}
 
 // Whether the row can be updated on a guess, and that is worth its shadows.
 bool Engine::may_be_redone(const Row& row) const {
@@ -61,13 +34,6 @@ bool Engine::is_steady(const Row& row) {
 
 bool Engine::may_guess(const Row& row, int n_factors) const {
   return n_factors == row.n_values && may_be_redone(row) && is_steady(row);
-}
-
-char* Engine::take_shadow() {
-  char* shadow = shadows_.back();
-  shadows_.pop_back();
-  guesses_.shadow_bytes = std::max(guesses_.shadow_bytes, static_cast<int64_t>(shadow_slots_ - shadows_.size()) * 4 * kArrayBytes);
-  return shadow;
 }
 
 void Engine::factors_came(const Landing& landing) {
@@ -107,9 +73,9 @@ void Engine::settle_guess(Row& row, int index, bool at_commit) {
   if (right && row.bad_guess) return note_failure("CPU update: " + nonfinite_message(index));
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
     Chunk& chunk = row.chunks[c];
-    if (chunk.shadows.empty() || chunk.put_back) continue;
+    if (chunk.guessed == 0 || chunk.put_back) continue;
     const Key key{row.spec.unit, index, c};
-    const int64_t params = shadowed(chunk);
+    const int64_t params = guessed_params(chunk);
     if (row.early) count_early(row, params, !right && at_commit);
     if (!at_commit) {
       guesses_.params += params;
@@ -125,23 +91,23 @@ void Engine::settle_guess(Row& row, int index, bool at_commit) {
   }
 }
 
-int64_t Engine::shadowed(const Chunk& chunk) {
-  return std::min<int64_t>(static_cast<int64_t>(chunk.shadows.size()) * kGranule, chunk.end - chunk.begin);
+int64_t Engine::guessed_params(const Chunk& chunk) {
+  return std::min<int64_t>(chunk.guessed * kGranule, chunk.end - chunk.begin);
 }
 
 void Engine::redo_guessed(const Key& key, Chunk& chunk) {
   chunk.undo = false;
   chunk.redo = 0;
-  chunk.redo_end = static_cast<int>(chunk.shadows.size());
+  chunk.redo_end = chunk.guessed;
   chunk.finished -= chunk.redo_end;
   ready_.insert(key);
   work_cv_.notify_all();
 }
 
-// The step was left out: of chunks that nobody has begun nothing happens any more. Others are put back from their shadows.
+// The step was left out: of chunks that nobody has begun nothing happens any more. Others are put back.
 void Engine::leave_out(Row& row, int index) {
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
-    if (!row.chunks[c].shadows.empty()) continue;
+    if (row.chunks[c].guessed > 0) continue;
     ready_.erase({row.spec.unit, index, c});
     chunk_left_out(row);
   }
@@ -149,36 +115,6 @@ void Engine::leave_out(Row& row, int index) {
 
 void Engine::chunk_left_out(Row& row) {
   if (++row.issued == static_cast<int>(row.chunks.size())) issued_cv_.notify_all();
-}
-
-// The arrays of `n` parameters from the one `from` places into a granule.
-std::array<Engine::Span, 5> Engine::spans(const Row& row, const Chunk& chunk, int granule, int64_t from, int64_t n) {
-  const int64_t first = chunk.begin + granule * kGranule + from, wide = sizeof(float);
-  auto span = [&](void* base, int64_t width, int64_t array) {
-    return base ? Span{offset(base, first * width), n * width, array + from * width} : Span{nullptr, 0, 0};
-  };
-  const HostStates& host = row.host;
-  return {{span(host.master, host.low ? 2 : wide, 0), span(host.low, 2, kArrayBytes / 2), span(host.exp_avg, wide, kArrayBytes),
-           span(host.exp_avg_sq, wide, 2 * kArrayBytes), span(host.max_exp_avg_sq, wide, 3 * kArrayBytes)}};
-}
-
-bool Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
-  const int64_t begin = chunk.begin + task.granule * kGranule, n = std::min(kGranule, chunk.end - begin);
-  if (!task.guessed && !task.again) return update_on_host(row, begin, n, task.scalars);
-  bool finite = true;
-  for (int64_t from = 0; from < n; from += kShadowBlock) {
-    const int64_t count = std::min(kShadowBlock, n - from);
-    for (const Span& span : spans(row, chunk, task.granule, from, count)) {
-      if (!span.at) continue;
-      if (task.guessed) {
-        stream_copy(task.shadow + span.shadow, span.at, span.bytes);
-      } else {
-        std::memcpy(span.at, task.shadow + span.shadow, static_cast<size_t>(span.bytes));
-      }
-    }
-    if (!task.restore) finite &= update_on_host(row, begin + from, count, task.scalars);
-  }
-  return finite;
 }
 
 GuessCounts Engine::guess_counts() {

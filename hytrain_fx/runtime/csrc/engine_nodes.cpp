@@ -1,5 +1,6 @@
 // What the inserted nodes call: gradients out, stages armed, weights released and waited for. Also eager reads and close.
 #include <algorithm>
+#include <exception>
 
 #include "engine.h"
 
@@ -175,6 +176,18 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
 }
 
 void Engine::drain(const int32_t* rows, int n) {
+  std::exception_ptr failed;
+  try {
+    settle(rows, n);
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  bring_home(rows, n, lock);
+  if (failed) std::rethrow_exception(failed);
+}
+
+void Engine::settle(const int32_t* rows, int n) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     withdraw(rows, n, lock);

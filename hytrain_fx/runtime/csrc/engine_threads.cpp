@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 #include "engine.h"
 #include "finite.h"
@@ -18,8 +19,6 @@ void pin_thread(int core) {
   CPU_SET(core, &set);
   pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
-
-float* offset_floats(float* base, int64_t n) { return base ? base + n : nullptr; }
 
 }  // namespace
 
@@ -66,8 +65,12 @@ void Engine::work(int index) {
   if (!worker_cores_.empty()) pin_thread(worker_cores_[index]);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    work_cv_.wait(lock, [this] { return stop_ || (!ready_.empty() && failure_.empty()); });
+    work_cv_.wait(lock, [this] { return stop_ || ((!ready_.empty() || !homeward_.empty()) && failure_.empty()); });
     if (stop_) return;
+    if (ready_.empty()) {
+      carry_home(lock);
+      continue;
+    }
     const Key key = *ready_.begin();
     Row& row = rows_[key[1]];
     Chunk& chunk = row.chunks[key[2]];
@@ -101,23 +104,22 @@ void Engine::count_busy(double begin_us, double end_us) {
 bool Engine::take_task(const Key& key, Task& task) {
   Row& row = rows_[key[1]];
   Chunk& chunk = row.chunks[key[2]];
-  task = {0, false, chunk.redo < chunk.redo_end, row.skipped || chunk.put_back, nullptr, row.scalars};
+  task = {0, false, chunk.redo < chunk.redo_end, row.skipped || chunk.put_back, {}, row.scalars};
   if (task.again) {
     task.granule = chunk.redo++;
-    task.shadow = chunk.shadows[task.granule];
   } else {
     task.guessed = !row.factors_known;
-    if (task.guessed && shadows_.empty()) {
+    Shadow& shadow = chunk.shadows[chunk.taken];
+    if (task.guessed && !shadow.slot && shadows_.empty()) {
       ready_.erase(key);
       chunk.queued = false;
       return false;
     }
-    if (task.guessed) {
-      task.shadow = take_shadow();
-      chunk.shadows.push_back(task.shadow);
-    }
+    if (task.guessed && !shadow.slot) shadow.slot = take_shadow();
+    chunk.guessed += task.guessed;
     task.granule = chunk.taken++;
   }
+  task.shadow = chunk.shadows[task.granule];
   if ((chunk.taken == chunk.granules || task.restore) && chunk.redo == chunk.redo_end) ready_.erase(key);
   for (int i = 0; i < row.n_factors; ++i) {
     task.scalars.factors[i] = task.guessed ? row.guess[i] : row.factor_values[i];
@@ -136,8 +138,7 @@ void Engine::finish_task(const Key& key) {
     return;
   }
   if (chunk.finished < (row.skipped ? chunk.taken : chunk.granules) || !row.factors_known) return;
-  shadows_.insert(shadows_.end(), chunk.shadows.begin(), chunk.shadows.end());
-  chunk.shadows.clear();
+  settle_shadows(chunk, !row.skipped);
   if (row.skipped) return chunk_left_out(row);
   updated_.insert(key);
   const double now_us = device_->now_us();
@@ -146,18 +147,32 @@ void Engine::finish_task(const Key& key) {
   upload_cv_.notify_one();
 }
 
-bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const AdamScalars& scalars) {
-  char* slot = offset(row.host.slot, begin * slot_grad_bytes(row));
-  const Dtype dtype = weight_dtype(row);
+// False, with nothing updated, for a gradient that is not finite.
+bool Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
+  const int64_t begin = chunk.begin + task.granule * kGranule, n = std::min(kGranule, chunk.end - begin);
+  if (task.again) restore_master(row, begin, n, task.shadow.slot);
+  return task.restore || update_on_host(row, begin, n, task);
+}
+
+bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const Task& task) {
+  char* const slot = offset(row.host.slot, begin * slot_grad_bytes(row));
+  char* const master = offset(row.host.master, begin * (row.host.low ? 2 : 4));
+  char* const kept = task.guessed ? task.shadow.slot : nullptr;
+  const HostArrays home = home_of(row, begin);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
-  if (!all_finite(slot, row.grad_dtype, n)) return false;
-  float* const m = row.host.exp_avg + begin;
-  float* const v = row.host.exp_avg_sq + begin;
-  float* const vmax = offset_floats(row.host.max_exp_avg_sq, begin);
-  if (row.host.low) {
-    split_adamw_chunk(slot, row.grad_dtype, static_cast<uint16_t*>(row.host.master) + begin, row.host.low + begin, m, v, vmax, n, scalars);
+  if (!all_finite(slot, row.grad_dtype, n)) {
+    if (kept) std::memcpy(kept, master, static_cast<size_t>(n * (row.host.low ? 2 : 4)));  // it may be asked for
+    return false;
+  }
+  if (task.shadow.slot) {
+    const HostArrays beside = arrays_in(row, task.shadow.slot);
+    const bool holds = task.shadow.holds;
+    adamw_beside(slot, row.grad_dtype, master, kept, holds ? beside : home, holds ? home : beside, n, task.scalars);
+  } else if (row.host.low) {
+    split_adamw_chunk(slot, row.grad_dtype, reinterpret_cast<uint16_t*>(master), home.low, home.m, home.v, home.vmax, n, task.scalars);
   } else {
-    adamw_chunk(slot, dtype, static_cast<float*>(row.host.master) + begin, m, v, vmax, weight_bytes(row) == 2 ? slot : nullptr, dtype, n, scalars);
+    adamw_chunk(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.m, home.v, home.vmax, weight_bytes(row) == 2 ? slot : nullptr,
+                weight_dtype(row), n, task.scalars);
   }
   return true;
 }

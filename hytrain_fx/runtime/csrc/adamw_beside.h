@@ -1,0 +1,98 @@
+// adamw_chunk and split_adamw_chunk (same bits) for states that are written to another place than they are read from: moments, and the low halves
+// of masters where those are in halves. Stores go past the caches, as a plain store elsewhere would read the line first: so as many bytes move as
+// in place. Masters, or their high halves, are updated where they are; what they were can be kept.
+#pragma once
+
+#include "split_adamw.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace hytrain_fx {
+
+struct HostArrays {  // of a row's states on the host, but for masters
+  uint16_t* low;     // null: masters are whole
+  float* m;
+  float* v;
+  float* vmax;       // null without amsgrad
+};
+
+// Past the caches; before another thread may read it: store_fence().
+inline void stream_copy(void* to, const void* from, int64_t bytes) {
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+#if defined(__AVX512F__)
+  if (reinterpret_cast<uintptr_t>(out) % 64 == 0) {
+    for (; bytes >= 64; bytes -= 64, out += 64, in += 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), _mm512_loadu_si512(in));
+  }
+#elif defined(__SSE2__)
+  if (reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    for (; bytes >= 16; bytes -= 16, out += 16, in += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+    }
+  }
+#endif
+  std::memcpy(out, in, static_cast<size_t>(bytes));
+}
+
+inline void store_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+namespace detail {
+
+inline void prefetch_lines(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0);
+}
+
+inline void prefetch_beside(const void* grad, int64_t grad_width, const char* master, int64_t master_width, const HostArrays& from, int64_t start) {
+  constexpr int64_t wide = sizeof(float);
+  prefetch_lines(static_cast<const char*>(grad) + start * grad_width, kBlock * grad_width);
+  prefetch_lines(master + start * master_width, kBlock * master_width);
+  if (from.low) prefetch_lines(from.low + start, kBlock * 2);
+  prefetch_lines(from.m + start, kBlock * wide);
+  prefetch_lines(from.v + start, kBlock * wide);
+}
+
+}  // namespace detail
+
+// `master`: fp32, or with `from.low` the bf16 halves that are the weight; `kept` receives what they were, null for nothing. `to` has the arrays
+// that `from` has. No two arrays may overlap; each 64-byte aligned, or it is slow.
+inline void adamw_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
+                         const AdamScalars& scalars) {
+  const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
+  const int64_t grad_width = grad_dtype == Dtype::kF32 ? 4 : 2, master_width = from.low ? 2 : 4, wide = sizeof(float);
+  alignas(64) float g[detail::kBlock], p[detail::kBlock], m[detail::kBlock], v[detail::kBlock], marked[detail::kBlock], vmax[detail::kBlock];
+  alignas(64) uint16_t low[detail::kBlock];
+  for (int64_t start = 0; start < n; start += detail::kBlock) {
+    const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock, ahead = start + detail::kAhead;
+    char* const weight = static_cast<char*>(master) + start * master_width;
+    if (ahead + detail::kBlock <= n) detail::prefetch_beside(grad, grad_width, static_cast<const char*>(master), master_width, from, ahead);
+    detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
+    std::memcpy(m, from.m + start, static_cast<size_t>(count * wide));
+    if (from.vmax) std::memcpy(vmax, from.vmax + start, static_cast<size_t>(count * wide));
+    if (kept) stream_copy(static_cast<char*>(kept) + start * master_width, weight, count * master_width);
+    if (from.low) {
+      detail::join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, from.v + start, p, v, count);
+    } else {
+      std::memcpy(p, weight, static_cast<size_t>(count * wide));
+      std::memcpy(v, from.v + start, static_cast<size_t>(count * wide));
+    }
+    update(g, p, m, v, from.vmax ? vmax : nullptr, count, scalars);
+    if (from.low) {
+      detail::split_master(p, v, reinterpret_cast<uint16_t*>(weight), low, marked, count);
+      stream_copy(to.low + start, low, count * static_cast<int64_t>(sizeof(uint16_t)));
+    } else {
+      std::memcpy(weight, p, static_cast<size_t>(count * wide));
+    }
+    stream_copy(to.m + start, m, count * wide);
+    stream_copy(to.v + start, from.low ? marked : v, count * wide);
+    if (from.vmax) stream_copy(to.vmax + start, vmax, count * wide);
+  }
+  store_fence();
+}
+
+}  // namespace hytrain_fx
