@@ -14,7 +14,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine() -> dict[str, Any]:
-    """GPU, cores, host memory, versions, and which boot."""
+    """GPU, cores, host memory, versions, which boot, and how long CUDA was told to make its queues of launches (None: as usual)."""
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
@@ -24,11 +24,13 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "boot": BOOT_ID.read_text()[:8] if BOOT_ID.exists() else platform.node(),
+        "launch_queues": os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"),
     }
 
 
 def machine_text(found: dict[str, Any]) -> str:
     """One line."""
     device = f"{found['gpu']} ({found['gpu_memory_gb']} GB)" if found["gpu"] else "no GPU"
+    queues = f", CUDA_SCALE_LAUNCH_QUEUES={found['launch_queues']}" if found.get("launch_queues") else ""
     return (f"{device}, {found['cores']} cores, {found['host_memory_gb']} GB host memory, "
-            f"torch {found['torch']}, Python {found['python']}, boot {found['boot']}")
+            f"torch {found['torch']}, Python {found['python']}, boot {found['boot']}{queues}")

@@ -13,6 +13,7 @@ from hytrain_fx.runtime.engine import FinishTimes
 
 _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose first updates ran in its wake
 _SEEN_STEPS, _MOST_SEEN_STEPS = 4, 8  # between two looks, and under the plan in force: more tell more surely
+_MOST_PATIENCE = 64  # steps between two looks, after changes that were refused
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
 _LEAST_MOVED = 0.5  # of the change that is wanted: whole parameters may give less, as another choice of them with the same sum
@@ -29,6 +30,7 @@ class Balancing:
     def __init__(self) -> None:
         self._ends: deque[FinishTimes] = deque(maxlen=_MOST_SEEN_STEPS)
         self._not_looked_at = 0
+        self._patience = _SEEN_STEPS
         self._settling = _SETTLING_STEPS
         self._k: int | None = None
         self._tolerance = TOLERANCE
@@ -38,9 +40,14 @@ class Balancing:
         """Another plan is in force."""
         self._ends.clear()
         self._not_looked_at = 0
+        self._patience = _SEEN_STEPS
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
             self._k, self._tolerance, self._last_change = plan.k, TOLERANCE, 0.0
+
+    def refused(self) -> None:
+        """The plan that was better by the ends of updates would not repay the change: the next look takes twice as many steps."""
+        self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
     def saw(self, ends: FinishTimes) -> None:
         """A step has ended; those without both kinds of update tell nothing."""
@@ -52,7 +59,7 @@ class Balancing:
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
         """A plan with another share, where enough steps were seen and their updates did not end together."""
-        if self._not_looked_at < _SEEN_STEPS:
+        if self._not_looked_at < self._patience:
             return None
         self._not_looked_at = 0
         seen = [(ends.cpu_us, ends.streamed_us) for ends in self._ends]

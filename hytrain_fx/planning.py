@@ -15,7 +15,7 @@ from hytrain_fx.cost_model.inputs import inputs_of
 from hytrain_fx.cost_model.planner import GUARD, Stream, predict, prefix_plan, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.reasons import given_share_reason
-from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard
+from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard, repays
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError, UnsupportedError
 from hytrain_fx.ir.plan import Placement, Plan, validate
@@ -52,6 +52,8 @@ class Planning:
         self._balanced: Plan | None = None  # due before the next forward
         self._guard = GUARD
         self._move_us_per_byte: float | None = None
+        self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
+        self._saw_streaming = False  # in the steps that the profile was made of
 
     @property
     def plan(self) -> Plan:
@@ -143,7 +145,8 @@ class Planning:
             self._due = True
         if self._balances and not self._ends_us:
             self._balancing.saw(session.engine.finish_times())
-            self._balanced = self._balancing.better(self.plan, self.units(), session.step_us[-1], done)
+            better = self._balancing.better(self.plan, self.units(), session.step_us[-1], done)
+            self._balanced = None if better is None else self._if_it_repays(better)
 
     def _begin_measuring(self) -> None:
         session = self._session
@@ -158,7 +161,7 @@ class Planning:
         if not (self._due or self._renumbered or self._balanced) or self.recording or session.nodes.gradients.any_in_place():
             return
         if self._balanced is not None and not self._due:
-            self._put_in_force(self._with_prediction(self._balanced))
+            self._put_in_force(self._balanced)
             return
         begin_s = time.perf_counter()
         if self._due:
@@ -183,6 +186,7 @@ class Planning:
         measured = Measured(self.units(), session.marks, session.engine.take_records(), tuple(self._ends_us), session.nodes.unit_of,
                             [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device)
         self._ends_us.clear()
+        self._saw_streaming = streamed_share(self.plan) > 0.0
         self.profile = build_profile(measured, self, self.profile, streams=self._may_stream)
         self._guard = planning_guard(cpu_steps_us(measured))
 
@@ -194,6 +198,8 @@ class Planning:
         moved = self._moved_bytes(before, session.states.placement)
         if moved:
             self._move_us_per_byte = moved_us / moved
+        else:
+            self._switch_us = moved_us
         self.history.append(new)
         session.marks.clear()
         self._balancing.restart(new)
@@ -289,6 +295,19 @@ class Planning:
             return replace(new, notes=(*new.notes, f"{_AGAIN} {session.steps_done} steps: {self.verdict}"))
         self._stay(profile, str(self.verdict), predicted)
         return None
+
+    def _if_it_repays(self, better: Plan) -> Plan | None:
+        """A plan with another streamed share, with its prediction; None where a profile of such steps predicts too little of it.
+
+        Updates may end apart because gradients come when they do, and then no share changes that.
+        """
+        better = self._with_prediction(better)
+        if self.profile is not None and self._saw_streaming:
+            present_us = self._predict(self.profile, self.plan)["step_us"]
+            if not repays(present_us, better.predicted["step_us"], self._switch_us):
+                self._balancing.refused()
+                return None
+        return better
 
     def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:
         """The plan in force stays; what is told of it is of `profile`."""

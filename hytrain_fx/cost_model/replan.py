@@ -55,6 +55,11 @@ def judge(present_us: float, new_us: float, steps_us: Sequence[float], migration
     return Verdict(moves, present_us - new_us, noise_us, migration_us)
 
 
+def repays(present_us: float, new_us: float, cost_us: float) -> bool:
+    """Whether steps of `new_us` instead of `present_us` repay within `HORIZON_STEPS` what the change holds them up by."""
+    return (present_us - new_us) * HORIZON_STEPS > cost_us
+
+
 def planning_guard(cpu_steps_us: Sequence[float]) -> float:
     """The factor on CPU update times to plan with: 1 + max(5%, 1.5 standard errors of the CPU time of each measured step)."""
     return guard_of(cpu_steps_us, len(cpu_steps_us), least=GUARD - 1) if cpu_steps_us and median_of_last(cpu_steps_us) > 0 else GUARD

@@ -75,7 +75,7 @@ def memory_text(m: MemoryInUse) -> str:
         ("device: peak", _NONE, _figure(m.device_peak_bytes), "with activations, which are known once a step has run"),
         ("host: states and slots", _estimated(m, "host_bytes"), _figure(m.host_bytes), ""),
         ("host: of it pinned", _estimated(m, "pinned_bytes"), _figure(m.pinned_bytes), ""),
-        ("host: old states of updates on a guess", _NONE, _figure(m.shadow_bytes), "the most so far; shadow_memory=... limits it"),
+        ("host: states beside, in updates on a guess", _NONE, _figure(m.shadow_bytes), "the most so far; shadow_memory=... limits it"),
     ]
     return table(("memory", "estimated", "in use", "in use: counted, the peak by CUDA's allocator"), rows, words=(0, 3))
 

@@ -131,7 +131,7 @@ class GuessCounts:
     commits   steps with such updates
     missed    of those, where a factor came out otherwise and updates were made again
     params    parameters updated so, and `redone` of them
-    shadow_bytes    the most host memory that states before such updates, and before updates ahead of `step()`, have taken
+    shadow_bytes    the most host memory that other places for states in such updates, and in those ahead of `step()`, have taken
     """
 
     commits: int = 0

@@ -64,7 +64,7 @@ class NativeEngine:
     """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
 
     worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
-    shadow_bytes   host memory for states as they were before updates on a guess; None: a quarter of what is available when one is first
+    shadow_bytes   host memory for other places of states, for updates on a guess; None: a quarter of what is available when one is first
                    made; 0: updates wait for their commit and their factors
     """
 

@@ -47,7 +47,7 @@ class CStagingMemory(Structure):
 
 
 class CShadowMemory(Structure):
-    """Slots for states as they were before a guess."""
+    """Slots for states that are updated on a guess."""
 
     _fields_ = [("base", c_void_p), ("slots", c_int32)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -167,3 +168,34 @@ def test_shares_move_towards_the_kind_that_ends_early(
     assert any(note.startswith("the streamed share was balanced") for note in planning.plan.notes)
     assert planning.placement_of(planning.plan) == twins.session.states.placement
     assert Placement.GPU not in twins.session.states.placement
+
+
+@pytest.mark.parametrize("gain_us", [-1e3, 1.0, 1e9])
+def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
+    twins: Twins, gain_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change that is predicted to lengthen steps, or to gain less in 200 of them than it costs, is not made, and asked for less often."""
+    planning = twins.session.planning
+    asked: list[int] = []
+
+    def predict(profile: object, plan: Plan) -> dict[str, float]:
+        asked.append(twins.session.steps_done)
+        return {"step_us": 2e9 if streamed_share(plan) == pytest.approx(0.5, abs=0.01) else 2e9 - gain_us}
+
+    monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
+    monkeypatch.setattr(planning, "_predict", predict)
+    twins.restart()
+    why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
+    planning._put_in_force(prefix_plan(planning.units(), 0, source="windowed", share=0.5, **why))
+    asked.clear()
+    monkeypatch.setattr(planning, "profile", object())
+    monkeypatch.setattr(planning, "_saw_streaming", True)
+    monkeypatch.setattr(planning, "_switch_us", 1e3)
+    plain_loop(24)(twins.ours, twins.optimizer, twins.batches)
+    assert (streamed_share(planning.plan) > 0.55) == (gain_us == 1e9)
+    if gain_us < 1e9:
+        looks = sorted(set(asked))
+        assert [after - before for before, after in itertools.pairwise(looks)][:2] == [8, 16][: len(looks) - 1]
+        assert len(looks) >= 2
+    monkeypatch.undo()
+    planning.profile = None

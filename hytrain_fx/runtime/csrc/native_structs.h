@@ -31,7 +31,7 @@ struct StagingMemory {
   int32_t slots;
 };
 
-// Host memory for states as they were before an update with guessed factors; slots of one granule.
+// Host memory for other places of states, which an update with guessed factors writes to; slots of one granule.
 struct ShadowMemory {
   char* base;
   int32_t slots;
@@ -42,7 +42,7 @@ struct GuessCounts {  // of parameters updated before their gradients' factors w
   int64_t missed;     // of those, with another factor than was guessed
   int64_t params;
   int64_t redone;     // of params
-  int64_t shadow_bytes;  // the most that states before them, and before updates ahead of their commit, have taken
+  int64_t shadow_bytes;  // the most that other places for states, in them and in updates ahead of their commit, have taken
 };
 
 struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
