@@ -26,10 +26,11 @@ class Config:
     host_memory    bytes the states may take on the host, None = what the host has available; `shadow_memory` comes on top
     speculate      whether updates by the CPU may begin before step(): "auto" where the loop waits for the GPU between backward() and step()
                    (loss.item(), a norm that is printed) or scales gradients by a factor that can be guessed (clipping), and has done the
-                   same for some steps; True in every backward, False in none. The training is the same; native engine, bf16 and fp32 parameters
+                   same for some steps; True in every backward, False in none. The training is the same; native engine, bf16 and fp32
+                   parameters
     shadow_memory  bytes of host memory for states beside the old ones, in updates on a guess: those that begin before step(), and those
-                   whose gradients' factors (clipping, loss scale) are still unknown; None = a quarter of what is available when there is first
-                   such an update, 0 = no update begins so
+                   whose gradients' factors (clipping, loss scale) are still unknown; None = a quarter of what is available when there is
+                   first such an update, 0 = no update begins so
     replan_every   steps within which a change of their length is followed: times are measured anew and states move where that pays;
                    0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved

@@ -93,7 +93,7 @@ class MemoryInUse:
     """Bytes in use: weights, states resting on the device, states and slots on the host and how much of them is pinned, and
     what the engine has on the device: the ring for gradients on their way to the host, the staging area of streamed states.
 
-    shadow_bytes         the most host memory that states beside the old ones have taken, in updates on a guess; beyond `host_bytes` and no estimate
+    shadow_bytes         the most that states beside the old ones have taken on the host, in updates on a guess; no estimate
     device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations included; None on the CPU
     estimate             what was estimated for the present placement before it was allocated
     """
