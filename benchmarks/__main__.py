@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from benchmarks import contention, figures, largest, steps, sweep, table
+from benchmarks import contention, figures, largest, rows, steps, sweep, table
 from benchmarks.case import PEER_MODES, CannotRun
 
 COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
     ("steps", steps, "step time of one way of training, as one JSON line"),
     ("table", table, "cases side by side, each row in a process of its own"),
+    ("rows", rows, "rows listed in a file, each in a process of its own"),
     ("sweep", sweep, "one model over more and more tokens, predicted beside measured"),
     ("figures", figures, "throughput, largest model and GPU idle time, from results"),
     ("largest", largest, "the largest model that trains, by trial"),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +22,12 @@ import psutil
 from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
-from benchmarks.turns import Seat, on_cores
+from benchmarks.turns import Ask, Memory, Seat, on_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = (sys.executable, "-m", "benchmarks", "steps")
+_MOST_OF_MEMORY = 0.93  # that rows side by side may ask for
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,31 +53,56 @@ class Launch:
 
 
 def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: bool = False, retry: bool = False,
-            tell: Callable[[str], None] = print) -> None:
-    """Run the cases that have no row yet; with `retry` also those that failed, with `again` all. Every row is written when it is there."""
+            tell: Callable[[str], None] = print, asks: Mapping[str, Ask] | None = None) -> None:
+    """Run the cases that have no row yet; with `retry` also those that failed, with `again` all. Every row is written when it is there.
+
+    `asks` is by key of a case. A row whose memory others have lets the next one pass.
+    """
     began_s = time.monotonic()
-    numbered, writing = iter(enumerate(cases, 1)), threading.Lock()
+    waiting, writing = list(enumerate(cases, 1)), threading.Lock()
+    memory = _memory_here() if asks else Memory(0.0, 0.0)
+
+    def taken(gpu: str) -> tuple[int, Case, Ask] | None:
+        for number, case in waiting:
+            ask = (asks or {}).get(case.key, Ask())
+            if memory.take(gpu, ask):
+                waiting.remove((number, case))
+                return number, case, ask
+        return None
 
     def run_rows(seat: Seat | None) -> None:
         """Until none is left."""
-        while True:
+        gpu = "" if seat is None else seat.gpu
+        while waiting:
             with writing:
-                number, case = next(numbered, (0, None))
-                known = None if case is None else results.get(case)
-            if case is None:
-                return
-            name = f"{number}/{len(cases)} {case.key}"
-            if known is not None and not again and not (retry and "error" in known):
-                tell(f"{name}: there already")
+                job = taken(gpu)
+            if job is None:
+                time.sleep(_POLL_S)
                 continue
-            left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
-            row = run_case(case, replace(launch, limit_s=min(launch.limit_s, left_s)), seat) if left_s > 0 else None
-            if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
-                tell(f"{name}: the {launch.total_s:g} s for all rows are over; call again for the rest")
-                return
-            with writing:
-                results.put(case, row)
-            tell(f"{name}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
+            try:
+                if not run_row(seat, *job):
+                    return
+            finally:
+                with writing:
+                    memory.give(gpu, job[2])
+
+    def run_row(seat: Seat | None, number: int, case: Case, ask: Ask) -> bool:
+        """Whether there is time for more."""
+        known = results.get(case)
+        name = f"{number}/{len(cases)} {case.key}"
+        if known is not None and not again and not (retry and "error" in known):
+            tell(f"{name}: there already")
+            return True
+        left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
+        limited = replace(launch, limit_s=min(launch.limit_s, left_s), extra=(*launch.extra, *ask.extra))
+        row = run_case(case, limited, seat) if left_s > 0 else None
+        if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
+            tell(f"{name}: the {launch.total_s:g} s for all rows are over; call again for the rest")
+            return False
+        with writing:
+            results.put(case, row)
+        tell(f"{name}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
+        return True
 
     if not launch.seats:
         return run_rows(None)
@@ -86,6 +113,11 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
             for child in psutil.Process().children():
                 child.kill()
             raise
+
+
+def _memory_here() -> Memory:
+    here = machine()
+    return Memory(_MOST_OF_MEMORY * (here["gpu_memory_gb"] or 0.0), _MOST_OF_MEMORY * here["host_memory_gb"])
 
 
 def run_case(case: Case, launch: Launch, seat: Seat | None = None) -> Row:

@@ -44,8 +44,8 @@ LOOKS = ("trace", "timeline", "recording", "explain")  # after the windows
 OWN_OPTIONS = (*LOOKS, "barrier")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `python -m benchmarks steps`."""
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those arguments of `python -m benchmarks steps` that make the case: rows that agree in them are one."""
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, or wN: N layers of N heads of 128")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autocast", action="store_true", help="fp32 parameters under bf16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of hytrain_fx.compile")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `python -m benchmarks steps`."""
+    add_case_arguments(parser)
     parser.add_argument("--window", type=int, default=10, help="steps in one window")
     parser.add_argument("--warmup", type=int, default=None, help="steps before the first window (default: 30 for ours, else 3)")
     parser.add_argument("--idle", action="store_true", help="trace three steps more for the share of GPU idle time")

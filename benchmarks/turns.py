@@ -28,6 +28,37 @@ class Seat:
     shared: bool = False
 
 
+@dataclass(frozen=True)
+class Ask:
+    """What a row wants besides its case: further arguments of `steps`, and the most it takes of its GPU's memory and the host's, in GB."""
+
+    extra: tuple[str, ...] = ()
+    gpu_gb: float = 0.0
+    host_gb: float = 0.0
+
+
+class Memory:
+    """What is left of each GPU's memory and of the host's, in GB. One lock is held around its methods."""
+
+    def __init__(self, gpu_gb: float, host_gb: float) -> None:
+        self._gpu_gb, self._host_gb = gpu_gb, host_gb
+        self._taken: dict[str, list[Ask]] = {}
+
+    def take(self, gpu: str, ask: Ask) -> bool:
+        """Take what a row asks for, if it is there, or if no other row has anything: then more than there is may be asked for."""
+        here, everywhere = self._taken.setdefault(gpu, []), [other for others in self._taken.values() for other in others]
+        gpu_gb_left = max(self._gpu_gb - sum(other.gpu_gb for other in here), 0.0)
+        host_gb_left = max(self._host_gb - sum(other.host_gb for other in everywhere), 0.0)
+        if (ask.gpu_gb <= gpu_gb_left and ask.host_gb <= host_gb_left) or not everywhere:
+            here.append(ask)
+            return True
+        return False
+
+    def give(self, gpu: str, ask: Ask) -> None:
+        """The row has ended."""
+        self._taken[gpu].remove(ask)
+
+
 class Turn:
     """One row's place among the others. `path` None: it is alone.
 

@@ -259,9 +259,9 @@ def test_a_table_survives_failures_and_goes_on_where_it_stopped(tmp_path: Path) 
     assert results.cases() == TINY
     assert "MemoryError: no room for 12 bytes" in table.markdown(results, [])
     assert "MemoryError" in told[1]
-    for options, expected in (({}, []), ({"retry": True}, ["all_gpu"]), ({"again": True}, ["floor", "all_gpu", "ours"])):
+    for again, retry, expected in ((False, False, []), (False, True, ["all_gpu"]), (True, False, ["floor", "all_gpu", "ours"])):
         runs.write_text("")
-        measure(TINY, Results(tmp_path / "results.json"), launch, tell=told.append, **options)
+        measure(TINY, Results(tmp_path / "results.json"), launch, tell=told.append, again=again, retry=retry)
         assert runs.read_text().split() == expected
 
 

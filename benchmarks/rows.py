@@ -1,0 +1,79 @@
+"""Rows as they are listed in a file, one a line; `-` reads standard input. Then results.json, table.md and table.png are written.
+
+    python -m benchmarks rows FILE --gpus 2 --rows-per-gpu 2 --out DIR
+
+A line has the arguments of `steps` that make the case; behind ` -- ` further ones, which look into it; behind ` # ` a remark. With
+--rows-per-gpu no row begins whose memory others have, where the lines say what it takes at most (GB):
+
+    ours 7b --option gpu_states=0.25 --gpu-gb 75 --host-gb 100 -- --timeline 7b.json --explain
+    floor 7b --gpu-gb 51
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from benchmarks import steps
+from benchmarks.case import CannotRun, Case
+from benchmarks.plots import draw_step_times
+from benchmarks.results import Results
+from benchmarks.runner import measure
+from benchmarks.table import add_run_arguments, launch_of, markdown
+from benchmarks.turns import Ask
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `python -m benchmarks rows`."""
+    parser.add_argument("file", type=Path, help="the rows; - for standard input")
+    add_run_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure what is missing; write the table and its plot. Raises CannotRun for a line that is no row."""
+    text = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text()
+    rows = rows_in(text)
+    results = Results(arguments.out / "results.json")
+    measure([case for case, _ in rows], results, launch_of(arguments), again=arguments.again, retry=arguments.retry,
+            asks={case.key: ask for case, ask in rows})
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    table = markdown(results, ())
+    (arguments.out / "table.md").write_text(table)
+    draw_step_times(results, arguments.out / "table.png")
+    print(table)
+
+
+def rows_in(text: str) -> list[tuple[Case, Ask]]:
+    """The rows of a file, in its order. Raises CannotRun for a line that `steps` would not take, and for a case that is there twice."""
+    rows: dict[str, tuple[Case, Ask]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        at = words.index("--") if "--" in words else len(words)
+        try:
+            parsed = _Line().parse_args(words[:at])
+            case = steps.case_of(parsed)
+        except CannotRun as error:
+            raise CannotRun(f"line {number}, {line.strip()!r}: {error}") from error
+        if case.key in rows:
+            raise CannotRun(f"line {number}, {line.strip()!r}: this case is there already; a file has each case once")
+        rows[case.key] = (case, Ask(tuple(words[at + 1 :]), parsed.gpu_gb, parsed.host_gb))
+    return list(rows.values())
+
+
+class _Line(argparse.ArgumentParser):
+    """What a line takes in front of ` -- `."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="a row", add_help=False)
+        steps.add_case_arguments(self)
+        self.add_argument("--gpu-gb", type=float, default=0.0)
+        self.add_argument("--host-gb", type=float, default=0.0)
+
+    def error(self, message: str) -> NoReturn:
+        """A line is no command line: the caller says which it is."""
+        raise CannotRun(message)

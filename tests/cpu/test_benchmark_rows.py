@@ -1,0 +1,102 @@
+"""Rows that a file lists: read as `steps` reads them, and begun only where there is memory for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.case import CannotRun, Case
+from benchmarks.results import Results
+from benchmarks.rows import rows_in
+from benchmarks.runner import Launch, measure
+from benchmarks.turns import Ask, Memory, Seat
+
+TEXT = """
+    # the smallest models
+    ours tiny --batch 2 --option k=0 --option stream=0 --gpu-gb 75 --host-gb 100 -- --timeline a.json --explain
+    floor tiny --batch 2    # its floor
+
+    ours tiny --batch 2 --clip 1.0 --scaled-every 10
+"""
+
+
+def test_a_line_is_a_case_what_it_looks_into_and_what_it_takes() -> None:
+    """Remarks and empty lines are none; what is behind -- goes to `steps` as it is."""
+    rows = rows_in(TEXT)
+    assert rows == [
+        (Case("ours", "tiny", 2, options=("k=0", "stream=0")), Ask(("--timeline", "a.json", "--explain"), 75.0, 100.0)),
+        (Case("floor", "tiny", 2), Ask()),
+        (Case("ours", "tiny", 2, clip=1.0, scaled_every=10), Ask()),
+    ]
+
+
+@pytest.mark.parametrize(("line", "why"), [
+    ("ours", "the following arguments are required: size"),
+    ("theirs tiny", "invalid choice: 'theirs'"),
+    ("ours tiny --explain", "unrecognized arguments: --explain"),
+    ("floor tiny --option k=0", "--option is for ours"),
+    ("ours tiny --batch 2 --option k=0 --option stream=0", "there already"),
+])
+def test_a_line_that_is_no_row_is_named(line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error has the line's number and text and what is wrong with it, and nothing is run."""
+    with pytest.raises(CannotRun) as error:
+        rows_in(TEXT + line)
+    assert f"line 7, {line!r}: " in str(error.value)
+    assert why in str(error.value)
+    file = tmp_path / "rows.txt"
+    file.write_text(TEXT + line)
+    assert main(["rows", str(file), "--out", str(tmp_path)]) == 1
+    assert "line 7" in capsys.readouterr().err
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_memory_is_taken_and_given_back() -> None:
+    """A GPU's is its own, the host's is everybody's; what is larger than all of it runs alone."""
+    memory = Memory(100.0, 200.0)
+    first, second, host = Ask(gpu_gb=60.0), Ask(gpu_gb=60.0), Ask(host_gb=150.0)
+    assert memory.take("0", first)
+    assert not memory.take("0", second)
+    assert memory.take("1", second)
+    assert memory.take("0", host)
+    assert not memory.take("1", host)
+    assert not memory.take("1", Ask(gpu_gb=500.0))
+    for gpu, ask in (("0", first), ("1", second), ("0", host)):
+        memory.give(gpu, ask)
+    assert memory.take("1", Ask(gpu_gb=500.0))
+
+
+def test_a_row_waits_for_memory_and_others_pass(tmp_path: Path) -> None:
+    """Two large rows never run at once though there are seats, a small one runs beside the first, and each gets its own arguments."""
+    cases = [Case("ours", "tiny", batch) for batch in (1, 2, 3)]
+    row: dict[str, Any] = {"step_s": 1.0, "spread": 0.0, "window_steps": 10, "machine": {}}
+    script = tmp_path / "row.py"
+    script.write_text(textwrap.dedent(f"""
+        import json, pathlib, sys, time
+        here, batch = pathlib.Path({str(tmp_path)!r}), int(sys.argv[4])
+        (here / f"begun{{batch}}").touch()
+        while batch == 1 and not (here / "ended3").exists():  # the small one, listed last, has passed the second
+            time.sleep(0.01)
+        assert batch != 2 or (here / "ended1").exists()
+        (here / f"ended{{batch}}").touch()
+        print(json.dumps({row!r} | {{"batch": batch, "given": sys.argv[5:]}}))
+    """))
+    large = 0.6 * 1e6  # GB: of no host
+    asks = {cases[0].key: Ask(("--idle",), host_gb=large), cases[1].key: Ask(("--explain",), host_gb=large)}
+    core = min(os.sched_getaffinity(0))
+    seats = tuple(Seat("0", (core,), shared=True) for _ in range(2))
+    launch = Launch(tmp_path / "logs", limit_s=60.0, command=(sys.executable, str(script)), seats=seats)
+    results = Results(tmp_path / "results.json")
+    measure(cases, results, launch, tell=lambda _: None, asks=asks)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(rows) == 3, [found.get("error") for found in rows]
+    given = {found["batch"]: found["given"] for found in rows}
+    assert "--idle" in given[1]
+    assert "--explain" in given[2]
+    assert "--idle" not in given[3]
