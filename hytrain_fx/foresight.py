@@ -5,9 +5,9 @@
     zero_grad()     `dropped`: it was not, if gradients were there
 
 Learned is a loop whose last `_STEPS` steps each reached `step()` late, with most gradients on the host by then, or were updated on a guess
-at clipping's or a loss scale's factor from `step()` on (a plain loop on a GPU is there early, waits for no factor, and would gain copies of
-its states and nothing else); and had every gradient that went to its slot taken from there, made by
-one backward, with the hyper-parameters that its group had during that backward. A step that undoes updates makes the next harder to earn.
+at clipping's or a loss scale's factor from `step()` on. (A plain loop on a GPU is there early, waits for no factor, and gains nothing.)
+And each step had every gradient that went to its slot taken from there, made by one backward, with the hyper-parameters that its group had
+during that backward. A step that undoes updates makes the next harder to earn.
 
 A wrong guess costs time and nothing else: the engine puts back what it has updated (csrc/engine_early.cpp).
 """

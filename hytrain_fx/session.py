@@ -276,7 +276,7 @@ class Session:
         if not self._shut_down.alive:
             return  # a parameter that has outlived its model
         row = self.table.row_of[id(parameter)]
-        self.engine.drain([row])
+        self.engine.settle([row])
         self.copies.fill([row])
         self._writes.watch([row])
         self.touched.add(row)

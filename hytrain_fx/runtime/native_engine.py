@@ -54,7 +54,7 @@ from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
            "engine_early.cpp", "engine_shadow.cpp", "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SETTLED_AT_FORK = ("wait", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
+_SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
 _SHADOW_SLOT_BYTES = 4 * 4 * (256 << 10)  # four fp32 arrays of one granule (csrc/engine.h)
@@ -282,6 +282,9 @@ class NativeEngine:
 
     def wait(self, rows: Sequence[int]) -> None:
         self._call("wait", self._rows_array(rows), len(rows), self._stream())
+
+    def settle(self, rows: Sequence[int]) -> None:
+        self._call("settle", self._rows_array(rows), len(rows))
 
     def drain(self, rows: Sequence[int]) -> None:
         self._call("drain", self._rows_array(rows), len(rows))

@@ -275,6 +275,9 @@ class TorchEngine:
                 self._lanes.compute_wait(written)
             del read  # only now may the compute stream's allocator hand its memory out again
 
+    def settle(self, rows: Sequence[int]) -> None:
+        self.drain(rows)
+
     def drain(self, rows: Sequence[int]) -> None:
         if self._forked or self._pipeline.is_own_thread():
             return  # the garbage collector ran here and ends the model: `close` drains, from another thread

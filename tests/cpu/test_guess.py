@@ -78,9 +78,12 @@ class ClippedLoop:
 
     def check(self) -> None:
         """Weights, masters and moments have the reference's bits."""
-        self.engine.drain(range(len(self.weights)))
+        rows = range(len(self.weights))
+        self.engine.settle(rows)
         for row, weight in enumerate(self.weights):
             assert torch.equal(weight, self.reference[row].master.to(self.dtype)), f"the weight of row {row} differs"
+        self.engine.drain(rows)
+        for row in rows:
             self.check_states(row)
 
     def check_states(self, row: int) -> None:

@@ -32,6 +32,7 @@ int hytrain_early_counts(hytrain_fx::Engine*, hytrain_fx::EarlyCounts*);
 int hytrain_skipped(hytrain_fx::Engine*, int*);
 int hytrain_expect(hytrain_fx::Engine*, const hytrain_fx::CommitItem*, int);
 int hytrain_wait(hytrain_fx::Engine*, const int32_t*, int, void*);
+int hytrain_settle(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_drain(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_fetch(hytrain_fx::Engine*, const int32_t*, int, void*, int64_t, void*, uint64_t*);
 int hytrain_fetched(hytrain_fx::Engine*, uint64_t, void*);

@@ -275,6 +275,10 @@ class Run {
   // The loop waits for the device, looks at states and gradients, drops the gradient of a row, makes one anew.
   void between(std::vector<CommitItem>& items) {
     if (chance(60)) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 1500));
+    if (chance(8)) {  // weights are read, states stay where they are
+      const std::vector<int32_t> all = every();
+      check(hytrain_settle(engine_, all.data(), static_cast<int>(all.size())));
+    }
     if (chance(8)) {
       const std::vector<int32_t> all = every();
       check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));

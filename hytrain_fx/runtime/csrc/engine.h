@@ -87,7 +87,8 @@ class Engine {
   bool skipped();  // whether the last commit with a `skip` was left out; waits until that has come
   void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
   void wait(const int32_t* rows, int n, void* stream);
-  void drain(const int32_t* rows, int n);  // as wait, and the host waits for the copies too; states are at home then
+  void settle(const int32_t* rows, int n);  // as wait, and the host waits for the copies too
+  void drain(const int32_t* rows, int n);   // as settle, and states are at home then
   // Begins to bring gradients back from their slots, to `dst` one after the other, each padded to 64 bytes; gives the number to wait by. `dst` is
   // the caller's until the compute stream has been made to wait, by fetched(), which is asked once.
   uint64_t fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream);
@@ -194,7 +195,6 @@ class Engine {
   static Dtype device_grad_dtype(const Row& row) { return row.copied ? Dtype::kF32 : weight_dtype(row); }
   NonFinite nonfinite_of(int row) const { return {options_.nonfinite, row + 1}; }
   Row& at(int row);
-  void settle(const int32_t* rows, int n);
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void finish_landing(int row);

@@ -108,6 +108,9 @@ int hytrain_expect(Engine* engine, const hytrain_fx::CommitItem* items, int n) {
 int hytrain_wait(Engine* engine, const int32_t* rows, int n, void* stream) {
   return guarded([&] { engine->wait(rows, n, stream); });
 }
+int hytrain_settle(Engine* engine, const int32_t* rows, int n) {
+  return guarded([&] { engine->settle(rows, n); });
+}
 int hytrain_drain(Engine* engine, const int32_t* rows, int n) {
   return guarded([&] { engine->drain(rows, n); });
 }

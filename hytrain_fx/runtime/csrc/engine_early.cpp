@@ -3,8 +3,9 @@
 // as its gradient is on the way: the hyper-parameters that its group has then, the likely factors (engine_guess.cpp). So are those of a loop
 // whose factors are guessed anyway: they would wait for step() alone.
 //
-// Such a row is EARLY: workers update it as one with guessed factors (engine_guess.cpp), the gradient in its slot, no weight to the device. commit() with the same numbers makes it a guessed row, or lets it go at once where no factor is on its way. With
-// other numbers, or without the row, and where states or gradient are asked for before: it is put back, bit for bit.
+// Such a row is EARLY: workers update it as one with guessed factors (engine_guess.cpp), the gradient in its slot, no weight to the device.
+// commit() with the same numbers makes it a guessed row, or lets it go at once where no factor is on its way. With other numbers, or without
+// the row, and where states or gradient are asked for before: it is put back, bit for bit.
 #include <chrono>
 #include <cstring>
 

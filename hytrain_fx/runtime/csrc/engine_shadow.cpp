@@ -2,8 +2,8 @@
 //
 // Such an update reads the states where they are and writes them to the other place: from home to the slot, and in a later step from the slot
 // home. A right guess makes that the place where they are, a wrong one leaves them where they were. So nothing is copied to be kept, nothing
-// is copied back, and an update moves no more bytes than in place. Only masters stay at home, as weights leave from there: an old one is kept
-// in the slot meanwhile. drain() carries all states home, for whoever is to read them there.
+// is copied back, and an update moves as many bytes as in place. Only masters stay at home, as weights leave from there: what they were is
+// kept in the slot meanwhile. drain() carries all states home, for whoever is to read them there.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
