@@ -16,7 +16,7 @@ from hytrain_fx.api import session_of
 from hytrain_fx.errors import DroppedNodeError, EngineError, HytrainError
 from hytrain_fx.runtime.engine import Stage
 
-from .loops import HYPER, Twins, plain_loop
+from .loops import HYPER, Twins, assert_same, plain_loop, weights
 from .models import Batches, gpt, mlp
 
 pytestmark = pytest.mark.fused_kernels
@@ -160,16 +160,27 @@ def test_a_weight_is_written_only_behind_its_last_reader(twins: Twins, monkeypat
 
 
 def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Released with its gradient rather than behind its readers, a weight is overwritten too early and the gradients below are wrong."""
+    """Released with its gradient rather than behind its readers, a weight is overwritten too early and the gradients below are wrong.
+
+    Compared with the same graphs: Inductor makes one addmm of the plain graph's d_x, whose last bits differ on some machines.
+    """
     twins = Twins(lambda: (Scales(), [(torch.randn(5, 8),) for _ in range(3)]), k=0, timeout_s=20.0)
-    twins.agree(plain_loop(2))
+
+    def trained() -> tuple[list[float], dict[str, torch.Tensor]]:
+        _, optimizer = twins.restart(lr=0.3)
+        return ahead(twins, 3)(twins.ours, optimizer, twins.batches), weights(twins.ours)
+
+    plain_loop(2)(twins.ours, twins.optimizer, twins.batches)
+    losses, expected = trained()
     with monkeypatch.context() as patch:
         write_at_once(twins, patch, release_early=False)
-        twins.agree(ahead(twins, 3), lr=0.3)
+        found, same = trained()
+        assert found == losses
+        assert_same(same, expected)
     with monkeypatch.context() as patch:
         write_at_once(twins, patch, release_early=True)
-        with pytest.raises(AssertionError):
-            twins.agree(ahead(twins, 3), lr=0.3)
+        _, wrong = trained()
+        assert any(not torch.equal(value, expected[name]) for name, value in wrong.items())
     twins.close()
 
 
