@@ -37,6 +37,13 @@ def test_a_line_is_a_case_what_it_looks_into_and_what_it_takes() -> None:
     ]
 
 
+def test_the_rows_of_the_measurements_are_rows() -> None:
+    """benchmarks/h200.rows is read, each case once, and says of every row what it takes of the device."""
+    rows = rows_in((Path(__file__).resolve().parents[2] / "benchmarks" / "h200.rows").read_text())
+    assert len(rows) > 15
+    assert all(0 < ask.gpu_gb < 139 for _, ask in rows)
+
+
 @pytest.mark.parametrize(("line", "why"), [
     ("ours", "the following arguments are required: size"),
     ("theirs tiny", "invalid choice: 'theirs'"),
