@@ -19,10 +19,9 @@ from typing import NoReturn
 
 from benchmarks import steps
 from benchmarks.case import CannotRun, Case
-from benchmarks.plots import draw_step_times
 from benchmarks.results import Results
 from benchmarks.runner import measure
-from benchmarks.table import add_run_arguments, launch_of, markdown
+from benchmarks.table import add_run_arguments, launch_of, show
 from benchmarks.turns import Ask
 
 
@@ -39,11 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     results = Results(arguments.out / "results.json")
     measure([case for case, _ in rows], results, launch_of(arguments), again=arguments.again, retry=arguments.retry,
             asks={case.key: ask for case, ask in rows})
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    table = markdown(results, ())
-    (arguments.out / "table.md").write_text(table)
-    draw_step_times(results, arguments.out / "table.png")
-    print(table)
+    show(results, (), arguments.out)
 
 
 def rows_in(text: str) -> list[tuple[Case, Ask]]:

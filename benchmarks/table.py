@@ -65,10 +65,15 @@ def run(arguments: argparse.Namespace) -> None:
         return
     results = Results(arguments.out / "results.json")
     measure(rows_of(case_sets, peers=not arguments.skip_peers), results, launch_of(arguments), again=arguments.again, retry=arguments.retry)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = markdown(results, case_sets or list(CASE_SETS.values()))
-    (arguments.out / "table.md").write_text(text)
-    draw_step_times(results, arguments.out / "table.png")
+    show(results, case_sets or list(CASE_SETS.values()), arguments.out)
+
+
+def show(results: Results, case_sets: Sequence[CaseSet], out: Path) -> None:
+    """Write table.md and table.png of what is in the results, and print the former."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = markdown(results, case_sets)
+    (out / "table.md").write_text(text)
+    draw_step_times(results, out / "table.png")
     print(text)
 
 

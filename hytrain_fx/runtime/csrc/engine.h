@@ -191,6 +191,7 @@ class Engine {
   static int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
   static Dtype weight_dtype(const Row& row) { return static_cast<Dtype>(row.spec.dtype); }
   static int64_t weight_bytes(const Row& row) { return bytes_of(weight_dtype(row)); }
+  static int64_t master_bytes(const Row& row) { return row.host.low ? 2 : 4; }  // on the host, of the whole or the half that is the weight
   static int64_t slot_grad_bytes(const Row& row) { return bytes_of(row.grad_dtype); }
   static Dtype device_grad_dtype(const Row& row) { return row.copied ? Dtype::kF32 : weight_dtype(row); }
   NonFinite nonfinite_of(int row) const { return {options_.nonfinite, row + 1}; }

@@ -48,8 +48,7 @@ HostArrays Engine::arrays_in(const Row& row, char* slot) {
 }
 
 void Engine::restore_master(const Row& row, int64_t begin, int64_t n, const char* kept) {
-  const int64_t width = row.host.low ? 2 : 4;
-  std::memcpy(offset(row.host.master, begin * width), kept, static_cast<size_t>(n * width));
+  std::memcpy(offset(row.host.master, begin * master_bytes(row)), kept, static_cast<size_t>(n * master_bytes(row)));
 }
 
 // All granules of the chunk were updated, or none counts.
@@ -99,8 +98,8 @@ void Engine::carry_home(std::unique_lock<std::mutex>& lock) {
   const auto [r, c, granule] = homeward_.back();
   homeward_.pop_back();
   const Row& row = rows_[r];
-  const Chunk& chunk = row.chunks[c];
-  Shadow& shadow = rows_[r].chunks[c].shadows[granule];
+  Chunk& chunk = rows_[r].chunks[c];
+  Shadow& shadow = chunk.shadows[granule];
   const int64_t begin = chunk.begin + granule * kGranule, n = std::min(kGranule, chunk.end - begin);
   const HostArrays home = home_of(row, begin), there = arrays_in(row, shadow.slot);
   constexpr int64_t wide = sizeof(float);

@@ -147,7 +147,6 @@ void Engine::finish_task(const Key& key) {
   upload_cv_.notify_one();
 }
 
-// False, with nothing updated, for a gradient that is not finite.
 bool Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
   const int64_t begin = chunk.begin + task.granule * kGranule, n = std::min(kGranule, chunk.end - begin);
   if (task.again) restore_master(row, begin, n, task.shadow.slot);
@@ -156,12 +155,12 @@ bool Engine::run_task(Row& row, const Chunk& chunk, const Task& task) {
 
 bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const Task& task) {
   char* const slot = offset(row.host.slot, begin * slot_grad_bytes(row));
-  char* const master = offset(row.host.master, begin * (row.host.low ? 2 : 4));
+  char* const master = offset(row.host.master, begin * master_bytes(row));
   char* const kept = task.guessed ? task.shadow.slot : nullptr;
   const HostArrays home = home_of(row, begin);
   // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
   if (!all_finite(slot, row.grad_dtype, n)) {
-    if (kept) std::memcpy(kept, master, static_cast<size_t>(n * (row.host.low ? 2 : 4)));  // it may be asked for
+    if (kept) std::memcpy(kept, master, static_cast<size_t>(n * master_bytes(row)));  // it may be asked for
     return false;
   }
   if (task.shadow.slot) {
