@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.config import Config
 from hytrain_fx.ir.plan import Plan
+from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, record
@@ -14,6 +15,8 @@ __all__ = ["Config", "Plan", "close", "compile", "explain", "inspect", "record"]
 # The package `explain` puts itself here when it is imported; done now and taken out, it cannot cover the function of that name later.
 import_module("hytrain_fx.explain")
 globals().pop("explain")
+
+ask_for_long_queue()  # compile() would be too late: the model is on the GPU by then
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, fr
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.layers import unit_of_rows
 from hytrain_fx.optimizer import OffloadedOptimizer
+from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
 from hytrain_fx.torch_private import compiled_call, require_release, set_compiled_call
@@ -90,6 +91,7 @@ def explain(model: nn.Module) -> Explanation:
         copies=session.copies.in_words(),
         early=session.engine.early_counts(),
         stream=session.config.stream,
+        launch_queue=length_asked_for() if cuda else None,
     )
 
 

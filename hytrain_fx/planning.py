@@ -22,6 +22,7 @@ from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph, streamed_state_bytes
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
+from hytrain_fx.runtime.engine import TaskRecord
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
@@ -47,6 +48,7 @@ class Planning:
         config = session.config
         self._agenda = Agenda(config.replan_every if self._solves else 0, config.warmup_steps, self.steps_to_measure)
         self._ends_us: list[float] = []  # ends of the steps being measured, and of the one before; empty while none is
+        self._records: list[TaskRecord] = []  # of these steps
         self._due = self._renumbered = False
         self._balancing = Balancing()
         self._balanced: Plan | None = None  # due before the next forward
@@ -138,6 +140,7 @@ class Planning:
             return
         if self._ends_us:
             self._ends_us.append(time.perf_counter() * 1e6)
+            self._records += session.engine.take_records()  # all at the end would take longer than a GPU has work for
         elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, tuple(session.step_us)):
             self._begin_measuring()
         if len(self._ends_us) > session.config.warmup_steps and not self._due:
@@ -151,6 +154,7 @@ class Planning:
     def _begin_measuring(self) -> None:
         session = self._session
         session.engine.take_records()  # of steps before
+        self._records.clear()
         session.marks.clear()
         session.engine.record(True)
         self._ends_us = [time.perf_counter() * 1e6]
@@ -182,10 +186,11 @@ class Planning:
         session = self._session
         if self.profile is None:
             session.drain()
-        parameters = session.table.parameters
-        measured = Measured(self.units(), session.marks, session.engine.take_records(), tuple(self._ends_us), session.nodes.unit_of,
+        parameters, records = session.table.parameters, [*self._records, *session.engine.take_records()]
+        measured = Measured(self.units(), session.marks, records, tuple(self._ends_us), session.nodes.unit_of,
                             [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device)
         self._ends_us.clear()
+        self._records.clear()
         self._saw_streaming = streamed_share(self.plan) > 0.0
         self.profile = build_profile(measured, self, self.profile, streams=self._may_stream)
         self._guard = planning_guard(cpu_steps_us(measured))

@@ -87,6 +87,7 @@ class Explanation:
     early            updates that began before step(), and those put back or made again
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
+    launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has its usual length
     """
 
     plan: Plan
@@ -108,6 +109,7 @@ class Explanation:
     early: EarlyCounts | None = None
     stream: Stream = "auto"
     copies: str | None = None
+    launch_queue: str | None = None
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -177,6 +179,7 @@ class Explanation:
             "engine": {"name": self.engine, "workers": self.workers},
             "optimizer": list(self.optimizer),
             "copies": self.copies,
+            "launch_queue": self.launch_queue,
             "steps_done": self.steps_done,
             "step": {
                 "predicted": {"step_us": schedule.makespan_us, "stall_us": schedule.stall_us} if schedule else None,

@@ -46,6 +46,7 @@ _RULE_WORDS = {
 }
 _NONE = "-"
 _LITTLE = 0.005  # of the step: what gains less is only named
+_USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx before CUDA is first used"
 
 
 def explanation_text(e: Explanation) -> str:
@@ -98,7 +99,8 @@ def _ends(e: Explanation) -> Iterator[str]:
         yield f"updates of a step end after its commit (measured, the last): {words}"
     if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:
         share = e.profile.commit_us / e.profile.backward_us
-        yield f"step() returns {time_text(e.profile.commit_us)} after the device begins the backward (profiled): {share:.0%} of it"
+        longer = "" if e.launch_queue else f"; {_USUAL_QUEUE}"
+        yield f"step() returns {time_text(e.profile.commit_us)} after the device begins the backward (profiled): {share:.0%} of it{longer}"
     if e.guesses and e.guesses.commits:
         g = e.guesses
         yield (f"guesses: in {g.commits} steps updates began before clipping's or the loss scale's factor was known; "

@@ -57,14 +57,13 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
-_SHADOW_SLOT_BYTES = 4 * 4 * (256 << 10)  # four fp32 arrays of one granule (csrc/engine.h)
 
 
 class NativeEngine:
     """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
 
     worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
-    shadow_bytes   host memory for other places of states, for updates on a guess; None: a quarter of what is available when one is first
+    shadow_bytes   host memory for other places of states, for updates on a guess; None: half of what is available when one is first
                    made; 0: updates wait for their commit and their factors
     """
 
@@ -251,11 +250,10 @@ class NativeEngine:
 
     def _make_shadow(self) -> None:
         """Pages come as slots are first used."""
-        nbytes = available_host_bytes() // 4 if self._shadow_bytes is None else self._shadow_bytes
-        slots = nbytes // _SHADOW_SLOT_BYTES
-        self._shadow = HostSlab(slots * _SHADOW_SLOT_BYTES)
+        self._shadow = HostSlab(available_host_bytes() // 2 if self._shadow_bytes is None else self._shadow_bytes)
         base = self._shadow.take(self._shadow.nbytes, torch.uint8).data_ptr()
-        self._call("set_shadow", byref(CShadowMemory(base, slots)))
+        arrays = 3 if all(states.max_exp_avg_sq is None for states in self._states.values()) else 4
+        self._call("set_shadow", byref(CShadowMemory(base, self._shadow.nbytes, arrays)))
 
     def guess_counts(self) -> GuessCounts:
         out = CGuessCounts()

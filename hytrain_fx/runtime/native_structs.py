@@ -47,9 +47,9 @@ class CStagingMemory(Structure):
 
 
 class CShadowMemory(Structure):
-    """Slots for states that are updated on a guess."""
+    """Other places for states that are updated on a guess."""
 
-    _fields_ = [("base", c_void_p), ("slots", c_int32)]
+    _fields_ = [("base", c_void_p), ("bytes", c_int64), ("arrays", c_int32)]
 
 
 class CGuessCounts(Structure):

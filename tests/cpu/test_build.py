@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +151,31 @@ def test_publish_is_whole(tmp_path: Path) -> None:
     build.publish(b"machine code", tmp_path / "kernel.cubin")
     assert (tmp_path / "kernel.cubin").read_bytes() == b"machine code"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+KERNELS = """
+#include "adamw_beside.h"
+using namespace hytrain_fx;
+void whole(const void* grad, float* master, float* m, float* v, void* out, int64_t n, const AdamScalars& scalars) {
+  adamw_chunk(grad, Dtype::kBF16, master, m, v, nullptr, out, Dtype::kBF16, n, scalars);
+}
+void halves(const void* grad, uint16_t* high, uint16_t* low, float* m, float* v, int64_t n, const AdamScalars& scalars) {
+  split_adamw_chunk(grad, Dtype::kBF16, high, low, m, v, nullptr, n, scalars);
+}
+void beside(const void* grad, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
+            const AdamScalars& scalars) {
+  adamw_beside(grad, Dtype::kBF16, master, kept, from, to, n, scalars);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's instructions")
+@pytest.mark.parametrize("kernel", ["adamw_chunk", "split_adamw_chunk", "adamw_beside"])
+def test_the_kernels_fetch_ahead(kernel: str, tmp_path: Path) -> None:
+    """Prefetches are in what the compiler makes of each kernel: GCC drops calls of functions that do nothing else."""
+    source, text = tmp_path / "kernels.cpp", tmp_path / "kernels.s"
+    source.write_text("\n".join(line for line in KERNELS.splitlines() if not re.match(r"  \w+\(", line) or f"  {kernel}(" in line))
+    compiler = os.environ.get("CXX") or next(name for name in build.COMPILERS if shutil.which(name))
+    flags = [flag for flag in build.FLAGS if flag != "-shared"]
+    subprocess.run([compiler, *flags, "-w", f"-I{build.CSRC}", "-S", str(source), "-o", str(text)], check=True)
+    assert text.read_text().count("prefetch") >= 5  # at least one for each array that is read

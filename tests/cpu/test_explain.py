@@ -179,6 +179,16 @@ def test_measured_sums_stand_below_the_profiled_ones() -> None:
     assert measured.idle == {"device, waiting for updates": 5.0 / 40.0, "CPU workers": 1 - 7.0 / 40.0}
 
 
+@pytest.mark.parametrize("queue", [None, "4x"])
+def test_a_late_step_names_the_queue_of_launches(queue: str | None) -> None:
+    """Where `step()` comes late and the queue has its usual length, explain says how to have a longer one."""
+    profile = replace(uniform(4, forward=100.0, backward=200.0), commit_us=50.0)
+    found = replace(explained(profile, plan(profile)), launch_queue=queue)
+    (line,) = [line for line in str(found).splitlines() if line.startswith("step() returns 50 us after")]
+    assert ("import hytrain_fx before CUDA is first used" in line) is (queue is None)
+    assert json.loads(found.to_json())["launch_queue"] == queue
+
+
 def test_a_deep_model_is_a_page() -> None:
     """34 units of three kinds, planned with a cap on the device's memory and streaming, fit 70 lines, whatever there is to tell."""
     profile = profile_of([unit(i, params=10**6, cpu=3e3, gpu=1e2, d2h=1e2, h2d=1e2, forward=3e2, backward=6e2, stream=5e2,

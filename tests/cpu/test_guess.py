@@ -22,7 +22,7 @@ from .engine_loop import GROUP, host_states
 
 # Rows of several chunks, of several granules, of one, and one too small for a guess.
 SIZES = (4_500_000, 700_000, 262_144, 70_000, 900)
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 3 * ((1 << 20) + 17 * 64)  # without amsgrad (csrc/engine_shadow.cpp)
 LATE_US = 100_000
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ enum Where { kHost, kDevice, kStreamed };
 using Floats = std::vector<float>;
 using Halves = std::vector<uint16_t>;
 
-constexpr int kWorkers = 3, kFactorCapacity = 16, kStages = 8, kRecords = 4096, kStagingSlots = 3, kShadowSlots = 6;
+constexpr int kWorkers = 3, kFactorCapacity = 16, kStages = 8, kRecords = 4096, kStagingSlots = 3, kShadowSlots = 6, kShadowArrays = 4;
 
 void check(int status) {
   if (status == 0) return;
@@ -75,7 +75,7 @@ class Run {
     check(hytrain_create(&options, &engine_));
     StagingMemory staging{staging_.data(), kChunk, 3, kStagingSlots};
     check(hytrain_set_staging(engine_, &staging));
-    ShadowMemory shadow{shadow_.data(), kShadowSlots};
+    ShadowMemory shadow{shadow_.data(), static_cast<int64_t>(shadow_.size()), kShadowArrays};
     check(hytrain_set_shadow(engine_, &shadow));
     for (int r = 0; r < 12; ++r) add(r);
   }
@@ -501,7 +501,7 @@ class Run {
   std::vector<char> ring_ = std::vector<char>(2 * 4 * (kChunk + 1024));
   Floats slots_ = Floats(2 * kFactorCapacity);
   Floats staging_ = Floats(kStagingSlots * 3 * kChunk);
-  std::vector<char> shadow_ = std::vector<char>(kShadowSlots * 4 * 4 * kGranule);
+  std::vector<char> shadow_ = std::vector<char>(kShadowSlots * kShadowArrays * (4 * kGranule + 17 * 64));
   std::vector<TaskRecord> records_ = std::vector<TaskRecord>(kRecords);
   Floats factors_ = Floats(64);  // as a caching allocator: not handed out again while one may be read
   int32_t nonfinite_ = 0;

@@ -44,17 +44,48 @@ inline void store_fence() {
 
 namespace detail {
 
-inline void prefetch_lines(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0);
+template <int writes>  // whether the lines will be written to: else a store to what was fetched to be read asks for them again
+[[gnu::always_inline]] inline void prefetch_lines(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, writes);
 }
 
-inline void prefetch_beside(const void* grad, int64_t grad_width, const char* master, int64_t master_width, const HostArrays& from, int64_t start) {
+[[gnu::always_inline]] inline void prefetch_beside(const void* grad, int64_t grad_width, const char* master, int64_t master_width, const HostArrays& from, int64_t start) {
   constexpr int64_t wide = sizeof(float);
-  prefetch_lines(static_cast<const char*>(grad) + start * grad_width, kBlock * grad_width);
-  prefetch_lines(master + start * master_width, kBlock * master_width);
-  if (from.low) prefetch_lines(from.low + start, kBlock * 2);
-  prefetch_lines(from.m + start, kBlock * wide);
-  prefetch_lines(from.v + start, kBlock * wide);
+  prefetch_lines<0>(static_cast<const char*>(grad) + start * grad_width, kBlock * grad_width);
+  prefetch_lines<1>(master + start * master_width, kBlock * master_width);
+  if (from.low) prefetch_lines<0>(from.low + start, kBlock * 2);
+  prefetch_lines<0>(from.m + start, kBlock * wide);
+  prefetch_lines<0>(from.v + start, kBlock * wide);
+}
+
+// `count` parameters from `start`, at most kBlock of them; arguments as in adamw_beside().
+[[gnu::always_inline]] inline void beside_block(const void* grad, Dtype grad_dtype, char* weight, char* kept, const HostArrays& from,
+                                                const HostArrays& to, int64_t start, int64_t count, const AdamScalars& scalars,
+                                                UpdateBlock update) {
+  constexpr int64_t wide = sizeof(float);
+  const int64_t master_width = from.low ? 2 : 4;
+  alignas(64) float g[kBlock], p[kBlock], m[kBlock], v[kBlock], marked[kBlock], vmax[kBlock];
+  alignas(64) uint16_t low[kBlock];
+  read_gradient(grad, grad_dtype, start, g, count, scalars);
+  std::memcpy(m, from.m + start, static_cast<size_t>(count * wide));
+  if (from.vmax) std::memcpy(vmax, from.vmax + start, static_cast<size_t>(count * wide));
+  if (kept) stream_copy(kept, weight, count * master_width);
+  if (from.low) {
+    join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, from.v + start, p, v, count);
+  } else {
+    std::memcpy(p, weight, static_cast<size_t>(count * wide));
+    std::memcpy(v, from.v + start, static_cast<size_t>(count * wide));
+  }
+  update(g, p, m, v, from.vmax ? vmax : nullptr, count, scalars);
+  if (from.low) {
+    split_master(p, v, reinterpret_cast<uint16_t*>(weight), low, marked, count);
+    stream_copy(to.low + start, low, count * static_cast<int64_t>(sizeof(uint16_t)));
+  } else {
+    std::memcpy(weight, p, static_cast<size_t>(count * wide));
+  }
+  stream_copy(to.m + start, m, count * wide);
+  stream_copy(to.v + start, from.low ? marked : v, count * wide);
+  if (from.vmax) stream_copy(to.vmax + start, vmax, count * wide);
 }
 
 }  // namespace detail
@@ -64,33 +95,17 @@ inline void prefetch_beside(const void* grad, int64_t grad_width, const char* ma
 inline void adamw_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
                          const AdamScalars& scalars) {
   const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
-  const int64_t grad_width = grad_dtype == Dtype::kF32 ? 4 : 2, master_width = from.low ? 2 : 4, wide = sizeof(float);
-  alignas(64) float g[detail::kBlock], p[detail::kBlock], m[detail::kBlock], v[detail::kBlock], marked[detail::kBlock], vmax[detail::kBlock];
-  alignas(64) uint16_t low[detail::kBlock];
-  for (int64_t start = 0; start < n; start += detail::kBlock) {
-    const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock, ahead = start + detail::kAhead;
-    char* const weight = static_cast<char*>(master) + start * master_width;
-    if (ahead + detail::kBlock <= n) detail::prefetch_beside(grad, grad_width, static_cast<const char*>(master), master_width, from, ahead);
-    detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
-    std::memcpy(m, from.m + start, static_cast<size_t>(count * wide));
-    if (from.vmax) std::memcpy(vmax, from.vmax + start, static_cast<size_t>(count * wide));
-    if (kept) stream_copy(static_cast<char*>(kept) + start * master_width, weight, count * master_width);
-    if (from.low) {
-      detail::join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, from.v + start, p, v, count);
-    } else {
-      std::memcpy(p, weight, static_cast<size_t>(count * wide));
-      std::memcpy(v, from.v + start, static_cast<size_t>(count * wide));
-    }
-    update(g, p, m, v, from.vmax ? vmax : nullptr, count, scalars);
-    if (from.low) {
-      detail::split_master(p, v, reinterpret_cast<uint16_t*>(weight), low, marked, count);
-      stream_copy(to.low + start, low, count * static_cast<int64_t>(sizeof(uint16_t)));
-    } else {
-      std::memcpy(weight, p, static_cast<size_t>(count * wide));
-    }
-    stream_copy(to.m + start, m, count * wide);
-    stream_copy(to.v + start, from.low ? marked : v, count * wide);
-    if (from.vmax) stream_copy(to.vmax + start, vmax, count * wide);
+  const int64_t grad_width = grad_dtype == Dtype::kF32 ? 4 : 2, master_width = from.low ? 2 : 4;
+  const auto kept_at = [&](int64_t start) { return kept ? static_cast<char*>(kept) + start * master_width : nullptr; };
+  char* const weights = static_cast<char*>(master);
+  int64_t start = 0;
+  for (; start + detail::kBlock <= n; start += detail::kBlock) {  // of a length that the compiler knows: a fifth faster
+    const int64_t ahead = start + detail::kAhead;
+    if (ahead + detail::kBlock <= n) detail::prefetch_beside(grad, grad_width, weights, master_width, from, ahead);
+    detail::beside_block(grad, grad_dtype, weights + start * master_width, kept_at(start), from, to, start, detail::kBlock, scalars, update);
+  }
+  if (start < n) {
+    detail::beside_block(grad, grad_dtype, weights + start * master_width, kept_at(start), from, to, start, n - start, scalars, update);
   }
   store_fence();
 }

@@ -227,21 +227,28 @@ void Engine::record(bool on) {
   recording_ = on;
 }
 
-std::vector<Engine::LaneRecord> Engine::take_done_lane_records() {
+// What the lanes have done. The driver is asked several times for each, which takes long while copies are launched: no lock is held then.
+std::vector<TaskRecord> Engine::take_done_lanes() {
+  std::vector<LaneRecord> lanes;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes.swap(lane_records_);
+  }
+  const auto undone = std::stable_partition(lanes.begin(), lanes.end(), [](const LaneRecord& lane) { return lane.end->done(); });
+  if (undone != lanes.begin()) device_->take_epoch();
+  std::vector<TaskRecord> done;
+  for (auto lane = lanes.begin(); lane != undone; ++lane) {
+    done.push_back({lane->kind, lane->row, lane->chunk, 0, lane->begin->time_us(), lane->end->time_us()});
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto undone = std::stable_partition(lane_records_.begin(), lane_records_.end(), [](const LaneRecord& lane) { return lane.end->done(); });
-  std::vector<LaneRecord> done(lane_records_.begin(), undone);
-  lane_records_.erase(lane_records_.begin(), undone);
+  lane_records_.insert(lane_records_.end(), std::make_move_iterator(undone), std::make_move_iterator(lanes.end()));
   return done;
 }
 
 int Engine::take_records(TaskRecord* out, int capacity) {
-  const std::vector<LaneRecord> done = take_done_lane_records();
-  if (!done.empty()) device_->take_epoch();
+  const std::vector<TaskRecord> lanes = take_done_lanes();
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const LaneRecord& lane : done) {
-    records_.push_back({lane.kind, lane.row, lane.chunk, 0, lane.begin->time_us(), lane.end->time_us()});
-  }
+  records_.insert(records_.end(), lanes.begin(), lanes.end());
   const int n = std::min<int>(capacity, static_cast<int>(records_.size()));
   std::copy(records_.begin(), records_.begin() + n, out);
   records_.erase(records_.begin(), records_.begin() + n);

@@ -227,6 +227,7 @@ class Engine {
   bool may_be_redone(const Row& row) const;
   static bool is_steady(const Row& row);
   bool may_guess(const Row& row, int n_factors) const;
+  int64_t shadow_slot_bytes() const;
   char* take_shadow();
   void factors_came(const Landing& landing);
   void settle_guess(Row& row, int index, bool at_commit);
@@ -277,7 +278,7 @@ class Engine {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
   }
   void note(int kind, int row, int chunk, int worker, double begin_us, double end_us);
-  std::vector<LaneRecord> take_done_lane_records();
+  std::vector<TaskRecord> take_done_lanes();
   void count_busy(double begin_us, double end_us);
   void note_update(int row, int chunk, int worker, double begin_us, double end_us);
 
@@ -298,6 +299,7 @@ class Engine {
   std::vector<std::array<int, 3>> homeward_;  // row, chunk, granule: states to be carried home
   int homeward_left_ = 0;                     // and those that are being carried
   size_t shadow_slots_ = 0;
+  int32_t shadow_arrays_ = 0;  // in each
   bool can_guess_ = false;
   std::array<bool, 2> factors_on_way_{};       // by half of the slots
   bool skip_on_way_ = false, skipped_ = false;  // of the last commit with a `skip`

@@ -13,25 +13,30 @@
 namespace hytrain_fx {
 namespace {
 
-constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float));
+// Arrays a multiple of 4 KiB apart would meet in the same sets of a cache: each begins so much later.
+constexpr int64_t kApart = 17 * 64, kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float)) + kApart;
 
 // In a slot: the master or its upper half, and the lower half behind that; then the moments and the running maximum.
-constexpr int64_t kLowAt = kArrayBytes / 2, kFirstAt = kArrayBytes, kSecondAt = 2 * kArrayBytes, kMaximumAt = 3 * kArrayBytes;
+constexpr int64_t kLowAt = kArrayBytes / 2 / 64 * 64, kFirstAt = kArrayBytes, kSecondAt = 2 * kArrayBytes, kMaximumAt = 3 * kArrayBytes;
 
 }  // namespace
 
 void Engine::set_shadow(const ShadowMemory& memory) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (can_guess_) throw std::logic_error("the engine has shadow memory already");
-  for (int s = memory.slots - 1; s >= 0; --s) shadows_.push_back(memory.base + s * 4 * kArrayBytes);
+  if (memory.arrays != 3 && memory.arrays != 4) throw std::out_of_range("arrays in a shadow slot: expected 3 or 4");
+  shadow_arrays_ = memory.arrays;
+  for (int64_t s = memory.bytes / shadow_slot_bytes() - 1; s >= 0; --s) shadows_.push_back(memory.base + s * shadow_slot_bytes());
   shadow_slots_ = shadows_.size();
-  can_guess_ = memory.slots > 0;
+  can_guess_ = !shadows_.empty();
 }
+
+int64_t Engine::shadow_slot_bytes() const { return shadow_arrays_ * kArrayBytes; }
 
 char* Engine::take_shadow() {
   char* shadow = shadows_.back();
   shadows_.pop_back();
-  guesses_.shadow_bytes = std::max(guesses_.shadow_bytes, static_cast<int64_t>(shadow_slots_ - shadows_.size()) * 4 * kArrayBytes);
+  guesses_.shadow_bytes = std::max(guesses_.shadow_bytes, static_cast<int64_t>(shadow_slots_ - shadows_.size()) * shadow_slot_bytes());
   return shadow;
 }
 

@@ -31,10 +31,11 @@ struct StagingMemory {
   int32_t slots;
 };
 
-// Host memory for other places of states, which an update with guessed factors writes to; slots of one granule.
+// Host memory for other places of states, which an update with guessed factors writes to.
 struct ShadowMemory {
-  char* base;
-  int32_t slots;
+  char* base;      // aligned as a cache line
+  int64_t bytes;
+  int32_t arrays;  // that a row may have on the host, each as long as fp32: 3, with amsgrad 4
 };
 
 struct GuessCounts {  // of parameters updated before their gradients' factors were known, since the engine was made

@@ -1,0 +1,36 @@
+"""A queue of launches to the GPU that a whole backward fits in.
+
+The launching thread should come to `step()` while the device begins the backward. But 1021 launches fill the driver's queue, about ten
+layers of a backward, and the thread then goes at the device's pace. With CUDA_SCALE_LAUNCH_QUEUES=4x 4093 fit
+(https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables). The driver reads it once, when it is first called:
+hence at import, and in time only where hytrain_fx is imported before CUDA is asked for anything (`torch.cuda.is_available()` is enough).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+VARIABLE = "CUDA_SCALE_LAUNCH_QUEUES"
+LONGEST = "4x"
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+def ask_for_long_queue() -> None:
+    """Set the variable for this process and its children, unless it is set (also to nothing), or comes too late, or there is no driver."""
+    if VARIABLE not in os.environ and _cuda_has_begun() is False:
+        os.environ[VARIABLE] = LONGEST
+
+
+def length_asked_for() -> str | None:
+    """What the variable says; None where the queue has its usual length."""
+    return os.environ.get(VARIABLE) or None
+
+
+def _cuda_has_begun() -> bool | None:
+    """Whether this process has called the driver's cuInit; None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
