@@ -29,8 +29,8 @@ class Config:
                    same for some steps; True in every backward, False in none. The training is the same; native engine, bf16 and fp32
                    parameters
     shadow_memory  bytes of host memory for states beside the old ones, in updates on a guess: those that begin before step(), and those
-                   whose gradients' factors (clipping, loss scale) are still unknown; None = a quarter of what is available when there is
-                   first such an update, 0 = no update begins so
+                   whose gradients' factors (clipping, loss scale) are still unknown; 12 bytes a parameter, with amsgrad 16. None = half of
+                   what is available when there is first such an update, 0 = no update begins so
     replan_every   steps within which a change of their length is followed: times are measured anew and states move where that pays;
                    0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
