@@ -104,7 +104,8 @@ def _ends(e: Explanation) -> Iterator[str]:
     if e.guesses and e.guesses.commits:
         g = e.guesses
         yield (f"guesses: in {g.commits} steps updates began before clipping's or the loss scale's factor was known; "
-               f"missed in {g.missed}, {count_text(g.redone)} of {count_text(g.params)} parameters updated again")
+               f"missed in {g.missed}, {count_text(g.redone)} of {count_text(g.params)} parameters updated again; "
+               f"weights of {count_text(g.sent)} were on the device before it came")
     if e.early and e.early.commits:
         of = e.early
         yield (f"early: in {of.commits} steps updates began before step(); "

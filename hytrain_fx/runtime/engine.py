@@ -132,6 +132,7 @@ class GuessCounts:
     missed    of those, where a factor came out otherwise and updates were made again
     params    parameters updated so, and `redone` of them
     shadow_bytes    the most host memory that other places for states in such updates, and in those ahead of `step()`, have taken
+    sent      parameters, of `params`, whose new weights were sent to the device before the factors had come
     """
 
     commits: int = 0
@@ -139,6 +140,7 @@ class GuessCounts:
     params: int = 0
     redone: int = 0
     shadow_bytes: int = 0
+    sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ class NativeEngine:
     def guess_counts(self) -> GuessCounts:
         out = CGuessCounts()
         self._call("guess_counts", byref(out))
-        return GuessCounts(out.commits, out.missed, out.params, out.redone, out.shadow_bytes)
+        return GuessCounts(out.commits, out.missed, out.params, out.redone, out.shadow_bytes, out.sent)
 
     def early_counts(self) -> EarlyCounts:
         out = CEarlyCounts()

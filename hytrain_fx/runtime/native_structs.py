@@ -55,7 +55,7 @@ class CShadowMemory(Structure):
 class CGuessCounts(Structure):
     """`engine.GuessCounts`."""
 
-    _fields_ = [(name, c_int64) for name in ("commits", "missed", "params", "redone", "shadow_bytes")]
+    _fields_ = [(name, c_int64) for name in ("commits", "missed", "params", "redone", "shadow_bytes", "sent")]
 
 
 class CEarlyCounts(Structure):

@@ -38,6 +38,7 @@ class ClippedLoop:
         self.reference = [self._states(weight, halves=False) for weight in self.weights]
         self.states: list[RowStates] = []
         self.unchanged: bool | None = None
+        self.skip: torch.Tensor | None = None  # as found_inf
         for row, weight in enumerate(self.weights):
             engine.add_row(RowSpec(weight.numel(), row, weight))
             self.states.append(self._states(weight, halves=dtype == torch.bfloat16))
@@ -65,7 +66,11 @@ class ClippedLoop:
             self.engine.release([row])
         self.engine.set_delay(Stage.D2H, late_us)  # gradients are small beside it
         on_device = torch.tensor(factor)
-        self.engine.commit([CommitItem(row, scalars, factors=(on_device,)) for row in rows])
+        items = [CommitItem(row, scalars, factors=(on_device,)) for row in rows]
+        if self.skip is None:
+            self.engine.commit(items)
+        else:
+            self.engine.commit_unless(items, self.skip)
         if look_after_s is not None:
             settled = self.engine.guess_counts().commits
             time.sleep(look_after_s)
@@ -187,17 +192,32 @@ def test_factors_that_change_all_the_time_are_not_guessed() -> None:
         assert loop.engine.guess_counts().params == 0
 
 
-def test_no_weight_leaves_the_host_on_a_guess() -> None:
-    """While the factor is on its way every weight is the old one, however much has been updated."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_go_to_the_device_before_the_factor_has_come(dtype: torch.dtype) -> None:
+    """They are sent while the factor is on its way; whoever waits for them finds those of the right factor, also after a wrong guess."""
+    with running(dtype, 40 * SLOT_BYTES) as loop:
+        for factor in (*[1.0] * 6, 0.37, 1.0, 0.37, 1.0):
+            loop.step(factor)
+            loop.check()
+        counts = loop.engine.guess_counts()
+        assert 0 < counts.sent <= counts.params
+        assert counts.missed > 0
+
+
+def test_no_weight_leaves_the_host_where_the_step_may_be_left_out() -> None:
+    """While it is unknown whether the step counts every weight is the old one, however much has been updated."""
     looked = 0
     with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
+        loop.skip = torch.tensor(0.0)
         for _ in range(8):
             loop.step(1.0, late_us=400_000, look_after_s=0.05)
             assert loop.unchanged is not False
             looked += loop.steps > 3 and loop.unchanged is True
             loop.check()
         assert looked > 0
-        assert loop.engine.guess_counts().params > 0
+        counts = loop.engine.guess_counts()
+        assert counts.params > 0
+        assert counts.sent == 0
 
 
 def test_a_row_that_sits_out_keeps_its_factors() -> None:

@@ -111,8 +111,9 @@ class Run {
     for (TrainedRow& row : rows_) compare_states(row);
     GuessCounts counts{};
     check(hytrain_guess_counts(engine_, &counts));
-    std::printf("guessed %lld of which wrong %lld, parameters %lld of which again %lld\n", static_cast<long long>(counts.commits),
-                static_cast<long long>(counts.missed), static_cast<long long>(counts.params), static_cast<long long>(counts.redone));
+    std::printf("guessed %lld of which wrong %lld, parameters %lld of which again %lld, weights sent ahead %lld\n",
+                static_cast<long long>(counts.commits), static_cast<long long>(counts.missed), static_cast<long long>(counts.params),
+                static_cast<long long>(counts.redone), static_cast<long long>(counts.sent));
     EarlyCounts early{};
     check(hytrain_early_counts(engine_, &early));
     std::printf("begun before their commit %lld of which wrong %lld, parameters %lld of which again %lld\n", static_cast<long long>(early.commits),

@@ -125,6 +125,8 @@ class Engine {
     int redo = 0, redo_end = 0;  // of them, granules to be taken again
     bool undo = false;           // the guess was wrong; they are taken again when the running ones are done
     bool put_back = false;       // with undo, and after it: they are put back, and the chunk is as though nobody had begun it
+    EventPtr ahead;              // its new weight was sent before its factors were known
+    uint64_t ahead_issue = 0;    // as Row::issue
   };
   struct Row {
     RowSpec spec{};
@@ -234,6 +236,7 @@ class Engine {
   static int64_t guessed_params(const Chunk& chunk);
   void settle_shadows(Chunk& chunk, bool updated);
   void redo_guessed(const Key& key, Chunk& chunk);
+  void offer_ahead(const Row& row, const Key& key);
   void leave_out(Row& row, int index);
   void chunk_left_out(Row& row);
   // engine_early.cpp
@@ -255,15 +258,21 @@ class Engine {
   struct InFlight {  // on the lane to the device, in its order
     EventPtr end;
     int64_t bytes;
+    EventPtr begin;  // while recording
   };
   struct Upload {
     int row = -1, chunk = 0;
     bool streamed = false;
     StagingSlot* slot = nullptr;
+    bool ahead = false;
   };
-  const Key* next_reload();
+  const Key* next_of(const std::set<Key>& keys) const;
   Upload next_upload();
   InFlight issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock);
+  InFlight issue_ahead(const Upload& upload, std::unique_lock<std::mutex>& lock);
+  InFlight copy_weight(const Row& row, const Upload& upload, bool recording);
+  void note_copy(const Upload& upload, const InFlight& copy);
+  void weight_was_sent(Row& row, const EventPtr& end, uint64_t issue);
   InFlight stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock);
   int next_streamed(bool& ready);
   StagingSlot* free_staging_slot();
@@ -290,7 +299,7 @@ class Engine {
   std::condition_variable landed_cv_, work_cv_, upload_cv_, issued_cv_;
   std::deque<Row> rows_;  // not moved when one is added: threads read a row that they work on without the lock
   std::deque<Landing> landings_;
-  std::set<Key> ready_, updated_, streaming_;  // streaming_: rows, chunk 0
+  std::set<Key> ready_, updated_, ahead_, streaming_;  // ahead_: updated on a guess; streaming_: rows, chunk 0
   std::vector<StagingSlot> staging_;
   uint64_t commits_ = 0, issues_ = 0, fetch_count_ = 0;
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number

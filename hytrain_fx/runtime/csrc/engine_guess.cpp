@@ -3,8 +3,9 @@
 // some steps, rows are updated with the factors that last came twice running, while the backward still runs. GradScaler's word whether the step
 // counts at all comes the same way: it is taken to count until then.
 //
-// The states as they were stay where they are (engine_shadow.cpp), the gradient in its slot, and no new weight leaves the host before the
-// factors have come. Where they are others, it is updated again from there: bit for bit what it would have been without.
+// The states as they were stay where they are (engine_shadow.cpp), and the gradient in its slot. Where the factors are others, it is updated
+// again from there: bit for bit what it would have been without. New weights leave the host ahead of the factors, but only when the step is
+// committed: nobody may see them on the device before.
 #include <algorithm>
 #include <bitset>
 #include <cstring>
@@ -86,9 +87,20 @@ void Engine::settle_guess(Row& row, int index, bool at_commit) {
       continue;
     }
     ready_.erase(key);
+    ahead_.erase(key);
+    if (chunk.ahead) chunk.ahead->sync();  // it reads what is written again; little is under way at once
+    chunk.ahead = nullptr;
     chunk.queued = chunk.undo = true;
     finish_task(key);
   }
+}
+
+// The weight of a chunk that was updated on a guess may go to the device ahead of its factors, as the lane is idle then: nothing reads it there
+// before wait(), which waits for them too, and what is updated again is sent again behind it. But for a step that may be left out.
+void Engine::offer_ahead(const Row& row, const Key& key) {
+  if (row.phase != Phase::PENDING || !row.guessing || row.bad_guess || skip_on_way_) return;
+  ahead_.insert(key);
+  upload_cv_.notify_one();
 }
 
 int64_t Engine::guessed_params(const Chunk& chunk) {

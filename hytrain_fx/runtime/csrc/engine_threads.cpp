@@ -137,10 +137,17 @@ void Engine::finish_task(const Key& key) {
     if (!chunk.undo && chunk.finished == chunk.taken) chunk_was_put_back(key);
     return;
   }
-  if (chunk.finished < (row.skipped ? chunk.taken : chunk.granules) || !row.factors_known) return;
+  if (chunk.finished < (row.skipped ? chunk.taken : chunk.granules)) return;
+  if (!row.factors_known) return offer_ahead(row, key);
+  ahead_.erase(key);
   settle_shadows(chunk, !row.skipped);
   if (row.skipped) return chunk_left_out(row);
-  updated_.insert(key);
+  if (chunk.ahead) {
+    weight_was_sent(row, chunk.ahead, chunk.ahead_issue);
+    chunk.ahead = nullptr;
+  } else {
+    updated_.insert(key);
+  }
   const double now_us = device_->now_us();
   finish_.cpu_us = now_us - commit_us_;
   finish_.cpu_paused_us = now_us - first_update_us_ - workers_busy_us_;

@@ -34,7 +34,7 @@ void Engine::upload() {
   int64_t bytes = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !streaming_.empty(); });
+    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty(); });
     if (stop_) return;
     if (bytes >= kBytesInFlight) {
       InFlight first = in_flight.front();
@@ -50,8 +50,10 @@ void Engine::upload() {
       upload_cv_.wait_for(lock, kPoll);
       continue;
     }
-    in_flight.push_back(next.streamed ? stream_chunk(next, lock) : issue_reload(next, lock));
-    bytes += in_flight.back().bytes;
+    const InFlight sent = next.streamed ? stream_chunk(next, lock) : next.ahead ? issue_ahead(next, lock) : issue_reload(next, lock);
+    if (!sent.end) continue;
+    in_flight.push_back(sent);
+    bytes += sent.bytes;
   }
 }
 
@@ -59,19 +61,22 @@ Engine::Upload Engine::next_upload() {
   bool ready = false;
   StagingSlot* slot = streaming_.empty() ? nullptr : free_staging_slot();
   const int streamed = slot ? next_streamed(ready) : -1;
-  const Key* reload = next_reload();
+  const Key* reload = next_of(updated_);
   if (streamed >= 0 && (!reload || (ready && std::tie(rows_[streamed].spec.unit, streamed) < std::tie((*reload)[0], (*reload)[1])))) {
     return {streamed, rows_[streamed].streamed, true, slot};
   }
-  return reload ? Upload{(*reload)[1], (*reload)[2], false, nullptr} : Upload{};
+  const Key* ahead = reload ? nullptr : next_of(ahead_);
+  if (ahead) return {(*ahead)[1], (*ahead)[2], false, nullptr, true};
+  return reload ? Upload{(*reload)[1], (*reload)[2]} : Upload{};
 }
 
 // ---- new weights ----
 
-const Engine::Key* Engine::next_reload() {
+// The first whose weight nobody reads any more.
+const Engine::Key* Engine::next_of(const std::set<Key>& keys) const {
   EventPtr asked;
   bool answer = false;
-  for (const Key& key : updated_) {
+  for (const Key& key : keys) {
     const Row& row = rows_[key[1]];
     if (!row.armed_reload || !row.released) continue;
     if (row.released != asked) {
@@ -89,25 +94,55 @@ const void* Engine::new_weight(const Row& row) { return row.host.low || weight_b
 Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
   Row& row = rows_[upload.row];
   updated_.erase({row.spec.unit, upload.row, upload.chunk});
-  const Chunk& chunk = row.chunks[upload.chunk];
-  const int64_t size = weight_bytes(row), bytes = (chunk.end - chunk.begin) * size;
-  const void* source = new_weight(row);
   const bool recording = recording_;
   lock.unlock();
   sleep_us(reload_delay_us_);
   if (fail_copy_row_ == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
-  EventPtr before = recording ? device_->record(Lane::H2D) : nullptr;
-  device_->copy(Lane::H2D, offset(row.spec.weight, chunk.begin * size), offset(source, chunk.begin * size), bytes);
-  EventPtr after = device_->record(Lane::H2D);
+  const InFlight sent = copy_weight(row, upload, recording);
   lock.lock();
-  if (before) lane_records_.push_back({3, upload.row, upload.chunk, before, after});
-  row.weight = after;
-  row.issue = ++issues_;
+  note_copy(upload, sent);
+  weight_was_sent(row, sent.end, ++issues_);
+  return sent;
+}
+
+Engine::InFlight Engine::copy_weight(const Row& row, const Upload& upload, bool recording) {
+  const Chunk& chunk = row.chunks[upload.chunk];
+  const int64_t size = weight_bytes(row), at = chunk.begin * size, bytes = (chunk.end - chunk.begin) * size;
+  EventPtr before = recording ? device_->record(Lane::H2D) : nullptr;
+  device_->copy(Lane::H2D, offset(row.spec.weight, at), offset(new_weight(row), at), bytes);
+  return {device_->record(Lane::H2D), bytes, before};
+}
+
+void Engine::note_copy(const Upload& upload, const InFlight& copy) {
+  if (copy.begin) lane_records_.push_back({3, upload.row, upload.chunk, copy.begin, copy.end});
+}
+
+// Copies of one row's chunks come in any order; the last one on the lane is what a reader waits for.
+void Engine::weight_was_sent(Row& row, const EventPtr& end, uint64_t issue) {
+  if (issue > row.issue) {
+    row.weight = end;
+    row.issue = issue;
+  }
   if (++row.issued == static_cast<int>(row.chunks.size())) {
     row.last_busy_us = row.busy_us;
     issued_cv_.notify_all();
   }
-  return {after, bytes};
+}
+
+// With the lock held: the factors must not come meanwhile. Nothing, where they have come before.
+Engine::InFlight Engine::issue_ahead(const Upload& upload, std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  sleep_us(reload_delay_us_);
+  lock.lock();
+  Row& row = rows_[upload.row];
+  if (!ahead_.erase({row.spec.unit, upload.row, upload.chunk})) return {};
+  const InFlight sent = copy_weight(row, upload, recording_);
+  note_copy(upload, sent);
+  Chunk& chunk = row.chunks[upload.chunk];
+  chunk.ahead = sent.end;
+  chunk.ahead_issue = ++issues_;
+  guesses_.sent += chunk.end - chunk.begin;
+  return sent;
 }
 
 // ---- streamed states ----
@@ -190,7 +225,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
     row.stored = out;
     issued_cv_.notify_all();
   }
-  return {in, bytes};
+  return {in, bytes, nullptr};
 }
 
 }  // namespace hytrain_fx

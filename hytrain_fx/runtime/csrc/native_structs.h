@@ -44,6 +44,7 @@ struct GuessCounts {  // of parameters updated before their gradients' factors w
   int64_t params;
   int64_t redone;     // of params
   int64_t shadow_bytes;  // the most that other places for states, in them and in updates ahead of their commit, have taken
+  int64_t sent;          // of params: whose new weights went to the device before the factors were known
 };
 
 struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
