@@ -87,7 +87,7 @@ def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = 
         return loss
 
     def finish() -> None:
-        optimizer.session.drain()
+        optimizer.session.settle()
         synchronize()
 
     return Trainer(step, finish, lambda: about(model), lambda: len(optimizer.session.planning.history))

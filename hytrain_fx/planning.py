@@ -233,7 +233,8 @@ class Planning:
         # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU has run the backward by then.
         foresight = self._session.foresight
         commits_early = self._session.table.device.type == "cuda" and not foresight.awaits_factors
-        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=foresight.will_go_ahead)
+        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=foresight.will_go_ahead,
+                          early_weights=foresight.sends_ahead)
 
     @property
     def _may_stream(self) -> bool:

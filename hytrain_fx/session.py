@@ -214,7 +214,7 @@ class Session:
             else:
                 self.engine.commit_unless(items, skip)
                 self.builder.doubt(items, self.engine.skipped)
-            self.foresight.stepped(items)
+            self.foresight.stepped(items, in_doubt=skip is not None)
             rows = [item.row for item in items]
             self.nodes.gradients.consumed.update(item.row for item in items if item.grad is None)
             increment_versions([self.table.parameters[row] for row in rows])
@@ -270,6 +270,11 @@ class Session:
         """Return when every committed weight is on the device and every state at rest."""
         if not self.closed:
             self.engine.drain(range(len(self.table)))
+
+    def settle(self) -> None:
+        """Return when every committed update is done and every weight on the device; states rest where their updates have left them."""
+        if not self.closed:
+            self.engine.settle(range(len(self.table)))
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""

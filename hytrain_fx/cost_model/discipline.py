@@ -25,6 +25,8 @@ class Discipline:
     staging_params  parameters whose streamed states one slot on the device holds
     staging_slots   slots; each is taken from the load of a chunk until its states are back on the host
     early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their weights travel behind it all the same
+    early_weights   with commit_at "backward_end", which is then when the factors are known, as those of clipping: weights of early updates
+                    travel from when step() is called, at the profile's time
     """
 
     order: Order = "edf"
@@ -34,3 +36,4 @@ class Discipline:
     staging_params: int = STAGING_PARAMS
     staging_slots: int = STAGING_SLOTS
     early_updates: bool = False
+    early_weights: bool = False

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.discipline import CommitAt, Discipline
 from hytrain_fx.cost_model.host_memory import traffic_bytes
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
@@ -84,7 +84,8 @@ def step_jobs(profile: Profile, plan: Plan, discipline: Discipline) -> StepJobs:
     jobs = [piece for pieces in (*backward.values(), *forward.values()) for piece in pieces]
     for before, after in itertools.pairwise(jobs):
         after.after(before)
-    last_backward, commit = backward[0][-1], _commit(jobs, backward, profile.commit_us, discipline)
+    last_backward, commit = backward[0][-1], _commit(jobs, backward, profile.commit_us, discipline.commit_at)
+    sends = _commit(jobs, backward, profile.commit_us, "backward_start") if discipline.early_weights else commit
     stages: dict[TaskKind, list[Job]] = {kind: [] for kind in TaskKind}
     for row in plan.rows:
         unit, gradient = profile.units[row.unit], backward[row.unit][-1]
@@ -93,7 +94,7 @@ def step_jobs(profile: Profile, plan: Plan, discipline: Discipline) -> StepJobs:
             jobs += _streamed(unit, row, chunk_params, gradient, commit, due, discipline)
             continue
         for chain in _chains(unit, row, whole_chunk):
-            _gate(chain, gradient, last_backward, commit, discipline)
+            _gate(chain, gradient, last_backward, commit, sends, discipline)
             due.after(chain[-1])
             jobs += chain
             for job in chain:
@@ -103,10 +104,10 @@ def step_jobs(profile: Profile, plan: Plan, discipline: Discipline) -> StepJobs:
     return StepJobs(jobs, slots)
 
 
-def _commit(jobs: list[Job], backward: dict[int, list[Job]], commit_us: float, discipline: Discipline) -> Job | None:
+def _commit(jobs: list[Job], backward: dict[int, list[Job]], commit_us: float, commit_at: CommitAt) -> Job | None:
     """The piece of the backward with whose end the step is committed; None where that is before anything could be updated."""
     pieces = jobs[: sum(map(len, backward.values()))]
-    if discipline.commit_at == "backward_end":
+    if commit_at == "backward_end":
         return pieces[-1]
     ends_us = itertools.accumulate(piece.us for piece in pieces)
     return next((piece for piece, end_us in zip(pieces, ends_us, strict=True) if end_us >= commit_us), pieces[-1]) if commit_us else None
@@ -173,12 +174,16 @@ def _chains(unit: UnitProfile, row: PlanRow, chunk_params: int | None) -> Iterat
         yield chain
 
 
-def _gate(chain: list[Job], gradient: Job, last_backward: Job, commit: Job | None, discipline: Discipline) -> None:
-    """When a chunk may start: its gradient for the copy out; the commit for the update, or for the copy back of one that begins early."""
+def _gate(chain: list[Job], gradient: Job, last_backward: Job, commit: Job | None, sends: Job | None, discipline: Discipline) -> None:
+    """When a chunk may start: its gradient for the copy out; the commit for the update, or `sends` for the copy back of an early one."""
     chain[0].after(last_backward if discipline.barrier == "zero_offload" else gradient)
-    if commit is not None and discipline.barrier != "zero_offload":
-        committed = TaskKind.H2D if discipline.early_updates else TaskKind.CPU_UPDATE
-        next(job for job in chain if job.task.kind in (committed, TaskKind.GPU_UPDATE)).after(commit)
+    if discipline.barrier == "zero_offload":
+        return
+    by_cpu = (TaskKind.H2D, sends) if discipline.early_updates else (TaskKind.CPU_UPDATE, commit)
+    for kind, behind in (by_cpu, (TaskKind.GPU_UPDATE, commit)):
+        for job in chain:
+            if behind is not None and job.task.kind == kind:
+                job.after(behind)
 
 
 def _fences(stages: dict[TaskKind, list[Job]]) -> list[Job]:

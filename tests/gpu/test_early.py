@@ -11,7 +11,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.runtime.engine import EarlyCounts
+from hytrain_fx.runtime.engine import EarlyCounts, GuessCounts
 
 from .feed_forward import ADAMW, deterministic
 
@@ -63,34 +63,40 @@ def test_a_loop_that_waits_is_learned_and_keeps_its_bits(dtype: torch.dtype, cli
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_loop_that_clips_begins_before_step_and_keeps_its_bits(dtype: torch.dtype) -> None:
-    """A loop that waits for nothing but whose steps are clipped, one in six scaled: updates begin with the gradients, on a guess."""
-    expected, weights, none = clipped(dtype, False)
-    assert none.commits == 0
+    """A loop that waits for nothing but whose steps are clipped, one in six scaled: updates begin with the gradients, on a guess, and
+    weights are on the device before the norm has come.
+    """
+    expected, weights, none, waiting = clipped(dtype, False, shadow_memory=0)
+    assert none.commits == waiting.params == waiting.sent == 0
     assert none.waiting_params == none.host_params > 0
-    found, ours, counts = clipped(dtype, "auto")
+    found, ours, counts, guesses = clipped(dtype, "auto")
     assert found == expected
     assert all(torch.equal(a, b) for a, b in zip(ours, weights, strict=True))
     assert counts.commits > 0
     assert counts.missed == counts.redone == 0
+    assert guesses.missed > 0
+    assert guesses.sent > 0
 
 
-def clipped(dtype: torch.dtype, speculate: Any) -> tuple[list[float], list[torch.Tensor], EarlyCounts]:
+def clipped(dtype: torch.dtype, speculate: Any, **options: Any) -> tuple[list[float], list[torch.Tensor], EarlyCounts, GuessCounts]:
     """Losses, weights and counts of a loop whose launching thread runs ahead of the device."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     net: Any = nn.Sequential(*layers).to("cuda", dtype)
-    net, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, stream=0, speculate=speculate)
+    net, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0, stream=0, speculate=speculate, **options)
     data = [torch.randn(512, WIDTH, device="cuda", dtype=dtype) for _ in range(3)]
     losses = []
     for step in range(STEPS):
         loss = net(data[step % 3]).float().square().mean()
         torch.cuda._sleep(40_000_000)  # some 20 ms: step() is there before the gradients are
         loss.backward()
+        torch.cuda._sleep(80_000_000)  # and there is time for updates before the norm
         nn.utils.clip_grad_norm_(net.parameters(), 1e-3 if step % 6 == 5 else 1e3)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     weights = [p.detach().clone() for p in net.parameters()]
-    counts = session_of(net).engine.early_counts()
+    engine = session_of(net).engine
+    counts, guesses = engine.early_counts(), engine.guess_counts()
     hytrain_fx.close(net)
-    return [loss.item() for loss in losses], weights, counts
+    return [loss.item() for loss in losses], weights, counts, guesses

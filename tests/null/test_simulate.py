@@ -121,6 +121,23 @@ def test_early_updates_closed_form(n: int, cpu: float, forward: float, backward:
     assert all(i.start_us >= profile.commit_us - 1e-6 for i in sent)
 
 
+@given(n=st.integers(2, 10), cpu=st.floats(0, 60), backward=st.floats(1, 40), h2d=st.floats(0.1, 20), late=st.floats(0, 1), data=st.data())
+@settings(deadline=None)
+def test_early_weights_travel_while_the_factor_is_on_its_way(n: int, cpu: float, backward: float, h2d: float, late: float,
+                                                             data: st.DataObject) -> None:
+    """Weights of early updates leave between the call of step() and the backward's end too, and the step is no longer for it."""
+    profile = replace(uniform(n, forward=5.0, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=h2d), commit_us=late * n * backward)
+    plan = prefix(profile, data.draw(st.integers(0, n - 1)))
+    ahead, behind = (simulate(profile, plan, Discipline(chunk_params=1000 // FINE, commit_at="backward_end", early_updates=True,
+                                                        early_weights=early)) for early in (True, False))
+    assert ahead.makespan_us <= behind.makespan_us + 4 * chunk_us(profile)
+    begins = [min(i.start_us for unit in profile.units for i in found.of(TaskId(TaskKind.H2D, unit.index))) for found in (ahead, behind)]
+    assert begins[0] >= profile.commit_us - 1e-6
+    assert begins[1] >= n * backward - 1e-6
+    first_us = backward + cpu / FINE + 0.1  # the last unit's first chunk is updated
+    assert begins[0] <= max(first_us, profile.commit_us + backward, 0.0) + chunk_us(profile)
+
+
 @given(n=st.integers(1, 8), more_cpu=st.floats(0, 100), backward=st.floats(1, 40), gpu=st.floats(0, 30), data=st.data())
 @settings(deadline=None)
 def test_one_barrier_is_the_seed_equation(n: int, more_cpu: float, backward: float, gpu: float, data: st.DataObject) -> None:
