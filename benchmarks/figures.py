@@ -67,9 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def groups(results: Results, figure_of: Callable[[Case, Row], float | None]) -> Groups:
-    """Model and batch -> way of training -> figure. Plain training only: no clipping, bf16 (torchao: autocast), the floor left out."""
+    """Model and batch, small ones first -> way of training -> figure. Plain training only: no clipping, bf16 (torchao: autocast), the floor
+    left out.
+    """
     found: Groups = {}
-    for case, row in results.all_measured():
+    for case, row in sorted(results.all_measured(), key=lambda of: (of[1]["params"], of[0].batch, list(TITLES).index(of[0].mode))):
         plain = replace(case, clip=None, scaled_every=1, autocast=case.mode == "torchao", checkpointing=False, micro_batches=1)
         value = figure_of(case, row)
         if case == plain and case.mode != "floor" and value is not None:
