@@ -179,11 +179,11 @@ def _gate(chain: list[Job], gradient: Job, last_backward: Job, commit: Job | Non
     chain[0].after(last_backward if discipline.barrier == "zero_offload" else gradient)
     if discipline.barrier == "zero_offload":
         return
-    by_cpu = (TaskKind.H2D, sends) if discipline.early_updates else (TaskKind.CPU_UPDATE, commit)
-    for kind, behind in (by_cpu, (TaskKind.GPU_UPDATE, commit)):
-        for job in chain:
-            if behind is not None and job.task.kind == kind:
-                job.after(behind)
+    by_cpu = {TaskKind.H2D: sends} if discipline.early_updates else {TaskKind.CPU_UPDATE: commit}
+    gates = by_cpu | {TaskKind.GPU_UPDATE: commit}
+    for job in chain:
+        if (gate := gates.get(job.task.kind)) is not None:
+            job.after(gate)
 
 
 def _fences(stages: dict[TaskKind, list[Job]]) -> list[Job]:

@@ -49,7 +49,8 @@ template <int writes>  // whether the lines will be written to: else a store to 
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, writes);
 }
 
-[[gnu::always_inline]] inline void prefetch_beside(const void* grad, int64_t grad_width, const char* master, int64_t master_width, const HostArrays& from, int64_t start) {
+[[gnu::always_inline]] inline void prefetch_beside(const void* grad, int64_t grad_width, const char* master, int64_t master_width,
+                                                   const HostArrays& from, int64_t start) {
   constexpr int64_t wide = sizeof(float);
   prefetch_lines<0>(static_cast<const char*>(grad) + start * grad_width, kBlock * grad_width);
   prefetch_lines<1>(master + start * master_width, kBlock * master_width);

@@ -237,6 +237,7 @@ class Engine {
   void settle_shadows(Chunk& chunk, bool updated);
   void redo_guessed(const Key& key, Chunk& chunk);
   void offer_ahead(const Row& row, const Key& key);
+  void offer_updated_ahead(const Row& row, int index);
   void leave_out(Row& row, int index);
   void chunk_left_out(Row& row);
   // engine_early.cpp

@@ -55,9 +55,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     if (row.factors_known && row.guessing) settle_guess(row, items[i].row, true);
     count_waiting(row);
     queue_all_ready(row, items[i].row);
-    for (int c = 0; c < static_cast<int>(row.chunks.size()) && foreseen && !row.factors_known && !skip_at; ++c) {
-      if (row.chunks[c].finished == row.chunks[c].granules) offer_ahead(row, {row.spec.unit, items[i].row, c});
-    }
+    if (foreseen && !row.factors_known && !skip_at) offer_updated_ahead(row, items[i].row);
   }
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
     if (rows_[r].phase == Phase::EARLY) give_up_early(rows_[r], r);

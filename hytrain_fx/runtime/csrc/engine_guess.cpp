@@ -103,6 +103,13 @@ void Engine::offer_ahead(const Row& row, const Key& key) {
   upload_cv_.notify_one();
 }
 
+// Of a row whose updates began before its commit, which comes now.
+void Engine::offer_updated_ahead(const Row& row, int index) {
+  for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
+    if (row.chunks[c].finished == row.chunks[c].granules) offer_ahead(row, {row.spec.unit, index, c});
+  }
+}
+
 int64_t Engine::guessed_params(const Chunk& chunk) {
   return std::min<int64_t>(chunk.guessed * kGranule, chunk.end - chunk.begin);
 }

@@ -33,8 +33,8 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
   }
 }
 
-[[gnu::always_inline]] inline void prefetch_split_block(const void* grad, Dtype grad_dtype, const uint16_t* high, const uint16_t* low, const float* m, const float* v,
-                                 int64_t start) {
+[[gnu::always_inline]] inline void prefetch_split_block(const void* grad, Dtype grad_dtype, const uint16_t* high, const uint16_t* low,
+                                                        const float* m, const float* v, int64_t start) {
   constexpr int64_t kLine = 64;  // bytes
   const int64_t grad_bytes = grad_dtype == Dtype::kF32 ? 4 : 2;
   const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
