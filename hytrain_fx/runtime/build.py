@@ -2,7 +2,7 @@
 
     build.load(("engine.cpp", "engine_c.cpp"))  ->  ctypes.CDLL
 
-No torch headers, no build tool: one call of the machine's g++ or clang++, a few seconds. The library lands in
+No torch headers, no build tool: the machine's g++ or clang++, all sources side by side, a few seconds. The library lands in
 `$HYTRAIN_FX_CACHE`, else `$XDG_CACHE_HOME/hytrain_fx`, else `~/.cache/hytrain_fx`, under a name that hashes everything it depends on:
 source text, headers, flags, compiler and the CPU's instruction sets (a home directory may be shared by unlike machines).
 """
@@ -16,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hytrain_fx.errors import EngineError
@@ -32,10 +34,9 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fPIC",
-    "-shared",
     "-pthread",
 )
-LIBRARIES = ("-ldl",)
+LINK = ("-shared", "-ldl")
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
 ELSE = "Or set CXX to another C++17 compiler, or pass engine='torch' (slower)."
@@ -102,20 +103,27 @@ def _compile(compiler: str, sources: tuple[str, ...], flags: tuple[str, ...], pa
     except OSError as error:
         raise _unwritable(path.parent, error) from error
     with directory as scratch:
+        objects = {source: str(Path(scratch) / f"{number}.o") for number, source in enumerate(sources)}
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda source: _run([compiler, *flags, "-c", str(CSRC / source), "-o", objects[source]], source), sources))
         output = Path(scratch) / "library.so"
-        command = [compiler, *flags, *(str(CSRC / source) for source in sources), "-o", str(output), *LIBRARIES]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise EngineError(f"the compiler {compiler} did not finish: {error}. {ELSE}") from error
-        if run.returncode != 0:
-            raise EngineError(f"{compiler} failed on {', '.join(sources)}. {ELSE}\n{' '.join(command)}\n{run.stderr[-4000:]}")
+        _run([compiler, *flags, *objects.values(), "-o", str(output), *LINK], ", ".join(sources))
         os.replace(output, path)
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    compiler = command[0]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(f"the compiler {compiler} did not finish: {error}. {ELSE}") from error
+    if run.returncode != 0:
+        raise EngineError(f"{compiler} failed on {what}. {ELSE}\n{' '.join(command)}\n{run.stderr[-4000:]}")
 
 
 def _key(sources: tuple[str, ...], flags: tuple[str, ...], compiler: str) -> str:
     digest = hashlib.sha256()
-    for part in (*sources, *flags, *LIBRARIES, _version(compiler), platform.machine(), _cpu_flags()):
+    for part in (*sources, *flags, *LINK, _version(compiler), platform.machine(), _cpu_flags()):
         digest.update(part.encode() + b"\0")
     for path in (*(CSRC / source for source in sources), *sorted(CSRC.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,7 +174,5 @@ def test_the_kernels_fetch_ahead(kernel: str, tmp_path: Path) -> None:
     """Prefetches are in what the compiler makes of each kernel: GCC drops calls of functions that do nothing else."""
     source, text = tmp_path / "kernels.cpp", tmp_path / "kernels.s"
     source.write_text("\n".join(line for line in KERNELS.splitlines() if not re.match(r"  \w+\(", line) or f"  {kernel}(" in line))
-    compiler = os.environ.get("CXX") or next(name for name in build.COMPILERS if shutil.which(name))
-    flags = [flag for flag in build.FLAGS if flag != "-shared"]
-    subprocess.run([compiler, *flags, "-w", f"-I{build.CSRC}", "-S", str(source), "-o", str(text)], check=True)
+    subprocess.run([build.find_compiler(), *build.FLAGS, "-w", f"-I{build.CSRC}", "-S", str(source), "-o", str(text)], check=True)
     assert text.read_text().count("prefetch") >= 5  # at least one for each array that is read

@@ -45,7 +45,7 @@ Run = Callable[..., None]
 def run_rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("cuda") / "adamw_cu.so"
     flags = (flag for flag in build.FLAGS if flag != "-O3")
-    subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", str(SOURCE), "-o", str(path)], check=True)
+    subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", str(SOURCE), "-o", str(path), *build.LINK], check=True)
     library = ctypes.CDLL(str(path))
 
     def run(kernel: int, rows: list[Row], blocks: int = 2) -> None:
