@@ -60,17 +60,12 @@ class Foresight:
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone
         self._missed = 0
-        self._awaits_factors = self._in_doubt = False
+        self._awaits_factors = False
 
     @property
     def awaits_factors(self) -> bool:
         """Whether the last commit had factors to wait for, as those of clipping."""
         return self._awaits_factors
-
-    @property
-    def sends_ahead(self) -> bool:
-        """Whether weights that are updated on a guess leave the host before such factors have come: where no step may be left out."""
-        return self._awaits_factors and not self._in_doubt
 
     @property
     def goes_ahead(self) -> bool:
@@ -100,10 +95,10 @@ class Foresight:
             self._sent.clear()
             self._alike = 0
 
-    def stepped(self, items: Sequence[CommitItem], in_doubt: bool) -> None:
-        """`step()` has committed these items; `in_doubt`: the step may be left out."""
+    def stepped(self, items: Sequence[CommitItem]) -> None:
+        """`step()` has committed these items."""
         counts = self._engine.early_counts()
-        self._awaits_factors, self._in_doubt = counts.waiting_params > 0, in_doubt
+        self._awaits_factors = counts.waiting_params > 0
         if self._is_off:
             return
         if self._always:

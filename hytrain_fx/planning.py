@@ -234,7 +234,7 @@ class Planning:
         foresight = self._session.foresight
         commits_early = self._session.table.device.type == "cuda" and not foresight.awaits_factors
         return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=foresight.will_go_ahead,
-                          early_weights=foresight.sends_ahead)
+                          early_weights=foresight.awaits_factors)
 
     @property
     def _may_stream(self) -> bool:

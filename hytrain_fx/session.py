@@ -214,7 +214,7 @@ class Session:
             else:
                 self.engine.commit_unless(items, skip)
                 self.builder.doubt(items, self.engine.skipped)
-            self.foresight.stepped(items, in_doubt=skip is not None)
+            self.foresight.stepped(items)
             rows = [item.row for item in items]
             self.nodes.gradients.consumed.update(item.row for item in items if item.grad is None)
             increment_versions([self.table.parameters[row] for row in rows])

@@ -127,6 +127,7 @@ class Engine {
     bool put_back = false;       // with undo, and after it: they are put back, and the chunk is as though nobody had begun it
     EventPtr ahead;              // its new weight was sent before its factors were known
     uint64_t ahead_issue = 0;    // as Row::issue
+    bool send_back = false;      // it was, and the step is left out: the old weight goes there again
   };
   struct Row {
     RowSpec spec{};
@@ -140,6 +141,7 @@ class Engine {
     bool sends_weight = false;
     bool armed_cpu = false, armed_reload = false, factors_known = true, guessing = false;
     bool skipped = false;         // on the host: what is in flight is left out
+    bool sends_back = false;      // with skipped: some of its chunks send their old weights back
     bool bad_guess = false;       // a guessed update met a gradient that is not finite
     const float* skip = nullptr;  // streamed: as in DeviceUpdate
     std::array<float, kMaxFactors> guess{};

@@ -55,7 +55,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     if (row.factors_known && row.guessing) settle_guess(row, items[i].row, true);
     count_waiting(row);
     queue_all_ready(row, items[i].row);
-    if (foreseen && !row.factors_known && !skip_at) offer_updated_ahead(row, items[i].row);
+    if (foreseen && !row.factors_known) offer_updated_ahead(row, items[i].row);
   }
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
     if (rows_[r].phase == Phase::EARLY) give_up_early(rows_[r], r);
@@ -116,7 +116,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
   row.commit = commits_;
   row.factors_known = true;
-  row.guessing = row.skipped = false;
+  row.guessing = row.skipped = row.sends_back = false;
 }
 
 // Rows on the device, by launch and in the order of the launches. A unit's rows of one kernel go together, the last unit first: its gradients

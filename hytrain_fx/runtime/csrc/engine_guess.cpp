@@ -88,17 +88,21 @@ void Engine::settle_guess(Row& row, int index, bool at_commit) {
     }
     ready_.erase(key);
     ahead_.erase(key);
-    if (chunk.ahead) chunk.ahead->sync();  // it reads what is written again; little is under way at once
-    chunk.ahead = nullptr;
+    if (chunk.ahead) {
+      chunk.ahead->sync();  // it reads what is written again; little is under way at once
+      chunk.ahead = nullptr;
+      chunk.send_back = row.skipped;
+      row.sends_back |= row.skipped;
+    }
     chunk.queued = chunk.undo = true;
     finish_task(key);
   }
 }
 
 // The weight of a chunk that was updated on a guess may go to the device ahead of its factors, as the lane is idle then: nothing reads it there
-// before wait(), which waits for them too, and what is updated again is sent again behind it. But for a step that may be left out.
+// before wait(), which waits for them too, and what is updated again, or put back, is sent again behind it.
 void Engine::offer_ahead(const Row& row, const Key& key) {
-  if (row.phase != Phase::PENDING || !row.guessing || row.bad_guess || skip_on_way_) return;
+  if (row.phase != Phase::PENDING || !row.guessing || row.bad_guess) return;
   ahead_.insert(key);
   upload_cv_.notify_one();
 }

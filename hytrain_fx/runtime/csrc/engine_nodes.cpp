@@ -162,7 +162,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
       Row& row = at(rows[i]);
       if (row.phase != Phase::PENDING) continue;
       finish_wait(row, rows[i], lock);
-      if (row.skipped) continue;  // no copy was made
+      if (row.skipped && !row.sends_back) continue;  // no copy was made
       if (row.place != Place::HOST) {
         updated.insert(row.weight);
       } else if (!reloaded || row.issue > issue) {
@@ -199,7 +199,7 @@ void Engine::settle(const int32_t* rows, int n) {
     EventPtr weight;
     if (row.phase == Phase::PENDING) {
       finish_wait(row, rows[i], lock);
-      if (!row.skipped) weight = row.weight;
+      if (!row.skipped || row.sends_back) weight = row.weight;
     }
     EventPtr stored = row.stored;  // states may still be on their way home when the weight has been waited for
     lock.unlock();

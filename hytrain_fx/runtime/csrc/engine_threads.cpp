@@ -141,7 +141,8 @@ void Engine::finish_task(const Key& key) {
   if (!row.factors_known) return offer_ahead(row, key);
   ahead_.erase(key);
   settle_shadows(chunk, !row.skipped);
-  if (row.skipped) return chunk_left_out(row);
+  if (row.skipped && !chunk.send_back) return chunk_left_out(row);
+  chunk.send_back = false;
   if (chunk.ahead) {
     weight_was_sent(row, chunk.ahead, chunk.ahead_issue);
     chunk.ahead = nullptr;
