@@ -110,3 +110,33 @@ def clipped(dtype: torch.dtype, speculate: Any, **options: Any) -> tuple[list[fl
     counts, guesses = engine.early_counts(), engine.guess_counts()
     hytrain_fx.close(net)
     return [loss.item() for loss in losses], weights, counts, guesses
+
+
+def test_weights_of_a_step_that_is_left_out_are_sent_back() -> None:
+    """A loop under a loss scale, two losses infinite: weights have gone to the device before it is known that the step does not count."""
+    expected, weights, waiting = scaled(shadow_memory=0)
+    assert waiting.params == waiting.sent == 0
+    found, ours, guesses = scaled()
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(ours, weights, strict=True))
+    assert guesses.sent > 0
+    assert guesses.missed > 0
+
+
+def scaled(**options: Any) -> tuple[list[float], list[torch.Tensor], GuessCounts]:
+    """Losses and scales, weights and counts of a loop whose launching thread runs ahead of the device."""
+    net, data, optimizer = compiled(torch.float32, **options)
+    scaler, found = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=1000), []
+    for step in range(STEPS):
+        loss = loss_of(net, *data[step % 3])
+        torch.cuda._sleep(40_000_000)
+        scaler.scale(loss * (float("inf") if step in (STEPS // 2, STEPS - 3) else 1.0)).backward()
+        torch.cuda._sleep(80_000_000)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [loss.detach(), scaler._scale.clone()]  # type: ignore[union-attr]
+    weights = [p.detach().clone() for p in net.parameters()]
+    guesses = session_of(net).engine.guess_counts()
+    hytrain_fx.close(net)
+    return [value.item() for value in found], weights, guesses
