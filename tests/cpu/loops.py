@@ -61,6 +61,7 @@ class HandAdam(torch.optim.Optimizer):
         scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=False)
         assert p.grad is not None
         master = p.detach() if p.dtype == torch.float32 else state["master"]  # what is written to the weight counts
+        master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
         adamw_(p.grad, master, state["m"], state["v"], state["vmax"] if group["amsgrad"] else None, scalars, out=p)
 
 
