@@ -141,7 +141,6 @@ class Engine {
     bool sends_weight = false;
     bool armed_cpu = false, armed_reload = false, factors_known = true, guessing = false;
     bool skipped = false;         // on the host: what is in flight is left out
-    bool sends_back = false;      // with skipped: some of its chunks send their old weights back
     bool bad_guess = false;       // a guessed update met a gradient that is not finite
     const float* skip = nullptr;  // streamed: as in DeviceUpdate
     std::array<float, kMaxFactors> guess{};

@@ -116,7 +116,7 @@ void Engine::begin_update(Row& row, const CommitItem& item) {
   std::copy(item.factors, item.factors + kMaxFactors, row.factors.begin());
   row.commit = commits_;
   row.factors_known = true;
-  row.guessing = row.skipped = row.sends_back = false;
+  row.guessing = row.skipped = false;
 }
 
 // Rows on the device, by launch and in the order of the launches. A unit's rows of one kernel go together, the last unit first: its gradients

@@ -92,7 +92,6 @@ void Engine::settle_guess(Row& row, int index, bool at_commit) {
       chunk.ahead->sync();  // it reads what is written again; little is under way at once
       chunk.ahead = nullptr;
       chunk.send_back = row.skipped;
-      row.sends_back |= row.skipped;
     }
     chunk.queued = chunk.undo = true;
     finish_task(key);

@@ -162,7 +162,6 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
       Row& row = at(rows[i]);
       if (row.phase != Phase::PENDING) continue;
       finish_wait(row, rows[i], lock);
-      if (row.skipped && !row.sends_back) continue;  // no copy was made
       if (row.place != Place::HOST) {
         updated.insert(row.weight);
       } else if (!reloaded || row.issue > issue) {
@@ -196,10 +195,10 @@ void Engine::settle(const int32_t* rows, int n) {
     std::unique_lock<std::mutex> lock(mutex_);
     throw_if_failed();
     Row& row = at(rows[i]);
-    EventPtr weight;
+    EventPtr weight;  // of a step that was left out: of the old one sent back, or of a step before
     if (row.phase == Phase::PENDING) {
       finish_wait(row, rows[i], lock);
-      if (!row.skipped || row.sends_back) weight = row.weight;
+      weight = row.weight;
     }
     EventPtr stored = row.stored;  // states may still be on their way home when the weight has been waited for
     lock.unlock();
