@@ -6,7 +6,7 @@ What is fixed of them is read once; each run of a node compares whole lists, in 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,6 +22,22 @@ _layout_of: Final = property_reader("layout")
 _stride_of: Final = torch.Tensor.stride
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Those rows of a node whose gradients go the same way: their positions, and what stands there."""
+
+    positions: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.positions)
+
+    def of(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Theirs among all of the node's."""
+        return [grads[i] for i in self.positions]
+
+
 @dataclass(slots=True)
 class RowGroup:
     """The rows that a node names: what is fixed of them, and where the plan in force has them."""
@@ -31,8 +47,9 @@ class RowGroup:
     strides: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     layouts: list[torch.layout]
-    on_host: list[int] = field(default_factory=list)  # positions in `rows`
-    on_device: list[int] = field(default_factory=list)  # also of streamed rows
+    on_host: Part = Part()
+    on_device: Part = Part()  # also of streamed rows
+    _places: tuple[Placement, ...] = ()  # for which the two were made
 
     @classmethod
     def of(cls, rows: tuple[int, ...], table: ParameterTable, copied: Container[int] = ()) -> RowGroup:
@@ -45,21 +62,20 @@ class RowGroup:
 
     def place(self, placement: Sequence[Placement]) -> None:
         """Note where the rows are now."""
-        self.on_host = [i for i, row in enumerate(self.rows) if placement[row] is Placement.CPU]
-        everywhere = range(len(self.rows))
-        self.on_device = [] if len(self.on_host) == len(self.rows) else [i for i in everywhere if i not in self.on_host]
+        places = tuple(map(placement.__getitem__, self.rows))
+        if places == self._places:
+            return
+        self._places = places
+        self.on_host = self.part([i for i, place in enumerate(places) if place is Placement.CPU])
+        self.on_device = self.part([i for i, place in enumerate(places) if place is not Placement.CPU])
+
+    def part(self, positions: Sequence[int]) -> Part:
+        """The rows at these positions."""
+        return Part(tuple(positions), tuple(self.rows[i] for i in positions), tuple(self.parameters[i] for i in positions))
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the gradients have the parameters' order of memory, and the dtypes that the graphs make."""
-        return (
-            list(map(_layout_of, grads)) == self.layouts
-            and list(map(_stride_of, grads)) == self.strides
-            and list(map(_dtype_of, grads)) == self.dtypes
-        )
-
-    def picked(self, which: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[nn.Parameter], list[torch.Tensor]]:
-        """Rows, parameters and gradients at these positions."""
-        return [self.rows[i] for i in which], [self.parameters[i] for i in which], [grads[i] for i in which]
+        return list(map(_layout_of, grads)) == self.layouts and form_of_each(grads) == (self.strides, self.dtypes)
 
 
 class RowGroups:
@@ -83,6 +99,11 @@ class RowGroups:
     def forget(self) -> None:
         """Rows have got copies."""
         self._made.clear()
+
+
+def form_of_each(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    """Strides and dtypes. A sparse tensor has no strides: RuntimeError."""
+    return list(map(_stride_of, tensors)), list(map(_dtype_of, tensors))
 
 
 def norm_of_each(

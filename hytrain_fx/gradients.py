@@ -16,12 +16,11 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
-from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.grad_ahead import EarlierGradients, SlotReader
 from hytrain_fx.grad_parts import BackwardParts
-from hytrain_fx.grad_rows import RowGroup, RowGroups, like_parameter, norm_of_each
+from hytrain_fx.grad_rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
 from hytrain_fx.grad_sources import HeldGradient, Norm, RowGradient, StandIns, is_clean, is_in_slot, is_used
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.grad_state import GradState
@@ -189,12 +188,10 @@ class SessionGradients:
 
     def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
         """Gradients in the parameters' form, of rows that have none."""
-        if not group.on_device:
-            self._send(group.rows, group.parameters, grads)
-            return
-        self._keep_on_device(*group.picked(group.on_device, grads))
+        if group.on_device:
+            self._keep_on_device(group.on_device, group.on_device.of(grads))
         if group.on_host:
-            self._send(*group.picked(group.on_host, grads))
+            self._send(group.on_host, group.on_host.of(grads))
 
     def _take_next(
         self,
@@ -208,22 +205,21 @@ class SessionGradients:
 
         False, with nothing done, where that is not so of a row, or where a part has to wait for the end of the backward.
         """
-        if any(group.rows[i] not in earlier for i in group.on_host):
+        if any(row not in earlier for row in group.on_host.rows):
             return False
         real: dict[int, torch.Tensor] = {}
-        for i in group.on_device:
+        for i in group.on_device.positions:
             row, grad = group.rows[i], held[i]
             if grad is None or not self.is_untouched(row, grad) or (row not in again and self.parts.may_get_more(row)):
                 return False
             real[row] = grad
         if real:
-            _foreach_add_(list(real.values()), [grads[i] for i in group.on_device])
+            _foreach_add_(list(real.values()), group.on_device.of(grads))
             self._own.update((row, _noted(grad)) for row, grad in real.items())
         if group.on_host:
-            rows, parameters, new = group.picked(group.on_host, grads)
-            sums = [earlier[row] for row in rows]
-            _foreach_add_(sums, new)
-            self._send(rows, parameters, sums)
+            sums = [earlier[row] for row in group.on_host.rows]
+            _foreach_add_(sums, group.on_host.of(grads))
+            self._send(group.on_host, sums)
         return True
 
     def _take_each(
@@ -242,13 +238,13 @@ class SessionGradients:
             given[i], is_new = self._add(row, given[i], earlier.get(row))
             if is_new:
                 new.append(i)
-        on_device = [i for i in new if i in group.on_device]
+        on_device = group.part([i for i in new if i in group.on_device.positions])
         if on_device:
-            self._keep_on_device(*group.picked(on_device, given))
-        on_host = [i for i in new if i in group.on_host]
+            self._keep_on_device(on_device, on_device.of(given))
+        on_host = group.part([i for i in new if i in group.on_host.positions])
         if on_host:
-            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(given, group.parameters, strict=True)]
-            self._send(*group.picked(on_host, laid_out))
+            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(on_host.of(given), on_host.parameters, strict=True)]
+            self._send(on_host, laid_out)
 
     def _laid_aside(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this part waits for the end of the backward, because `.grad` is of an earlier one and more parts may come."""
@@ -281,18 +277,17 @@ class SessionGradients:
         (self._own if ours else self._summed)[row] = _noted(held)
         return grad, False
 
-    def _send(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-        """Gradients in the parameters' form to their slots, stand-ins into `.grad`."""
-        if not rows:
-            return
-        norms = [(norm, norm_of_each(grads, parameters, *norm)) for norm in self.norms_wanted]
-        self._offload(rows, grads)
+    def _send(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form to their slots, stand-ins into `.grad`. Called `without_torch_function`."""
+        norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.norms_wanted]
+        self._offload(part.rows, grads)
         make, fresh = self.standins.make, self._fresh
-        for i, (row, parameter) in enumerate(zip(rows, parameters, strict=True)):
+        for i, (row, parameter) in enumerate(zip(part.rows, part.parameters, strict=True)):
             own = {norm: values[i] for norm, values in norms} if norms else None
-            parameter.grad = standin = make(row, parameter, RowGradient(self, row, own))
+            standin = make(row, parameter, RowGradient(self, row, own))
+            set_grad(parameter, standin)
             fresh[row] = standin.grad_state
-        self.on_sent(rows)
+        self.on_sent(part.rows)
 
     def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         generation = self.generation
@@ -305,15 +300,15 @@ class SessionGradients:
             self._reader.slot_dtypes.update(dtypes)
         self._engine.grad_offload(rows, grads)
 
-    def _keep_on_device(self, rows: Sequence[int], parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor]) -> None:
-        """Copies into `.grad`."""
-        kept = list(map(torch.empty_like, parameters))
-        if all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in zip(kept, grads, strict=True)):
+    def _keep_on_device(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
+        """Copies into `.grad`. Called `without_torch_function`."""
+        kept = list(map(torch.empty_like, part.parameters))
+        if form_of_each(kept) == form_of_each(grads):
             self._engine.keep_grads(kept, grads)
         else:
             _foreach_copy_(kept, grads)
-        for row, parameter, grad in zip(rows, parameters, kept, strict=True):
-            parameter.grad = grad
+        for row, parameter, grad in zip(part.rows, part.parameters, kept, strict=True):
+            set_grad(parameter, grad)
             self._own[row] = _noted(grad)
 
 

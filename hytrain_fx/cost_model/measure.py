@@ -27,6 +27,7 @@ from enum import Enum
 import torch
 
 from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.torch_private import current_stream_of
 
 MOST_MARKS = 1 << 15
 """Of one step; one with more of them (an evaluation between two steps) is not measured."""
@@ -66,6 +67,9 @@ class StepMarks:
         self._launched: deque[list[tuple[Mark, int, float]]] = deque(maxlen=keep_steps)
         self._too_many = False  # in the running step
         self._clock_stream: torch.cuda.Stream | None = None
+        self._stream_handle = current_stream_of(device) if self._cuda else None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: to make the object takes longer than to record an event
+        self._spare: list[torch.cuda.Event] = []  # events of steps that were forgotten: they are made and freed under the driver's lock
         self.enabled = True
 
     def mark(self, kind: Mark, unit: int = -1) -> None:
@@ -78,9 +82,13 @@ class StepMarks:
             return
         now_us = time.perf_counter() * 1e6
         self._launching.append((kind, unit, now_us))
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
+        if self._stream_handle is not None:
+            handle = self._stream_handle()
+            stream = self._streams.get(handle)
+            if stream is None:
+                stream = self._streams[handle] = torch.cuda.current_stream(self._device)
+            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+            event.record(stream)
             self._running.append((kind, unit, event))
         else:
             self._running.append((kind, unit, now_us))
@@ -93,16 +101,25 @@ class StepMarks:
     def end_step(self) -> None:
         """Close the running step; one without a backward, or with more than MOST_MARKS, is dropped."""
         if any(kind is Mark.BACKWARD_END for kind, _, _ in self._running):
+            if len(self._finished) == self._finished.maxlen:
+                self._spare_events(self._finished.popleft())
             self._finished.append(self._running)
             self._launched.append(self._launching)
+            self._running, self._launching = [], []
         self._drop_running()
         self._too_many = False
 
     def _drop_running(self) -> None:
+        self._spare_events(self._running)
         self._running, self._launching = [], []
+
+    def _spare_events(self, marks: list[tuple[Mark, int, float | torch.cuda.Event]]) -> None:
+        self._spare += [event for _, _, event in marks if isinstance(event, torch.cuda.Event)]
 
     def clear(self) -> None:
         """Forget the finished steps, as after a change of plan."""
+        for marks in self._finished:
+            self._spare_events(marks)
         self._finished.clear()
         self._launched.clear()
 

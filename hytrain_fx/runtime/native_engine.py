@@ -50,6 +50,7 @@ from hytrain_fx.runtime.native_structs import (
     pointer,
 )
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
+from hytrain_fx.torch_private import current_stream_of, property_reader
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
            "engine_early.cpp", "engine_shadow.cpp", "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
@@ -57,6 +58,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
+_bytes_of = property_reader("nbytes")
 
 
 class NativeEngine:
@@ -85,6 +87,7 @@ class NativeEngine:
     ) -> None:
         self.workers = workers
         self._device = device
+        self._stream_handle = current_stream_of(device) if device.type == "cuda" else _no_stream
         self._library = build.load(SOURCES)
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
@@ -140,7 +143,7 @@ class NativeEngine:
         return array
 
     def _stream(self) -> c_void_p:
-        return c_void_p(torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None)
+        return c_void_p(self._stream_handle())
 
     def add_row(self, spec: RowSpec) -> int:
         self._rows.append(spec)
@@ -194,13 +197,11 @@ class NativeEngine:
             if self._slot_dtypes.get(row, grad.dtype) != grad.dtype:
                 self._call("set_gradient_dtype", row, _DTYPES[grad.dtype])
                 self._slot_dtypes[row] = grad.dtype
-        pointers = (c_void_p * len(grads))(*(grad.data_ptr() for grad in grads))
-        self._call("grad_offload", self._rows_array(rows), pointers, len(rows), self._stream())
+        self._call("grad_offload", self._rows_array(rows), _pointers(grads), len(rows), self._stream())
 
     def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         n = len(grads)
-        to, sources = (c_void_p * n)(*(out.data_ptr() for out in kept)), (c_void_p * n)(*(grad.data_ptr() for grad in grads))
-        self._call("keep_grads", to, sources, (c_int64 * n)(*(grad.nbytes for grad in grads)), n, self._stream())
+        self._call("keep_grads", _pointers(kept), _pointers(grads), (c_int64 * n)(*map(_bytes_of, grads)), n, self._stream())
 
     def arm_cpu(self, rows: Sequence[int]) -> None:
         self._call("arm_cpu", self._rows_array(rows), len(rows))
@@ -338,6 +339,14 @@ class NativeEngine:
             self._rows, self._states = [], {}
             self._keep.clear()
             self._skips.clear()
+
+
+def _no_stream() -> None:
+    return None
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
+    return (c_void_p * len(tensors))(*map(torch.Tensor.data_ptr, tensors))
 
 
 def _packed(items: Sequence[CommitItem]) -> ctypes.Array[CCommitItem]:

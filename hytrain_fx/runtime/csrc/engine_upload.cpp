@@ -13,7 +13,7 @@ namespace {
 
 // Bytes on their way to the device at once: enough to keep the link busy, few enough to let an urgent layer pass soon.
 constexpr int64_t kBytesInFlight = 48 << 20;
-constexpr auto kPoll = std::chrono::microseconds(50);
+constexpr auto kPoll = std::chrono::microseconds(100);
 
 }  // namespace
 
