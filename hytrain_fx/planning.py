@@ -307,12 +307,14 @@ class Planning:
 
         Updates may end apart because gradients come when they do, and then no share changes that.
         """
-        better = self._with_prediction(better)
-        if self.profile is not None and self._saw_streaming:
-            present_us = self._predict(self.profile, self.plan)["step_us"]
-            if not repays(present_us, better.predicted["step_us"], self._switch_us):
-                self._balancing.refused()
-                return None
+        profile, hidden_us = self.profile, self._balancing.hidden_us
+        if profile is None:
+            return better
+        earlier = replace(profile, commit_us=max(profile.commit_us - hidden_us, 0.0)) if hidden_us else profile
+        better = replace(better, predicted=self._predict(earlier, better))
+        if self._saw_streaming and not repays(self._predict(profile, self.plan)["step_us"], better.predicted["step_us"], self._switch_us):
+            self._balancing.refused()
+            return None
         return better
 
     def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:

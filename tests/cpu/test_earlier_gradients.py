@@ -302,7 +302,7 @@ def test_an_edit_between_two_backwards_is_forgotten_with_its_step(twins: Twins, 
     commit = twins.session.engine.commit
 
     def noting(items: Sequence[CommitItem]) -> None:
-        committed.extend(items)
+        committed.extend(item for item in items if item.row < len(twins.session.table))  # a probe has a row of its own
         commit(items)
 
     monkeypatch.setattr(twins.session.engine, "commit", noting)

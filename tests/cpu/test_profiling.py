@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hytrain_fx.cost_model import measure
 from hytrain_fx.cost_model.measure import MOST_MARKS, Mark, StepMarks
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
@@ -208,6 +209,7 @@ def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle" if priority < 0 else "shares a queue")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    monkeypatch.setattr(measure, "current_stream_of", lambda device: lambda: 7)
     marks = StepMarks(torch.device("cuda"))
     for _ in range(3):
         for kind in (Mark.FORWARD_BEGIN, Mark.WAIT_BEGIN, Mark.WAIT_END, Mark.FORWARD_END, Mark.GRADS, Mark.BACKWARD_END):
@@ -224,3 +226,25 @@ def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.Monke
     marks.settle()
     assert len(marks.finished()) == marks.steps == 3
     assert Device.waited == [6, 18]
+
+
+def test_marks_take_the_events_of_forgotten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many steps are marked, no more events are made than those that are remembered and the running one have."""
+    made: list[FakeEvent] = []
+
+    class Counted(FakeEvent):
+        def __init__(self, enable_timing: bool) -> None:
+            super().__init__(enable_timing)
+            made.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Counted)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    monkeypatch.setattr(measure, "current_stream_of", lambda device: lambda: 7)
+    marks = StepMarks(torch.device("cuda"), keep_steps=2)
+    for step in range(20):
+        for kind in (Mark.FORWARD_BEGIN, Mark.FORWARD_END, *((Mark.BACKWARD_END,) if step % 3 else ())):
+            marks.mark(kind)
+        marks.end_step()
+        if step == 11:
+            marks.clear()
+    assert len(made) == 3 * 3
