@@ -30,7 +30,7 @@ class Balancing:
     Streamed updates are to end before the CPU's by the time that launching takes, which is hidden then. Where the CPU ended so much later
     and the launching thread did not run ahead (the loop waits for the device between forward and backward), both are to end together.
 
-    hidden_us   launching that the last better plan is expected to hide
+    runs_ahead   whether it does, as far as was seen
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,7 @@ class Balancing:
         self._k: int | None = None
         self._tolerance = TOLERANCE
         self._last_change = 0.0  # of the share
-        self._runs_ahead = True
-        self.hidden_us = 0.0
+        self.runs_ahead = True
 
     def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
@@ -51,7 +50,7 @@ class Balancing:
         self._patience = _SEEN_STEPS
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
-            self._k, self._tolerance, self._last_change, self._runs_ahead = plan.k, TOLERANCE, 0.0, True
+            self._k, self._tolerance, self._last_change, self.runs_ahead = plan.k, TOLERANCE, 0.0, True
 
     def refused(self) -> None:
         """The plan that was better by the ends of updates would not repay the change: the next look takes twice as many steps."""
@@ -84,7 +83,6 @@ class Balancing:
         if (streamed_share(new) - share) / (wanted - share) < _LEAST_MOVED:
             return None
         self._last_change = wanted - share
-        self.hidden_us = launching_us if wanted < share else 0.0
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]
         return replace(new, notes=(*notes, f"{_NOTE} from {share:.0%} to {streamed_share(new):.0%}: {why}"))
 
@@ -92,5 +90,5 @@ class Balancing:
         """What launching takes, as far as updates by the CPU can hide it."""
         late = [ends.ahead > 0 for ends in self._ends if ends.cpu_us - ends.streamed_us > _LATE * step_us]
         if len(late) > len(self._ends) / 2 and not any(late):
-            self._runs_ahead = False
-        return statistics.median(ends.launching_us for ends in self._ends) if self._runs_ahead else 0.0
+            self.runs_ahead = False
+        return statistics.median(ends.launching_us for ends in self._ends) if self.runs_ahead else 0.0

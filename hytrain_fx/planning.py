@@ -48,7 +48,8 @@ class Planning:
         config = session.config
         self._agenda = Agenda(config.replan_every if self._solves else 0, config.warmup_steps, self.steps_to_measure)
         self._ends_us: list[float] = []  # ends of the steps being measured, and of the one before; empty while none is
-        self._records: list[TaskRecord] = []  # of these steps
+        self._records: list[TaskRecord] = []  # of these steps,
+        self._launching_us: list[float] = []  # and what launching took in them
         self._due = self._renumbered = False
         self._balancing = Balancing()
         self._balanced: Plan | None = None  # due before the next forward
@@ -140,6 +141,7 @@ class Planning:
             return
         if self._ends_us:
             self._ends_us.append(time.perf_counter() * 1e6)
+            self._launching_us.append(session.engine.finish_times().launching_us)
             self._records += session.engine.take_records()  # all at the end would take longer than a GPU has work for
         elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, tuple(session.step_us)):
             self._begin_measuring()
@@ -154,7 +156,7 @@ class Planning:
     def _begin_measuring(self) -> None:
         session = self._session
         session.engine.take_records()  # of steps before
-        self._records.clear()
+        self._records, self._launching_us = [], []
         session.marks.clear()
         session.engine.record(True)
         self._ends_us = [time.perf_counter() * 1e6]
@@ -186,11 +188,11 @@ class Planning:
         session = self._session
         if self.profile is None:
             session.drain()
-        parameters, records = session.table.parameters, [*self._records, *session.engine.take_records()]
-        measured = Measured(self.units(), session.marks, records, tuple(self._ends_us), session.nodes.unit_of,
-                            [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device)
-        self._ends_us.clear()
-        self._records.clear()
+        parameters, self._records = session.table.parameters, [*self._records, *session.engine.take_records()]
+        measured = Measured(self.units(), session.marks, self._records, tuple(self._ends_us), session.nodes.unit_of,
+                            [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device,
+                            [us for us in self._launching_us if us])
+        self._ends_us, self._records = [], []
         self._saw_streaming = streamed_share(self.plan) > 0.0
         self.profile = build_profile(measured, self, self.profile, streams=self._may_stream)
         self._guard = planning_guard(cpu_steps_us(measured))
@@ -231,10 +233,10 @@ class Planning:
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
         # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU has run the backward by then.
-        foresight = self._session.foresight
+        foresight, early = self._session.foresight, self._session.foresight.will_go_ahead
         commits_early = self._session.table.device.type == "cuda" and not foresight.awaits_factors
-        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=foresight.will_go_ahead,
-                          early_weights=foresight.awaits_factors)
+        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
+                          early_weights=foresight.awaits_factors, runs_ahead=commits_early and not early and self._balancing.runs_ahead)
 
     @property
     def _may_stream(self) -> bool:
@@ -307,14 +309,12 @@ class Planning:
 
         Updates may end apart because gradients come when they do, and then no share changes that.
         """
-        profile, hidden_us = self.profile, self._balancing.hidden_us
-        if profile is None:
-            return better
-        earlier = replace(profile, commit_us=max(profile.commit_us - hidden_us, 0.0)) if hidden_us else profile
-        better = replace(better, predicted=self._predict(earlier, better))
-        if self._saw_streaming and not repays(self._predict(profile, self.plan)["step_us"], better.predicted["step_us"], self._switch_us):
-            self._balancing.refused()
-            return None
+        better = self._with_prediction(better)
+        if self.profile is not None and self._saw_streaming:
+            present_us = self._predict(self.profile, self.plan)["step_us"]
+            if not repays(present_us, better.predicted["step_us"], self._switch_us):
+                self._balancing.refused()
+                return None
         return better
 
     def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:

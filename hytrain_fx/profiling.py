@@ -56,6 +56,7 @@ class Measured:
     records      the engine's
     step_ends_us when the steps ended, on the records' clock, with the end of the step before the first: one more than steps
     unit_of, numels, placement    by row
+    launching_us of each step where it is known (`FinishTimes`)
     """
 
     units: Sequence[Unit]
@@ -67,6 +68,7 @@ class Measured:
     placement: Sequence[Placement]
     workers: int
     device: torch.device
+    launching_us: Sequence[float] = ()
 
     @functools.cached_property
     def of_stage(self) -> dict[Stage, list[TaskRecord]]:
@@ -101,6 +103,7 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
         free_device_bytes=torch.cuda.mem_get_info(measured.device)[0] if cuda else None,
         steps=measured.marks.steps,
         commit_us=_commit_us(measured) if cuda else 0.0,
+        launching_us=statistics.median(measured.launching_us) if measured.launching_us else 0.0,
     )
 
 
