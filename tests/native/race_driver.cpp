@@ -88,6 +88,7 @@ class Run {
     if (chance(10)) {
       catch_up();
       runs_ahead_ = chance(70);
+      if (runs_ahead_ && chance(50)) check(hytrain_set_delay(engine_, 1, 300.0));  // slow updates, which it can run ahead of
       compute_.delay_us = chance(50) ? 0.0 : static_cast<double>(random_() % 300);
     }
     if (chance(15)) move();
@@ -122,6 +123,7 @@ class Run {
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
     for (TrainedRow& row : rows_) compare_states(row);
     std::printf("gradients on their way before their rows' updates had ended %lld\n", static_cast<long long>(ahead_));
+    if (step_ >= 1000 && ahead_ == 0) std::exit((std::fprintf(stderr, "race_driver: the launching thread never ran ahead\n"), 1));
     GuessCounts counts{};
     check(hytrain_guess_counts(engine_, &counts));
     std::printf("guessed %lld of which wrong %lld, parameters %lld of which again %lld, weights sent ahead %lld\n",

@@ -301,6 +301,7 @@ class Engine {
   void fail(const std::string& message);
   void note_failure(const std::string& message);  // with the lock held
   void throw_if_failed();
+  double launched_since(double now_us) const;
   static std::string nonfinite_message(int row) {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
   }
@@ -340,7 +341,8 @@ class Engine {
   std::vector<TaskRecord> records_;
   std::vector<int> running_;  // by worker: its last record, -1 for none
   double commit_us_ = 0;      // of the last commit
-  double passed_us_ = 0, launched_us_ = 0;  // when the last wait() for an update returned, and when the last release() was called
+  double passed_us_ = 0, launched_us_ = 0;  // when the last wait() for an update returned, and when it or the last release() after it was called
+  double launching_us_ = 0;                 // from the one to the other, without what the launching thread was held up for
   FinishTimes finish_{}, last_finish_{};  // of the last commit, as far as it has come; of the one before
   double first_update_us_ = 0, workers_busy_us_ = 0;  // since the last commit: begin of the first update by the CPU, workers' time over their number
   std::vector<LaneRecord> lane_records_;

@@ -8,6 +8,7 @@ namespace hytrain_fx {
 namespace {
 
 constexpr int64_t kLaunchParams = 16 << 20;  // a launch of so many takes the device longer than the host
+constexpr double kLongestLaunchUs = 5000;    // of one unit: what takes longer waited in front of a full queue, or for the device
 
 }  // namespace
 
@@ -23,7 +24,9 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   float* const slots = half_of(commits_);
   const float* const skip_at = skip < 0 ? nullptr : static_cast<const float*>(factors[skip]);
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
-  if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) finish_.launching_us = called_us - passed_us_;
+  if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) {
+    finish_.launching_us = launching_us_ + launched_since(called_us);
+  }
   last_finish_ = have_ended() ? finish_ : FinishTimes{};
   finish_ = {};
   first_update_us_ = workers_busy_us_ = 0;
@@ -73,6 +76,8 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   ++commits_;
   upload_cv_.notify_one();
 }
+
+double Engine::launched_since(double now_us) const { return std::min(now_us - launched_us_, kLongestLaunchUs); }
 
 void Engine::check_committable(const CommitItem& item) {
   const Row& row = at(item.row);

@@ -154,7 +154,9 @@ void Engine::arm_reload(const int32_t* rows, int n) {
 void Engine::release(const int32_t* rows, int n, void* stream) {
   EventPtr event = device_->record_compute(stream);
   std::lock_guard<std::mutex> lock(mutex_);
-  launched_us_ = device_->now_us();
+  const double now_us = device_->now_us();
+  launching_us_ += launched_since(now_us);
+  launched_us_ = now_us;
   for (int i = 0; i < n; ++i) at(rows[i]).released = event;
   if (!updated_.empty()) upload_cv_.notify_one();
 }
@@ -232,7 +234,8 @@ void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock
   throw_if_failed();
   row.released = row.ready = nullptr;
   row.grad = nullptr;
-  passed_us_ = device_->now_us();
+  passed_us_ = launched_us_ = device_->now_us();
+  launching_us_ = 0;
   row.passed = row.flagged > 0;
   if (!row.passed) row.phase = Phase::IDLE;
 }
