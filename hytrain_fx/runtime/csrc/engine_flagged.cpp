@@ -32,7 +32,9 @@ bool Engine::may_flag() {
   return any;
 }
 
+// Not where the new weight takes the place of the gradient: were the update to fail, the gradient would go out as the weight.
 bool Engine::may_flag_row(const Row& row) {
+  if (new_weight(row) == row.host.slot) return false;
   if (!row.armed_reload || !row.released || !row.factors_known || row.skipped || row.early) return false;
   for (const Chunk& chunk : row.chunks) {
     if (!chunk.flag || !chunk.landed || !chunk.queued || chunk.guessed > 0 || chunk.flagged) return false;
@@ -101,7 +103,7 @@ void Engine::end_flagged(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// So that no stream waits for ever. What the lane carries then is of no use.
+// So that no stream waits for ever. What the lane carries then are old weights, or parts of new ones.
 void Engine::raise_all_flags() {
   for (Row& row : rows_) {
     for (Chunk& chunk : row.chunks) {
