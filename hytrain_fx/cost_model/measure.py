@@ -105,7 +105,7 @@ class StepMarks:
                 self._spare_events(self._finished.popleft())
             self._finished.append(self._running)
             self._launched.append(self._launching)
-            self._running, self._launching = [], []
+            self._running = []  # its events are remembered
         self._drop_running()
         self._too_many = False
 
