@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# A cache of our own: some tests compile graphs whose nodes are dropped on purpose, and the cache's key does not know of that.
-if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hytrain_fx-inductor-")
-    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# Caches of our own. Inductor's: some tests compile graphs whose nodes are dropped on purpose, and the cache's key does not know of that.
+# Extensions': the lock of a build that was killed, in the user's cache, is waited for without end.
+for variable in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
+    if variable not in os.environ:
+        os.environ[variable] = tempfile.mkdtemp(prefix="hytrain_fx-tests-")
+        atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

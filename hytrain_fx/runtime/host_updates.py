@@ -17,6 +17,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, RowStates
+from hytrain_fx.runtime.extension_lock import wait_for_build
 
 
 class HostUpdate(Protocol):
@@ -51,7 +52,8 @@ class DeepSpeedAdam:
     """deepspeed.ops.adam.DeepSpeedCPUAdam on the host's states.
 
     It contracts other multiply-adds than `OpByOp`. Seen with deepspeed 0.19.8 over 100 steps of 0.01: weights of order 1 differ by at most
-    7e-7, exp_avg by 3e-7, exp_avg_sq by a relative 9e-7. Raises EngineError where deepspeed is missing or its cpu_adam op cannot be built.
+    7e-7, exp_avg by 3e-7, exp_avg_sq by a relative 9e-7. Raises EngineError where deepspeed is missing, or its cpu_adam op cannot be built
+    or has been locked by a build that is no more.
     """
 
     name = "deepspeed"
@@ -106,6 +108,7 @@ class DeepSpeedAdam:
                 f"engine='deepspeed' needs deepspeed, which does not import: {error}. "
                 "Install it (pip install --no-build-isolation deepspeed), or use engine='native' or 'torch'"
             ) from error
+        wait_for_build("cpu_adam")
         try:
             return make([self._placeholder], bias_correction=False, adamw_mode=decoupled)
         except Exception as error:  # a failed build comes as any of several types

@@ -1,0 +1,81 @@
+"""The lock of an extension's build: waited for while the build goes on, named in an error when nothing builds any more."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.file_baton import FileBaton
+
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.extension_lock import wait_for_build
+from hytrain_fx.runtime.torch_engine import TorchEngine
+
+LONG_AGO_S = 3600.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    return folder
+
+
+def leave_lock(folder: Path) -> None:
+    """As a build does that is killed an hour ago."""
+    assert FileBaton(str(folder / "lock")).try_acquire()
+    (folder / "build.ninja").touch()
+    then = time.time() - LONG_AGO_S
+    for path in (*folder.glob("*"), folder):
+        os.utime(path, (then, then))
+
+
+def test_without_a_lock_nothing_is_waited_for(folder: Path) -> None:
+    """No lock, and no folder at all."""
+    wait_for_build("cpu_adam")
+    folder.rmdir()
+    wait_for_build("cpu_adam")
+
+
+def test_a_lock_that_a_killed_build_left_is_an_error_that_names_it(folder: Path) -> None:
+    """What was found and what to do, before torch's wait without end."""
+    leave_lock(folder)
+    with pytest.raises(EngineError, match=rf"{folder}/lock says that .* for 36\d\d s.*Remove that file"):
+        wait_for_build("cpu_adam")
+
+
+def test_the_engine_asks_before_it_loads_the_op(folder: Path) -> None:
+    """engine="deepspeed" with such a lock raises it instead of hanging."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    leave_lock(folder)
+    with pytest.raises(EngineError, match="Remove that file"):
+        TorchEngine(torch.device("cpu"), 1 << 20, timeout_s=1.0, adam="deepspeed")
+
+
+def test_a_build_that_goes_on_is_waited_for(folder: Path) -> None:
+    """The lock stands in the build's folder as torch names it; the wait ends when it is gone and not before."""
+    baton = FileBaton(str(folder / "lock"))
+    assert baton.try_acquire()
+    waiting = threading.Thread(target=wait_for_build, args=("cpu_adam",))
+    waiting.start()
+    waiting.join(timeout=0.5)
+    assert waiting.is_alive()
+    baton.release()
+    waiting.join(timeout=60.0)
+    assert not waiting.is_alive()
+
+
+def test_the_folder_is_the_one_that_torch_builds_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without TORCH_EXTENSIONS_DIR too: one folder a Python version and a CUDA version."""
+    from torch.utils import cpp_extension
+
+    from hytrain_fx.runtime.extension_lock import _build_folder
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _build_folder("an_extension") == Path(cpp_extension._get_build_directory("an_extension", verbose=False))
