@@ -17,6 +17,7 @@ _MOST_PATIENCE = 64  # steps between two looks, after changes that were refused
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
 _LEAST_MOVED = 0.5  # of the change that is wanted: whole parameters may give less, as another choice of them with the same sum
+_LATE = 0.02  # of a step: a CPU that ends so much later lets the launching thread run ahead, if anything does
 _PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the CPU's rate, says when its updates end
 
 
@@ -25,6 +26,11 @@ class Balancing:
 
     A share that is to go back where it came from was moved by noise, and each move holds a step up: the tolerance doubles then, until a
     plan with another k comes. A CPU that ends last though it has paused for gradients gives nothing away: less work would not end sooner.
+
+    Streamed updates are to end before the CPU's by the time that launching takes, which is hidden then. Where the CPU ended so much later
+    and the launching thread did not run ahead (the loop waits for the device between forward and backward), both are to end together.
+
+    runs_ahead   whether it does, as far as was seen
     """
 
     def __init__(self) -> None:
@@ -35,6 +41,7 @@ class Balancing:
         self._k: int | None = None
         self._tolerance = TOLERANCE
         self._last_change = 0.0  # of the share
+        self.runs_ahead = True
 
     def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
@@ -43,7 +50,7 @@ class Balancing:
         self._patience = _SEEN_STEPS
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
-            self._k, self._tolerance, self._last_change = plan.k, TOLERANCE, 0.0
+            self._k, self._tolerance, self._last_change, self.runs_ahead = plan.k, TOLERANCE, 0.0, True
 
     def refused(self) -> None:
         """The plan that was better by the ends of updates would not repay the change: the next look takes twice as many steps."""
@@ -64,11 +71,11 @@ class Balancing:
         self._not_looked_at = 0
         seen = [(ends.cpu_us, ends.streamed_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
-        share = streamed_share(plan)
-        wanted = balanced_share(share, seen, step_us, self._tolerance)
+        share, launching_us = streamed_share(plan), self._launching_us(step_us)
+        wanted = balanced_share(share, seen, step_us, self._tolerance, launching_us)
         if wanted is not None and (wanted - share) * self._last_change < 0:
             self._tolerance = min(2 * self._tolerance, _WIDEST)
-            wanted = balanced_share(share, seen, step_us, self._tolerance)
+            wanted = balanced_share(share, seen, step_us, self._tolerance, launching_us)
         if wanted is None or (wanted > share and pauses > _PAUSES):
             return None
         why = balance_reason(seen, steps_done)
@@ -79,3 +86,9 @@ class Balancing:
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]
         return replace(new, notes=(*notes, f"{_NOTE} from {share:.0%} to {streamed_share(new):.0%}: {why}"))
 
+    def _launching_us(self, step_us: float) -> float:
+        """What launching takes, as far as updates by the CPU can hide it."""
+        late = [ends.ahead > 0 for ends in self._ends if ends.cpu_us - ends.streamed_us > _LATE * step_us]
+        if len(late) > len(self._ends) / 2 and not any(late):
+            self.runs_ahead = False
+        return statistics.median(ends.launching_us for ends in self._ends) if self.runs_ahead else 0.0

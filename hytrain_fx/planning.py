@@ -22,9 +22,9 @@ from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph, streamed_state_bytes
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
-from hytrain_fx.runtime.engine import TaskRecord
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
+from hytrain_fx.step_times import StepReader
 
 if TYPE_CHECKING:
     from hytrain_fx.session import Session
@@ -47,8 +47,7 @@ class Planning:
         self.recording = False  # inside hytrain_fx.record(): the engine's records are the user's, so no plan is made from them
         config = session.config
         self._agenda = Agenda(config.replan_every if self._solves else 0, config.warmup_steps, self.steps_to_measure)
-        self._ends_us: list[float] = []  # ends of the steps being measured, and of the one before; empty while none is
-        self._records: list[TaskRecord] = []  # of these steps
+        self._reader = StepReader(session.engine, session.marks)
         self._due = self._renumbered = False
         self._balancing = Balancing()
         self._balanced: Plan | None = None  # due before the next forward
@@ -135,29 +134,20 @@ class Planning:
         # The forward order is known now; a given k counts units in it, and it may differ from the order of registration.
         self._renumbered = done == 1 and session.config.plan is None and not self._solves
         if self.recording:  # what was measured before is lost, and measured again afterwards
-            self._ends_us.clear()
+            self._reader.forget()
             self._due = False
             return
-        if self._ends_us:
-            self._ends_us.append(time.perf_counter() * 1e6)
-            self._records += session.engine.take_records()  # all at the end would take longer than a GPU has work for
+        if self._reader.is_reading:
+            self._reader.step_ended()
         elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, tuple(session.step_us)):
-            self._begin_measuring()
-        if len(self._ends_us) > session.config.warmup_steps and not self._due:
-            session.engine.record(False)  # records cost memory: they are on only in steps that are read
+            self._reader.begin()
+        if self._reader.steps >= session.config.warmup_steps and self._reader.is_reading and not self._due:
+            self._reader.end()
             self._due = True
-        if self._balances and not self._ends_us:
+        if self._balances and not self._reader.is_reading:
             self._balancing.saw(session.engine.finish_times())
             better = self._balancing.better(self.plan, self.units(), session.step_us[-1], done)
             self._balanced = None if better is None else self._if_it_repays(better)
-
-    def _begin_measuring(self) -> None:
-        session = self._session
-        session.engine.take_records()  # of steps before
-        self._records.clear()
-        session.marks.clear()
-        session.engine.record(True)
-        self._ends_us = [time.perf_counter() * 1e6]
 
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
@@ -186,11 +176,9 @@ class Planning:
         session = self._session
         if self.profile is None:
             session.drain()
-        parameters, records = session.table.parameters, [*self._records, *session.engine.take_records()]
-        measured = Measured(self.units(), session.marks, records, tuple(self._ends_us), session.nodes.unit_of,
-                            [p.numel() for p in parameters], session.states.placement, session.engine.workers, session.table.device)
-        self._ends_us.clear()
-        self._records.clear()
+        numels = [p.numel() for p in session.table.parameters]
+        measured = Measured(self.units(), session.marks, self._reader.take(), session.nodes.unit_of, numels, session.states.placement,
+                            session.engine.workers, session.table.device)
         self._saw_streaming = streamed_share(self.plan) > 0.0
         self.profile = build_profile(measured, self, self.profile, streams=self._may_stream)
         self._guard = planning_guard(cpu_steps_us(measured))
@@ -231,10 +219,10 @@ class Planning:
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
         # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU has run the backward by then.
-        foresight = self._session.foresight
+        foresight, early = self._session.foresight, self._session.foresight.will_go_ahead
         commits_early = self._session.table.device.type == "cuda" and not foresight.awaits_factors
-        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=foresight.will_go_ahead,
-                          early_weights=foresight.awaits_factors)
+        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
+                          early_weights=foresight.awaits_factors, runs_ahead=commits_early and not early and self._balancing.runs_ahead)
 
     @property
     def _may_stream(self) -> bool:

@@ -26,6 +26,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import Stage, TaskRecord
+from hytrain_fx.step_times import ReadSteps
 
 # Rows of which placement tell how long a stage takes. Updates of streamed rows do not: chunk by chunk beside the graph's own kernels they
 # seem to take six times as long as the device is kept by them.
@@ -53,15 +54,13 @@ class Measured:
     """What was recorded in some steps.
 
     units        in forward order
-    records      the engine's
-    step_ends_us when the steps ended, on the records' clock, with the end of the step before the first: one more than steps
+    steps        their ends and records
     unit_of, numels, placement    by row
     """
 
     units: Sequence[Unit]
     marks: StepMarks
-    records: Sequence[TaskRecord]
-    step_ends_us: Sequence[float]
+    steps: ReadSteps
     unit_of: Sequence[int]
     numels: Sequence[int]
     placement: Sequence[Placement]
@@ -73,7 +72,7 @@ class Measured:
         """The records of the model's own rows (later ones are probes) that tell a stage's time, by stage, in order of begin."""
         rows = len(self.unit_of)
         found: dict[Stage, list[TaskRecord]] = defaultdict(list)
-        for record in self.records:
+        for record in self.steps.records:
             if record.row < rows and self.placement[record.row] in _PLACES[record.stage]:
                 found[record.stage].append(record)
         return {stage: sorted(records, key=attrgetter("begin_us")) for stage, records in found.items()}
@@ -81,7 +80,7 @@ class Measured:
 
 def build_profile(measured: Measured, probes: Probes, before: Profile | None, *, streams: bool) -> Profile:
     """Costs per unit, in forward order; `streams`: with times for streaming. Raises PlanError when no step was measured."""
-    if measured.marks.steps == 0 or len(measured.step_ends_us) < 2:
+    if measured.marks.steps == 0 or len(measured.steps.ends_us) < 2:
         raise PlanError("no training step has been measured yet: run more steps before solving a plan")
     units = measured.units
     times = measured.marks.median(len(units))
@@ -101,16 +100,17 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
         free_device_bytes=torch.cuda.mem_get_info(measured.device)[0] if cuda else None,
         steps=measured.marks.steps,
         commit_us=_commit_us(measured) if cuda else 0.0,
+        launching_us=statistics.median(measured.steps.launching_us) if measured.steps.launching_us else 0.0,
     )
 
 
 def _commit_us(measured: Measured) -> float:
     """From the end of the forward on the device to the end of step() on the launching thread; 0 where it is there before the device."""
     marks = measured.marks.finished()
-    reached = len(measured.step_ends_us) - (measured.marks.steps - len(marks))
-    steps = zip(reversed(marks), reversed(measured.step_ends_us[:reached]), strict=False)
+    reached = len(measured.steps.ends_us) - (measured.marks.steps - len(marks))
+    steps = zip(reversed(marks), reversed(measured.steps.ends_us[:reached]), strict=False)
     ends = [(end_us, next((at for kind, _, at in of_step if kind is Mark.FORWARD_END), end_us)) for of_step, end_us in steps]
-    return max(statistics.median(end_us - forward_us for end_us, forward_us in ends[: len(measured.step_ends_us) - 1]), 0.0)
+    return max(statistics.median(end_us - forward_us for end_us, forward_us in ends[: len(measured.steps.ends_us) - 1]), 0.0)
 
 
 def cpu_steps_us(measured: Measured) -> list[float]:
@@ -156,14 +156,14 @@ def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
     A step's records are those that begin between its end and that of the next: from commit to commit, so what a slow device has
     not reached yet counts once all the same.
     """
-    steps: list[dict[int, float]] = [{} for _ in measured.step_ends_us[1:]]
+    steps: list[dict[int, float]] = [{} for _ in measured.steps.ends_us[1:]]
     records = measured.of_stage.get(stage, [])
     if stage is Stage.CPU_UPDATE:
         lengths = [us / measured.workers for us in worker_lengths_us(measured, records)]
     else:
         lengths = [record.end_us - record.begin_us for record in records]
     for record, us in zip(records, lengths, strict=True):
-        step = bisect_right(measured.step_ends_us, record.begin_us) - 1
+        step = bisect_right(measured.steps.ends_us, record.begin_us) - 1
         if 0 <= step < len(steps):
             unit = measured.unit_of[record.row]
             steps[step][unit] = steps[step].get(unit, 0.0) + us
@@ -193,11 +193,11 @@ def worker_lengths_us(measured: Measured, updates: Sequence[TaskRecord]) -> list
 def _ready_us(measured: Measured, update: TaskRecord, arrivals: Sequence[float]) -> float:
     """When the gradient was there and committed; the update's own begin where that is not known."""
     last = bisect_right(arrivals, update.begin_us) - 1
-    step = bisect_right(measured.step_ends_us, update.begin_us) - 1
+    step = bisect_right(measured.steps.ends_us, update.begin_us) - 1
     if last < 0 or step < 0:
         return update.begin_us
-    if arrivals[last] <= measured.step_ends_us[step]:
-        return measured.step_ends_us[step]
+    if arrivals[last] <= measured.steps.ends_us[step]:
+        return measured.steps.ends_us[step]
     # A gradient that came after the last commit: on a GPU that is the rule, on a CPU its own commit has only just begun.
     return arrivals[last] if measured.device.type == "cuda" else update.begin_us
 

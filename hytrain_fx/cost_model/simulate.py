@@ -9,12 +9,16 @@ known, CPU updates and copies that run at once share it (`sharing.py`).
 One period is played: from the start of a backward to the end of the next forward. It is the steady state as it stands, because
 no forward ends before every update has: when the next backward starts, at most the last staging slots are still on their way
 back to the host, while no gradient is. They are cut off.
+
+When the step is committed says the profile; or, where the launching thread runs ahead, the period before it: it is played twice then, the
+first time with a commit that comes as late as launching allows.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hytrain_fx.cost_model.discipline import CHUNK_PARAMS, Barrier, CommitAt, Discipline, Order
 from hytrain_fx.cost_model.host_memory import bytes_per_us
@@ -36,10 +40,24 @@ def simulate(profile: Profile, plan: Plan, discipline: Discipline | None = None)
     """
     validate(plan, profile.units)
     discipline = discipline or Discipline()
+    if not (discipline.runs_ahead and profile.launching_us):
+        return _played(profile, plan, discipline)
+    late = _played(replace(profile, commit_us=profile.launching_us), plan, discipline)
+    hidden_us = late.makespan_us - _passed_us(late)
+    return _played(replace(profile, commit_us=max(profile.launching_us - hidden_us, 0.0)), plan, discipline) if hidden_us > 0 else late
+
+
+def _played(profile: Profile, plan: Plan, discipline: Discipline) -> Schedule:
     step = step_jobs(profile, plan, discipline)
     intervals = _Play(step.jobs, discipline.order, step.slots, bytes_per_us(profile)).run()
     end_us = max(i.end_us for i in intervals if i.task.kind == TaskKind.FORWARD)
     return Schedule(tuple(_merged(_until(end_us, intervals))), end_us, _stalls(profile, intervals))
+
+
+def _passed_us(schedule: Schedule) -> float:
+    """When the launching thread has passed the last wait, if it does not wait for updates by the CPU."""
+    kinds = (TaskKind.BACKWARD, TaskKind.D2H, TaskKind.STREAM_IN)
+    return max(i.end_us for i in schedule.intervals if i.task.kind in kinds)
 
 
 class _Play:

@@ -136,8 +136,8 @@ def _changes(profile: Profile, again: _Again) -> Iterator[tuple[str, Profile, fl
     yield "10% more tokens in a step (for the same tokens)", _scaled(profile, ("forward_us", "backward_us"), FASTER), FASTER, 0
     if profile.host_memory_gb_per_s is not None:
         yield "host memory 10% faster", replace(profile, host_memory_gb_per_s=FASTER * profile.host_memory_gb_per_s), 1.0, 0
-    if profile.commit_us > 0 and again.discipline.commit_at == "backward_start":
-        yield "step() called as the device begins the backward", replace(profile, commit_us=0.0), 1.0, 0
+    if max(profile.commit_us, profile.launching_us) > 0 and again.discipline.commit_at == "backward_start":
+        yield "step() called as the device begins the backward", replace(profile, commit_us=0.0, launching_us=0.0), 1.0, 0
 
 
 def _scaled(profile: Profile, names: Iterable[str], factor: float) -> Profile:

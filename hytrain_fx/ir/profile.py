@@ -80,8 +80,9 @@ class Profile:
     `free_device_bytes` what was left then for optimizer states; `steps` counts the steps measured, 0 = estimated.
     `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second, None = not known: then times are taken as they
     are, and only what was measured in place counts what copies and updates take from one another.
-    `commit_us` is how long after the begin of the backward on the device the launching thread ends `step()`: it launches the backward
-    first.
+    `commit_us` is how long after the begin of the backward on the device the launching thread ended `step()`: it launches the backward
+    first. `launching_us` is what it takes for that from the forward's last wait on, 0 = not known; where it can run ahead of updates by the
+    CPU, this and the plan say when the next commit comes.
     Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not positive.
     """
 
@@ -95,10 +96,12 @@ class Profile:
     steps: int = 0
     host_memory_gb_per_s: float | None = None
     commit_us: float = 0.0
+    launching_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.commit_us) and self.commit_us >= 0):
-            raise PlanError(f"found commit_us={self.commit_us}, expected a finite time >= 0")
+        for name in ("commit_us", "launching_us"):
+            if not (math.isfinite(us := getattr(self, name)) and us >= 0):
+                raise PlanError(f"found {name}={us}, expected a finite time >= 0")
         bandwidth = self.host_memory_gb_per_s
         if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
             raise PlanError(f"found a host memory bandwidth of {bandwidth} GB/s, expected more than 0, or None where it is not known")

@@ -53,7 +53,7 @@ from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
 from hytrain_fx.torch_private import current_stream_of, property_reader
 
 SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
-           "engine_early.cpp", "engine_shadow.cpp", "engine_upload.cpp", "cpu_device.cpp", "cuda_device.cpp")
+           "engine_early.cpp", "engine_shadow.cpp", "engine_upload.cpp", "engine_flagged.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
@@ -269,7 +269,7 @@ class NativeEngine:
     def finish_times(self) -> FinishTimes:
         out = CFinishTimes()
         self._call("finish_times", byref(out))
-        return FinishTimes(out.cpu_us, out.streamed_us, out.cpu_paused_us)
+        return FinishTimes(*(getattr(out, field.name) for field in fields(FinishTimes)))
 
     def commit_early(self, items: Sequence[CommitItem]) -> None:
         if self._shadow is None:

@@ -81,7 +81,7 @@ class CCommitItem(Structure):
 class CFinishTimes(Structure):
     """`engine.FinishTimes`."""
 
-    _fields_ = [("cpu_us", c_double), ("streamed_us", c_double), ("cpu_paused_us", c_double)]
+    _fields_ = [*((name, c_double) for name in ("cpu_us", "streamed_us", "cpu_paused_us", "launching_us")), ("ahead", c_int64)]
 
 
 class CTaskRecord(Structure):

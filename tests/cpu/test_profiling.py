@@ -20,6 +20,7 @@ from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us, worker_lengths_us
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
+from hytrain_fx.step_times import ReadSteps
 
 CPU, GPU, STREAM = Placement.CPU, Placement.GPU, Placement.STREAM
 STEP_US = 1000.0
@@ -36,7 +37,8 @@ class Rates:
 
 
 def measured(
-    records: Sequence[TaskRecord], placement: Sequence[Placement], *, steps: int = 3, device: str = "cpu", workers: int = 1
+    records: Sequence[TaskRecord], placement: Sequence[Placement], *, steps: int = 3, device: str = "cpu", workers: int = 1,
+    launching_us: tuple[float, ...] = (),
 ) -> Measured:
     """Two units of rows of 100 and 300 elements each; steps of 1000 us from 0 on."""
     marks = StepMarks(torch.device("cpu"))
@@ -45,8 +47,9 @@ def measured(
         marks.mark(kind, unit)
     marks.end_step()
     units = [Unit(i, f"layer.{i}", 400, ("a", "b"), 800, param_numels=(100, 300)) for i in range(2)]
-    ends = [STEP_US * i for i in range(steps + 1)]
-    return Measured(units, marks, records, ends, [0, 0, 1, 1], [100, 300, 100, 300], placement, workers, torch.device(device))
+    ends = tuple(STEP_US * i for i in range(steps + 1))
+    read = ReadSteps(ends, list(records), launching_us)
+    return Measured(units, marks, read, [0, 0, 1, 1], [100, 300, 100, 300], placement, workers, torch.device(device))
 
 
 def record(stage: Stage, row: int, begin: float, us: float, worker: int = 0) -> TaskRecord:
@@ -126,11 +129,18 @@ def test_no_update_counts_less_than_it_ran(starts: list[float], lengths: list[fl
     assert sum(counted) <= begins[-1].end_us + 1e-6
 
 
+def test_launching_is_the_median_of_steps_where_it_is_known() -> None:
+    """In a step that waited for the device it is not; where it is in none, the profile says 0."""
+    for known, expected in (((), 0.0), ((300.0,), 300.0), ((200.0, 900.0, 250.0), 250.0)):
+        profile = build_profile(measured([], [CPU] * 4, launching_us=known), Rates(), None, streams=False)
+        assert profile.launching_us == expected
+
+
 def test_no_measured_step_is_an_error() -> None:
     """Without a finished step, or an interval between two, there is no profile."""
     of = measured([], [CPU] * 4)
     with pytest.raises(PlanError, match="no training step has been measured"):
-        build_profile(replace(of, step_ends_us=[0.0]), Rates(), None, streams=False)
+        build_profile(replace(of, steps=ReadSteps((0.0,), [], ())), Rates(), None, streams=False)
     with pytest.raises(PlanError, match="no training step has been measured"):
         build_profile(replace(of, marks=StepMarks(torch.device("cpu"))), Rates(), None, streams=False)
 

@@ -25,7 +25,8 @@ def compiled(dtype: torch.dtype, **options: Any) -> tuple[Any, list[tuple[torch.
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     net: Any = nn.Sequential(*layers[:-1]).to("cuda", dtype)
-    net, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1), k=0, stream=0, **options)
+    options = {"k": 0, "stream": 0, **options}
+    net, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1), **options)
     inputs, targets = [[torch.randn(512, WIDTH, device="cuda", dtype=dtype) for _ in range(3)] for _ in range(2)]
     return net, list(zip(inputs, targets, strict=True)), optimizer
 

@@ -2,6 +2,7 @@
 //
 // Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, updates
 // that begin before their commit on right and wrong guesses, gradients dropped, made anew and brought back a unit ahead, rows that move, records taken.
+// The compute stream is the thread that launches, or a queue behind which that thread runs ahead.
 // What the engine makes of it is compared, bit for bit, with adamw_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
 //
 //     race_driver STEPS SEED
@@ -10,6 +11,7 @@
 #include <random>
 
 #include "engine_c.h"
+#include "work_queue.h"
 
 using namespace hytrain_fx;
 
@@ -62,7 +64,7 @@ std::vector<char> narrowed(const Floats& values, Dtype dtype) {
 
 class Run {
  public:
-  explicit Run(unsigned seed) : random_(seed) {
+  explicit Run(unsigned seed) : random_(seed), half_on_host_(seed % 2 == 0) {
     EngineOptions options{};
     options.workers = kWorkers;
     options.device_ordinal = -1;
@@ -83,10 +85,20 @@ class Run {
 
   void step() {
     if (chance(10)) delays();
+    if (chance(10)) {
+      catch_up();
+      runs_ahead_ = chance(70);
+      if (runs_ahead_ && chance(50)) check(hytrain_set_delay(engine_, 1, 300.0));  // slow updates, which it can run ahead of
+      compute_.delay_us = chance(50) ? 0.0 : static_cast<double>(random_() % 300);
+    }
     if (chance(15)) move();
     if (chance(20)) check(hytrain_record(engine_, chance(50)));
     std::vector<int> rows = taking_part();
     for (int unit = 0; unit < 3; ++unit) wait(of_unit(rows, unit));
+    if (chance(10)) {  // zero_grad() between forward and backward
+      const std::vector<int32_t> all = every();
+      check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));
+    }
     const bool ahead = chance(10);
     if (chance(10)) scales_ = chance(60);
     const bool doubtful = !ahead && scales_, skips = doubtful && chance(20);
@@ -106,9 +118,12 @@ class Run {
   }
 
   void finish() {
+    catch_up();
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
     for (TrainedRow& row : rows_) compare_states(row);
+    std::printf("gradients on their way before their rows' updates had ended %lld\n", static_cast<long long>(ahead_));
+    if (step_ >= 1000 && ahead_ == 0 && !half_on_host_) std::exit((std::fprintf(stderr, "race_driver: the launching thread never ran ahead\n"), 1));
     GuessCounts counts{};
     check(hytrain_guess_counts(engine_, &counts));
     std::printf("guessed %lld of which wrong %lld, parameters %lld of which again %lld, weights sent ahead %lld\n",
@@ -153,6 +168,7 @@ class Run {
   // New memory, as a move in the library has; the old is freed at once.
   void place(int number, Where where) {
     TrainedRow& row = rows_[number];
+    if (row.dtype == Dtype::kF16 && !half_on_host_) where = kDevice;
     row.where = where;
     row.m = row.reference.m;
     row.v = row.reference.v;
@@ -182,7 +198,26 @@ class Run {
     row.slot = std::move(slot);
   }
 
+  void* stream() { return runs_ahead_ ? &compute_ : nullptr; }
+
+  // On the compute stream.
+  template <class Work>
+  void compute(Work work) {
+    if (!runs_ahead_) return work();
+    compute_.enqueue([this, work] {
+      compute_.delay();
+      work();
+    });
+  }
+
+  void catch_up() {
+    auto reached = std::make_shared<CpuEvent>();
+    compute_.enqueue([reached] { reached->fire(); });
+    reached->sync();
+  }
+
   void move() {
+    catch_up();  // it reads the memory that is given back here
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
     check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));  // gradients that no commit has taken
@@ -221,8 +256,12 @@ class Run {
 
   void wait(const std::vector<int32_t>& rows) {
     if (rows.empty()) return;
-    check(hytrain_wait(engine_, rows.data(), static_cast<int>(rows.size()), nullptr));
-    for (int32_t r : rows) compare(rows_[r].weight, narrowed(rows_[r].reference.master, rows_[r].dtype), "a weight");
+    check(hytrain_wait(engine_, rows.data(), static_cast<int>(rows.size()), stream()));
+    for (int32_t r : rows) {
+      const std::vector<char>* const weight = &rows_[r].weight;
+      const std::vector<char> expected = narrowed(rows_[r].reference.master, rows_[r].dtype);
+      compute([weight, expected] { compare(*weight, expected, "a weight"); });
+    }
   }
 
   std::vector<CommitItem> prepare(const std::vector<int>& rows, bool infinite) {
@@ -236,7 +275,9 @@ class Run {
       CommitItem item{};
       item.row = r;
       item.at_end = chance(5);
-      row.kept.assign(row.where == kHost ? 0 : row.grad.size(), 2);
+      auto last = std::make_shared<std::vector<char>>(std::move(row.kept));  // given back in the order of the compute stream
+      compute([last] {});
+      row.kept = std::vector<char>(row.where == kHost ? 0 : row.grad.size(), 2);
       if (row.where != kHost) item.grad = row.kept.data();
       AdamScalars& s = item.scalars;
       s.decay = 0.999f;
@@ -349,17 +390,23 @@ class Run {
       if (other && chance(70)) early.clear();
       if (!early.empty()) check(hytrain_commit_early(engine_, early.data(), static_cast<int>(early.size())));
       check(hytrain_arm_cpu(engine_, of.data(), n));
-      check(hytrain_arm_gpu(engine_, of.data(), n, nullptr));
+      check(hytrain_arm_gpu(engine_, of.data(), n, stream()));
       check(hytrain_arm_reload(engine_, of.data(), n));
-      if (committed || !chance(5)) check(hytrain_release(engine_, of.data(), n, nullptr));
+      if (committed || !chance(5)) check(hytrain_release(engine_, of.data(), n, stream()));
     }
   }
 
   // What a graph's own buffers hold, until it uses them again: the gradients of the step, or `other` ones.
-  std::vector<std::vector<char>> buffers_of(const std::vector<int32_t>& rows, bool other) const {
-    std::vector<std::vector<char>> buffers;
-    for (int32_t r : rows) buffers.push_back(other ? std::vector<char>(rows_[r].grad.size(), 1) : rows_[r].grad);
+  using Buffers = std::shared_ptr<std::vector<std::vector<char>>>;
+  Buffers buffers_of(const std::vector<int32_t>& rows, bool other) const {
+    auto buffers = std::make_shared<std::vector<std::vector<char>>>();
+    for (int32_t r : rows) buffers->push_back(other ? std::vector<char>(rows_[r].grad.size(), 1) : rows_[r].grad);
     return buffers;
+  }
+  void use_again(const Buffers& buffers) {
+    compute([buffers] {
+      for (std::vector<char>& buffer : *buffers) std::fill(buffer.begin(), buffer.end(), static_cast<char>(3));
+    });
   }
   static std::vector<const void*> addresses(const std::vector<std::vector<char>>& buffers) {
     std::vector<const void*> found;
@@ -377,18 +424,20 @@ class Run {
       kept.push_back(rows_[r].kept.data());
       bytes.push_back(static_cast<int64_t>(rows_[r].grad.size()));
     }
-    const std::vector<std::vector<char>> buffers = buffers_of(staying, other);
-    const std::vector<const void*> grads = addresses(buffers);
-    check(hytrain_keep_grads(engine_, kept.data(), grads.data(), bytes.data(), static_cast<int>(kept.size()), nullptr));
+    const Buffers buffers = buffers_of(staying, other);
+    const std::vector<const void*> grads = addresses(*buffers);
+    check(hytrain_keep_grads(engine_, kept.data(), grads.data(), bytes.data(), static_cast<int>(kept.size()), stream()));
+    use_again(buffers);
   }
 
   void offload(const std::vector<int32_t>& rows, bool other) {
     for (int32_t r : rows) {
       if (rows_[r].copied) check(hytrain_set_gradient_dtype(engine_, r, static_cast<int>(rows_[r].grad_dtype)));
     }
-    const std::vector<std::vector<char>> buffers = buffers_of(rows, other);
-    const std::vector<const void*> grads = addresses(buffers);
-    check(hytrain_grad_offload(engine_, rows.data(), grads.data(), static_cast<int>(rows.size()), nullptr));
+    const Buffers buffers = buffers_of(rows, other);
+    const std::vector<const void*> grads = addresses(*buffers);
+    check(hytrain_grad_offload(engine_, rows.data(), grads.data(), static_cast<int>(rows.size()), stream()));
+    use_again(buffers);
   }
 
   // A loss scale was too large: the gradients are infinite somewhere, and the step does not count. Its number is known before the next commit.
@@ -421,7 +470,7 @@ class Run {
       if (!ahead || !hosted) given.push_back(item);
       if (!skips) update(item, scaled);
     }
-    check(hytrain_commit(engine_, given.data(), static_cast<int>(given.size()), sources, doubtful ? 2 : 1, doubtful ? 1 : -1, nullptr));
+    check(hytrain_commit(engine_, given.data(), static_cast<int>(given.size()), sources, doubtful ? 2 : 1, doubtful ? 1 : -1, stream()));
     in_doubt_ = doubtful;
     skips_ = skips;
     ++step_;
@@ -449,12 +498,13 @@ class Run {
     for (int32_t r : rows) bytes += (rows_[r].grad.size() + 63) / 64 * 64;
     back.memory.resize(bytes);
     const int n = static_cast<int>(rows.size());
-    check(hytrain_fetch(engine_, rows.data(), n, back.memory.data(), static_cast<int64_t>(bytes), nullptr, &back.number));
+    check(hytrain_fetch(engine_, rows.data(), n, back.memory.data(), static_cast<int64_t>(bytes), stream(), &back.number));
     return back;
   }
   void finish_fetch(Fetched& back, bool other) {  // `other`: they were made by offload(..., true)
     if (back.rows.empty()) return;
-    check(hytrain_fetched(engine_, back.number, nullptr));
+    check(hytrain_fetched(engine_, back.number, stream()));
+    catch_up();
     size_t begin = 0;
     for (int32_t r : back.rows) {
       const std::vector<char>& grad = rows_[r].grad;
@@ -476,7 +526,8 @@ class Run {
     if (chance(10)) check(hytrain_cpu_update_us(engine_, r, &us));
     if (chance(10)) check(hytrain_pending(engine_, r, &pending));
     FinishTimes times{};
-    if (chance(10)) check(hytrain_finish_times(engine_, &times));
+    check(hytrain_finish_times(engine_, &times));
+    ahead_ += times.ahead;
   }
 
   void compare_states(const TrainedRow& row) const {
@@ -499,6 +550,7 @@ class Run {
   }
 
   std::mt19937 random_;
+  const bool half_on_host_;  // fp16 rows there keep the launching thread from running ahead
   std::vector<char> ring_ = std::vector<char>(2 * 4 * (kChunk + 1024));
   Floats slots_ = Floats(2 * kFactorCapacity);
   Floats staging_ = Floats(kStagingSlots * 3 * kChunk);
@@ -510,7 +562,10 @@ class Run {
   int absent_ = -1;
   bool scales_ = true, speculates_ = true, in_doubt_ = false, skips_ = false;
   size_t step_ = 0;
+  int64_t ahead_ = 0;
   std::deque<TrainedRow> rows_;
+  bool runs_ahead_ = false;
+  WorkQueue compute_;
   Engine* engine_ = nullptr;
 };
 

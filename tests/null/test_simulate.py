@@ -121,6 +121,26 @@ def test_early_updates_closed_form(n: int, cpu: float, forward: float, backward:
     assert all(i.start_us >= profile.commit_us - 1e-6 for i in sent)
 
 
+@given(n=st.integers(2, 10), cpu=st.floats(0, 120), backward=st.floats(1, 40), launching=st.floats(0, 1), measured=st.floats(0, 1),
+       data=st.data())
+@settings(deadline=None)
+def test_launching_beside_updates_by_the_cpu_is_hidden(n: int, cpu: float, backward: float, launching: float, measured: float,
+                                                       data: st.DataObject) -> None:
+    """A thread that runs ahead commits between the backward's begin and when launching is over; at its begin where updates last as long.
+
+    The time of the commit that was measured, under another plan, says nothing then.
+    """
+    plain = uniform(n, forward=5.0, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=0.1)
+    profile = replace(plain, launching_us=launching * n * backward, commit_us=measured * n * backward)
+    plan, fine = prefix(profile, data.draw(st.integers(0, n))), Discipline(chunk_params=1000 // FINE)
+    soon, late = (simulate(replace(plain, commit_us=us), plan, fine).makespan_us for us in (0.0, profile.launching_us))
+    found = simulate(profile, plan, replace(fine, runs_ahead=True)).makespan_us
+    if profile.launching_us:
+        assert soon - chunk_us(profile) <= found <= late + chunk_us(profile)
+    if 0 < profile.launching_us <= soon - n * backward - chunk_us(profile):
+        assert found == pytest.approx(soon)
+
+
 @given(n=st.integers(2, 10), cpu=st.floats(0, 60), backward=st.floats(1, 40), h2d=st.floats(0.1, 20), late=st.floats(0, 1), data=st.data())
 @settings(deadline=None)
 def test_early_weights_travel_while_the_factor_is_on_its_way(n: int, cpu: float, backward: float, h2d: float, late: float,

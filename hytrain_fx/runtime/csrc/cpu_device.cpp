@@ -1,102 +1,34 @@
 // Lanes as threads: what a GPU's copy engines do, with delays that a test can set.
 //
-// The compute stream is the calling thread, so its events are done when recorded and a compute wait blocks the caller.
+// The compute stream is the calling thread, so its events are done when recorded and a compute wait blocks the caller; or, for a stream that
+// is not null, the WorkQueue that it points to.
 #include <array>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <mutex>
-#include <random>
-#include <thread>
 
-#include "device.h"
 #include "finite.h"
+#include "work_queue.h"
 
 namespace hytrain_fx {
 namespace {
 
-double clock_us() {
-  using namespace std::chrono;
-  return duration<double, std::micro>(steady_clock::now().time_since_epoch()).count();
-}
-
-class CpuEvent : public Event {
- public:
-  bool done() override { return fired_.load(std::memory_order_acquire); }
-  void sync() override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    fired_cv_.wait(lock, [this] { return done(); });
-  }
-  double time_us() override { return time_us_; }
-  void fire() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    time_us_ = clock_us();
-    fired_.store(true, std::memory_order_release);
-    fired_cv_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable fired_cv_;
-  std::atomic<bool> fired_{false};
-  double time_us_ = 0;
-};
-
-class LaneThread {
- public:
-  LaneThread() : random_(12345), thread_([this] { run(); }) { name_thread(thread_, "hytrain-lane"); }
-  ~LaneThread() {
-    enqueue([this] { stop_ = true; });
-    thread_.join();
-  }
-  void enqueue(std::function<void()> work) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(work));
-    filled_.notify_one();
-  }
-  void delay() {
-    double mean = delay_us.load();
-    if (mean <= 0) return;
-    std::uniform_real_distribution<double> spread(0.0, 2.0 * mean);
-    std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(spread(random_)));
-  }
-  std::atomic<double> delay_us{0.0};
-
- private:
-  void run() {
-    while (!stop_) {
-      std::function<void()> work;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        filled_.wait(lock, [this] { return !queue_.empty(); });
-        work = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      work();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable filled_;
-  std::deque<std::function<void()>> queue_;
-  bool stop_ = false;  // only touched on the lane's own thread
-  std::mt19937 random_;
-  std::thread thread_;  // last: starts when all else is built
-};
+constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 class CpuDevice : public Device {
  public:
   void bind_thread() override {}
-  EventPtr record_compute(void*) override {
+  EventPtr record_compute(void* stream) override {
     auto event = std::make_shared<CpuEvent>();
-    event->fire();
+    on(stream, [event] { event->fire(); });
     return event;
   }
-  void compute_wait(void*, const EventPtr& event) override { recorded(event, "compute").sync(); }
-  void gather(void*, const std::vector<DeviceCopy>& copies) override {
-    for (const DeviceCopy& copy : copies) std::memcpy(copy.dst, copy.src, static_cast<size_t>(copy.bytes));
+  void compute_wait(void* stream, const EventPtr& event) override {
+    recorded(event, "compute");
+    on(stream, [event] { event->sync(); });
+  }
+  void gather(void* stream, const std::vector<DeviceCopy>& copies) override {
+    on(stream, [copies] {
+      for (const DeviceCopy& copy : copies) std::memcpy(copy.dst, copy.src, static_cast<size_t>(copy.bytes));
+    });
   }
   EventPtr record(Lane lane) override {
     auto event = std::make_shared<CpuEvent>();
@@ -107,15 +39,21 @@ class CpuDevice : public Device {
     recorded(event, "lane");
     thread(lane).enqueue([event] { event->sync(); });
   }
+  uint32_t* flags(size_t n) override { return flags_.emplace_back(std::make_unique<uint32_t[]>(n)).get(); }
+  void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
+    thread(lane).enqueue([=] {
+      while (static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) < 0) std::this_thread::sleep_for(kPollInterval);
+    });
+  }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
-    LaneThread* on = &thread(lane);
+    WorkQueue* on = &thread(lane);
     on->enqueue([=] {
       on->delay();
       std::memcpy(dst, src, bytes);
     });
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override {
-    LaneThread* on = &thread(lane);
+    WorkQueue* on = &thread(lane);
     on->enqueue([=] {
       on->delay();
       for (const DeviceUpdate& u : rows) {
@@ -135,8 +73,17 @@ class CpuDevice : public Device {
   double now_us() override { return clock_us(); }
 
  private:
-  LaneThread& thread(Lane lane) { return lanes_[static_cast<int>(lane)]; }
-  std::array<LaneThread, kLanes> lanes_;
+  template <class Work>
+  static void on(void* stream, Work work) {
+    if (stream) {
+      static_cast<WorkQueue*>(stream)->enqueue(std::move(work));
+    } else {
+      work();
+    }
+  }
+  WorkQueue& thread(Lane lane) { return lanes_[static_cast<int>(lane)]; }
+  std::vector<std::unique_ptr<uint32_t[]>> flags_;
+  std::array<WorkQueue, kLanes> lanes_;  // last: their work uses the rest
 };
 
 }  // namespace

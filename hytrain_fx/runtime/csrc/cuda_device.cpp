@@ -6,6 +6,7 @@
 #include <chrono>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -31,6 +32,9 @@ constexpr size_t kGatherParts = 32;
 constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
 constexpr long long kGatherBytesPerBlock = 16384;
 constexpr unsigned kEventDefault = 0;  // with timing. Not BLOCKING_SYNC: see CudaEvent::sync
+constexpr size_t kFlags = 4096;  // allocated at once
+constexpr unsigned kPortable = 1, kWaitUntilReached = 0;  // CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_WAIT_VALUE_GEQ
+constexpr int kUnifiedAddresses = 41;                     // CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: host memory has one address for both
 constexpr auto kPollInterval = std::chrono::microseconds(100);  // each query takes the lock that launches take
 
 struct Driver {
@@ -52,6 +56,10 @@ struct Driver {
   CUresult (*d2h)(void*, CUdeviceptr, size_t, CUstream);
   CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void**, void**);
   CUresult (*error_string)(CUresult, const char**);
+  CUresult (*attribute)(int*, int, int);
+  CUresult (*host_alloc)(void**, size_t, unsigned);
+  CUresult (*host_free)(void*);
+  CUresult (*wait_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;  // null: not in this driver
 
   Driver() {
     void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -79,6 +87,10 @@ struct Driver {
     load(d2h, "cuMemcpyDtoHAsync_v2");
     load(launch, "cuLaunchKernel");
     load(error_string, "cuGetErrorString");
+    load(attribute, "cuDeviceGetAttribute");
+    load(host_alloc, "cuMemHostAlloc");
+    load(host_free, "cuMemFreeHost");
+    wait_value = reinterpret_cast<decltype(wait_value)>(dlsym(lib, "cuStreamWaitValue32_v2"));
   }
   void check(CUresult result, const char* what) const {
     if (result == kSuccess) return;
@@ -186,6 +198,7 @@ class CudaDevice : public Device {
       d.stream_sync(stream);
       d.stream_destroy(stream);
     }
+    for (void* words : flags_) d.host_free(words);
     d.release(ordinal_);
   }
   void bind_thread() override { shared_->driver.check(shared_->driver.set_current(context_), "set the context"); }
@@ -201,6 +214,15 @@ class CudaDevice : public Device {
     } else {
       d.check(d.h2d(address(dst), src, bytes, stream(lane)), "copy to the device");
     }
+  }
+  uint32_t* flags(size_t n) override {
+    if (n > flags_left_ && !more_flags(std::max(n, kFlags))) return nullptr;
+    flags_left_ -= n;
+    return std::exchange(next_flag_, next_flag_ + n);
+  }
+  void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
+    const Driver& d = shared_->driver;
+    d.check(d.wait_value(stream(lane), address(flag), value, kWaitUntilReached), "make a stream wait for a flag");
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
   void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
@@ -219,6 +241,20 @@ class CudaDevice : public Device {
     shared_->driver.check(shared_->driver.event_record(event->handle(), on), "record an event");
     return event;
   }
+  bool more_flags(size_t n) {
+    const Driver& d = shared_->driver;
+    int unified = 0;
+    d.check(d.attribute(&unified, kUnifiedAddresses, ordinal_), "ask for an attribute of the device");
+    if (!d.wait_value || !unified) return false;
+    bind_thread();
+    void* words = nullptr;
+    d.check(d.host_alloc(&words, n * sizeof(uint32_t), kPortable), "allocate flags");
+    flags_.push_back(words);
+    next_flag_ = static_cast<uint32_t*>(words);
+    flags_left_ = n;
+    std::fill_n(next_flag_, n, 0);
+    return true;
+  }
   void wait_on(CUstream on, const EventPtr& event) {
     shared_->driver.check(shared_->driver.stream_wait(on, handle(event, "stream"), 0), "make a stream wait");
   }
@@ -226,6 +262,9 @@ class CudaDevice : public Device {
   std::shared_ptr<CudaShared> shared_;
   CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
+  std::vector<void*> flags_;
+  uint32_t* next_flag_ = nullptr;
+  size_t flags_left_ = 0;
   // No work is on it, so that its events are reached at once: of a priority of its own, since streams of one share a few queues to the device,
   // and a full queue of the compute stream's would hold it up.
   CUstream clock_stream_ = nullptr;

@@ -82,6 +82,9 @@ class Device {
   virtual EventPtr record(Lane lane) = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
+  // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where the device has no such waits.
+  virtual uint32_t* flags(size_t n) = 0;
+  virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until it is `value` or later, as numbers go round
   virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to be taken from an epoch close by.

@@ -38,6 +38,7 @@ Engine::~Engine() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
+    raise_all_flags();
     landed_cv_.notify_all();
     work_cv_.notify_all();
     upload_cv_.notify_all();
@@ -59,7 +60,8 @@ void Engine::set_unit(int row, int unit) {
 }
 
 void Engine::set_weight(int row, void* weight) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  end_flagged(lock);
   Row& r = at(row);
   if (r.phase != Phase::IDLE && r.phase != Phase::GRAD) {
     throw std::logic_error("row " + std::to_string(row) + " is given other memory while its update is in flight");
@@ -68,7 +70,8 @@ void Engine::set_weight(int row, void* weight) {
 }
 
 void Engine::use_copy(int row, void* copy) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  end_flagged(lock);
   Row& r = at(row);
   if (r.phase != Phase::IDLE || r.copied || weight_dtype(r) != Dtype::kF32) {
     throw std::logic_error("row " + std::to_string(row) + " is given a copy, but is in use, has one, or is not fp32");
@@ -83,6 +86,7 @@ void Engine::set_gradient_dtype(int row, Dtype dtype) {
   std::unique_lock<std::mutex> lock(mutex_);
   const int32_t rows[] = {row};
   withdraw(rows, 1, lock);  // an update ahead of its commit reads the gradient that was there
+  end_flagged(lock);
   throw_if_failed();
   Row& r = at(row);
   if (!r.copied) throw std::logic_error("row " + std::to_string(row) + " has no copy: its gradients are of its weight's dtype");
@@ -101,6 +105,8 @@ void Engine::add_row(const RowSpec& spec) {
     chunk.shadows.resize(chunk.granules);
     row.chunks.push_back(chunk);
   }
+  uint32_t* const flags = device_->flags(row.chunks.size());
+  for (size_t c = 0; c < row.chunks.size(); ++c) row.chunks[c].flag = flags ? flags + c : nullptr;
   rows_.push_back(std::move(row));
 }
 
@@ -113,7 +119,8 @@ Engine::Row& Engine::at(int row) {
 void Engine::finish_landing(int row) {
   EventPtr landing, fetch;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    end_flagged(lock);
     landing = at(row).landing;
     fetch = last_fetch_;
   }
@@ -172,13 +179,14 @@ void Engine::fail(const std::string& message) {
 
 void Engine::note_failure(const std::string& message) {
   if (failure_.empty()) failure_ = message;
+  raise_all_flags();
   issued_cv_.notify_all();
 }
 
 void Engine::throw_if_failed() {
   if (failure_.empty()) {
     const int32_t bad = __atomic_load_n(options_.nonfinite, __ATOMIC_RELAXED);  // written by the device
-    if (bad) failure_ = nonfinite_message(bad - 1);
+    if (bad) note_failure(nonfinite_message(bad - 1));
   }
   if (!failure_.empty()) throw std::runtime_error("the engine has failed: " + failure_);
 }

@@ -10,6 +10,7 @@
 //   lander   its D2H event has passed      -> landed
 //   workers  landed, armed, factors known  -> updated     lowest unit first; factors may be guessed (engine_guess.cpp)
 //   uploader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
+// The last ones may be issued before they are updated, behind a flag that the update raises (engine_flagged.cpp).
 // A PENDING row placed on the device is one kernel on the update lane, behind its gradient and its last reader.
 // A PENDING row that is streamed goes, chunk by chunk, through the uploader's: states in, kernel as above, states out.
 #pragma once
@@ -128,6 +129,9 @@ class Engine {
     EventPtr ahead;              // its new weight was sent before its factors were known
     uint64_t ahead_issue = 0;    // as Row::issue
     bool send_back = false;      // it was, and the step is left out: the old weight goes there again
+    bool flagged = false;        // the copy of its new weight stands on the lane behind `flag`, for `raised`; it is yet to be updated
+    uint32_t* flag = nullptr;    // null: the device has none
+    uint32_t raised = 0;
   };
   struct Row {
     RowSpec spec{};
@@ -147,6 +151,9 @@ class Engine {
     bool early = false;           // its updates began before its commit
     uint64_t early_commit = 0;    // number of the commit that was guessed at
     int put_back = 0;             // chunks being put back
+    int flagged = 0;              // chunks
+    bool passed = false;          // PENDING, and wait() has let the launching thread go on: its next calls are of the next step
+    bool next_gradient = false;   // passed, and the next gradient is on its way
     EventPtr landing, ready, released, weight;
     EventPtr stored;               // streamed: the last copy of its states back to the host
     const void* grad = nullptr;    // streamed: what the kernels read
@@ -200,6 +207,7 @@ class Engine {
   NonFinite nonfinite_of(int row) const { return {options_.nonfinite, row + 1}; }
   Row& at(int row);
   void begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts);
+  static void begin_chunks(Row& row);
   void copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream);
   void finish_landing(int row);
   Row& place(int row, Place place);
@@ -249,6 +257,14 @@ class Engine {
   void count_early(const Row& row, int64_t params, bool again);
   void count_landed(const Row& row);
   void count_waiting(const Row& row);
+  // engine_flagged.cpp
+  bool may_flag();
+  static bool may_flag_row(const Row& row);
+  void send_flagged(std::unique_lock<std::mutex>& lock);
+  void end_flagged_chunk(Row& row, Chunk& chunk);
+  void end_flagged(std::unique_lock<std::mutex>& lock);
+  void raise_all_flags();
+  static void make_current(Row& row);
   // engine_shadow.cpp
   static HostArrays home_of(const Row& row, int64_t begin);
   static HostArrays arrays_in(const Row& row, char* slot);
@@ -285,6 +301,7 @@ class Engine {
   void fail(const std::string& message);
   void note_failure(const std::string& message);  // with the lock held
   void throw_if_failed();
+  double launched_since(double now_us) const;
   static std::string nonfinite_message(int row) {
     return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
   }
@@ -303,6 +320,8 @@ class Engine {
   std::deque<Landing> landings_;
   std::set<Key> ready_, updated_, ahead_, streaming_;  // ahead_: updated on a guess; streaming_: rows, chunk 0
   std::vector<StagingSlot> staging_;
+  int waiting_ = 0;       // threads in wait()
+  int flagged_rows_ = 0;  // with chunks whose copies stand behind flags
   uint64_t commits_ = 0, issues_ = 0, fetch_count_ = 0;
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
   EventPtr last_fetch_;
@@ -322,6 +341,8 @@ class Engine {
   std::vector<TaskRecord> records_;
   std::vector<int> running_;  // by worker: its last record, -1 for none
   double commit_us_ = 0;      // of the last commit
+  double passed_us_ = 0, launched_us_ = 0;  // when the last wait() for an update returned, and when it or the last release() after it was called
+  double launching_us_ = 0;                 // from the one to the other, without what the launching thread was held up for
   FinishTimes finish_{}, last_finish_{};  // of the last commit, as far as it has come; of the one before
   double first_update_us_ = 0, workers_busy_us_ = 0;  // since the last commit: begin of the first update by the CPU, workers' time over their number
   std::vector<LaneRecord> lane_records_;

@@ -8,19 +8,25 @@ namespace hytrain_fx {
 namespace {
 
 constexpr int64_t kLaunchParams = 16 << 20;  // a launch of so many takes the device longer than the host
+constexpr double kLongestLaunchUs = 5000;    // of one unit: what takes longer waited in front of a full queue, or for the device
 
 }  // namespace
 
 void Engine::commit(const CommitItem* items, int n, const void* const* factors, int n_factors, int skip, void* stream) {
   if (n_factors > options_.factor_capacity) throw std::logic_error("internal: more factors than slots");
   EventPtr end = device_->record_compute(stream);
+  const double called_us = device_->now_us();
   std::unique_lock<std::mutex> lock(mutex_);
+  end_flagged(lock);
   throw_if_failed();
   if (factors_on_way_[commits_ % 2]) throw std::logic_error("internal: the slots for factors are in use");
   if (skip_on_way_) throw std::logic_error("internal: a commit before it is known whether the last one was left out");
   float* const slots = half_of(commits_);
   const float* const skip_at = skip < 0 ? nullptr : static_cast<const float*>(factors[skip]);
   for (int i = 0; i < n; ++i) check_committable(items[i]);  // all of them before anything is changed
+  if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) {
+    finish_.launching_us = launching_us_ + launched_since(called_us);
+  }
   last_finish_ = have_ended() ? finish_ : FinishTimes{};
   finish_ = {};
   first_update_us_ = workers_busy_us_ = 0;
@@ -71,6 +77,8 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   upload_cv_.notify_one();
 }
 
+double Engine::launched_since(double now_us) const { return std::min(now_us - launched_us_, kLongestLaunchUs); }
+
 void Engine::check_committable(const CommitItem& item) {
   const Row& row = at(item.row);
   const std::string name = "row " + std::to_string(item.row);
@@ -86,7 +94,8 @@ void Engine::check_committable(const CommitItem& item) {
 }
 
 void Engine::expect(const CommitItem* items, int n) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  end_flagged(lock);
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
     if (row.phase != Phase::IDLE || row.place != Place::HOST) throw std::logic_error("only an idle row on the host can be committed ahead");

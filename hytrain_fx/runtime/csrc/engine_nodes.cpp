@@ -59,20 +59,31 @@ void Engine::grad_offload(const int32_t* rows, const void* const* grads, int n, 
 
 void Engine::begin_gradient(Row& row, int index, const void* grad, std::vector<Part>& parts) {
   if (row.place != Place::HOST) throw std::logic_error("row " + std::to_string(index) + " offloads a gradient but is not placed on the host");
-  if (row.phase == Phase::PENDING) {
+  if (row.phase == Phase::PENDING && !row.passed) {
     throw std::runtime_error("row " + std::to_string(index) + " has a new gradient while its last update is in flight: its wait node did not run");
   }
-  row.phase = row.phase == Phase::EXPECTED ? Phase::PENDING : Phase::GRAD;
   ++row.generation;
   row.armed_cpu = row.armed_reload = false;
-  row.issued = 0;
+  if (row.passed) {
+    row.next_gradient = true;
+    ++finish_.ahead;
+  } else {
+    row.phase = row.phase == Phase::EXPECTED ? Phase::PENDING : Phase::GRAD;
+    begin_chunks(row);
+  }
   const int64_t size = slot_grad_bytes(row);
   for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
-    Chunk& chunk = row.chunks[c];
-    chunk.taken = chunk.finished = chunk.redo = chunk.redo_end = 0;
-    chunk.landed = chunk.queued = chunk.undo = false;
+    const Chunk& chunk = row.chunks[c];
     parts.push_back({index, c, row.generation, offset(grad, chunk.begin * size), offset(row.host.slot, chunk.begin * size),
                      (chunk.end - chunk.begin) * size});
+  }
+}
+
+void Engine::begin_chunks(Row& row) {
+  row.issued = 0;
+  for (Chunk& chunk : row.chunks) {
+    chunk.taken = chunk.finished = chunk.redo = chunk.redo_end = 0;
+    chunk.landed = chunk.queued = chunk.undo = false;
   }
 }
 
@@ -126,13 +137,11 @@ void Engine::arm_cpu(const int32_t* rows, int n) {
 }
 
 void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
-  EventPtr event;
+  EventPtr event = device_->record_compute(stream);
   std::lock_guard<std::mutex> lock(mutex_);
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
-    if (row.place == Place::HOST) continue;
-    if (!event) event = device_->record_compute(stream);
-    row.ready = event;
+    if (row.place != Place::HOST) row.ready = event;
   }
 }
 
@@ -145,6 +154,9 @@ void Engine::arm_reload(const int32_t* rows, int n) {
 void Engine::release(const int32_t* rows, int n, void* stream) {
   EventPtr event = device_->record_compute(stream);
   std::lock_guard<std::mutex> lock(mutex_);
+  const double now_us = device_->now_us();
+  launching_us_ += launched_since(now_us);
+  launched_us_ = now_us;
   for (int i = 0; i < n; ++i) at(rows[i]).released = event;
   if (!updated_.empty()) upload_cv_.notify_one();
 }
@@ -160,7 +172,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
     throw_if_failed();
     for (int i = 0; i < n; ++i) {
       Row& row = at(rows[i]);
-      if (row.phase != Phase::PENDING) continue;
+      if (row.phase != Phase::PENDING || row.passed) continue;
       finish_wait(row, rows[i], lock);
       if (row.place != Place::HOST) {
         updated.insert(row.weight);
@@ -172,6 +184,8 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
   }
   if (reloaded) device_->compute_wait(stream, reloaded);
   for (const EventPtr& event : updated) device_->compute_wait(stream, event);
+  std::lock_guard<std::mutex> lock(mutex_);
+  throw_if_failed();  // flags go up then, too: where the calling thread is the compute stream it has waited for them
 }
 
 void Engine::drain(const int32_t* rows, int n) {
@@ -190,17 +204,16 @@ void Engine::settle(const int32_t* rows, int n) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     withdraw(rows, n, lock);
+    end_flagged(lock);
   }
   for (int i = 0; i < n; ++i) {
     std::unique_lock<std::mutex> lock(mutex_);
     throw_if_failed();
     Row& row = at(rows[i]);
-    EventPtr weight;  // of a step that was left out: of the old one sent back, or of a step before
-    if (row.phase == Phase::PENDING) {
-      finish_wait(row, rows[i], lock);
-      weight = row.weight;
-    }
-    EventPtr stored = row.stored;  // states may still be on their way home when the weight has been waited for
+    if (row.phase == Phase::PENDING) finish_wait(row, rows[i], lock);
+    // Also where a wait() has passed: that made the compute stream wait, not the host. Of a step that was left out it is the old weight's, sent
+    // back, or of a step before; and states may still be on their way home.
+    EventPtr weight = row.weight, stored = row.stored;
     lock.unlock();
     if (weight) weight->sync();
     if (stored) stored->sync();
@@ -210,14 +223,21 @@ void Engine::settle(const int32_t* rows, int n) {
 void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock) {
   const int chunks = static_cast<int>(row.chunks.size());
   auto issued = [&] { return row.issued == chunks || !failure_.empty(); };
-  if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), issued)) {
+  ++waiting_;
+  upload_cv_.notify_one();
+  const bool in_time = issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), issued);
+  --waiting_;
+  if (!in_time) {
     throw std::runtime_error("row " + std::to_string(index) + ": " + std::to_string(row.issued) + " of " + std::to_string(chunks) +
                              " chunks of its new weight were on their way after " + std::to_string(options_.timeout_s) + " s");
   }
   throw_if_failed();
-  row.phase = Phase::IDLE;
   row.released = row.ready = nullptr;
   row.grad = nullptr;
+  passed_us_ = launched_us_ = device_->now_us();
+  launching_us_ = 0;
+  row.passed = row.flagged > 0;
+  if (!row.passed) row.phase = Phase::IDLE;
 }
 
 // On a lane of its own, though two lanes to the device starve each other (engine_upload.cpp): in a backward that finds gradients in slots the
@@ -226,7 +246,8 @@ uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes,
   std::vector<SlotCopy> copies;
   std::set<EventPtr> landings;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    end_flagged(lock);
     throw_if_failed();
     int64_t begin = 0;
     for (int i = 0; i < n; ++i) {
@@ -267,13 +288,14 @@ void Engine::discard(const int32_t* rows, int n) {
   withdraw(rows, n, lock);
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
+    row.next_gradient = false;
     if (row.phase == Phase::GRAD) row.phase = Phase::IDLE;
   }
 }
 
 bool Engine::pending(int row) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return at(row).phase == Phase::PENDING;
+  return at(row).phase == Phase::PENDING && !at(row).passed;
 }
 
 }  // namespace hytrain_fx

@@ -28,7 +28,7 @@ void Engine::queue_all_ready(Row& row, int index) {
 
 void Engine::queue_if_ready(Row& row, int index, int chunk) {
   Chunk& c = row.chunks[chunk];
-  if ((row.phase != Phase::PENDING && row.phase != Phase::EARLY) || !row.armed_cpu || row.skipped) return;
+  if ((row.phase != Phase::PENDING && row.phase != Phase::EARLY) || row.passed || !row.armed_cpu || row.skipped) return;
   if (!(row.factors_known || row.guessing) || !c.landed || c.queued) return;
   c.queued = true;
   ready_.insert({row.spec.unit, index, chunk});
@@ -146,12 +146,13 @@ void Engine::finish_task(const Key& key) {
   if (chunk.ahead) {
     weight_was_sent(row, chunk.ahead, chunk.ahead_issue);
     chunk.ahead = nullptr;
-  } else {
+  } else if (!chunk.flagged) {
     updated_.insert(key);
   }
   const double now_us = device_->now_us();
   finish_.cpu_us = now_us - commit_us_;
   finish_.cpu_paused_us = now_us - first_update_us_ - workers_busy_us_;
+  if (chunk.flagged) end_flagged_chunk(row, chunk);
   upload_cv_.notify_one();
 }
 

@@ -34,8 +34,12 @@ void Engine::upload() {
   int64_t bytes = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty(); });
+    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty() || may_flag(); });
     if (stop_) return;
+    if (updated_.empty() && ahead_.empty() && streaming_.empty()) {
+      send_flagged(lock);
+      continue;
+    }
     if (bytes >= kBytesInFlight) {
       InFlight first = in_flight.front();
       in_flight.pop_front();
