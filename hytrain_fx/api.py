@@ -109,7 +109,7 @@ def inspect(model: nn.Module) -> Inspection:
         for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
-    return Inspection(graphs, rows, session.planning.task_graph(), names, unit_times(explain(model), rows))
+    return Inspection(graphs, rows, session.planning.units.task_graph(), names, unit_times(explain(model), rows))
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
     not compiled, and while the times for the first plan are being measured: both need the engine's records.
     """
     session = session_of(model)
-    if session.planning.plan.source == "first steps":
+    if session.planning.awaits_times:
         raise UnsupportedError(
             f"the times for the first plan are still being measured ({session.steps_done} steps are done, it takes "
             f"{session.planning.steps_to_measure}); record once explain(model) shows a solved plan"

@@ -5,25 +5,26 @@ where later measurements show that moving states pays (`cost_model/replan.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.balancing import Balancing
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.inputs import inputs_of
-from hytrain_fx.cost_model.planner import GUARD, Stream, predict, prefix_plan, streamed_k
+from hytrain_fx.cost_model.planner import GUARD, Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
-from hytrain_fx.cost_model.reasons import given_share_reason
 from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard, repays
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError, UnsupportedError
-from hytrain_fx.ir.plan import Placement, Plan, validate
+from hytrain_fx.first_plan import FIRST_STEPS, fixed_plan, given_share, plan_until_measured
+from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph, streamed_state_bytes
+from hytrain_fx.ir.task_graph import streamed_state_bytes
+from hytrain_fx.model_units import ModelUnits
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
+from hytrain_fx.state_sizes import StateSizes
 from hytrain_fx.step_times import StepReader
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 # The first step compiles, the second is still cold: neither is measured.
 _COLD_STEPS = 2
 _AGAIN = "looked at again after"  # begins the note about the last decision
-_FIRST = "first steps"  # the source of the plan that is in force until times are measured
 
 
 class Planning:
@@ -40,6 +40,8 @@ class Planning:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.units = ModelUnits(session.table, session.units, session.states)
+        self._sizes = StateSizes(session.table.parameters, session.states)
         self.profile: Profile | None = None
         self.history: list[Plan] = []
         self.verdict: Verdict | None = None  # why states moved or stayed when the plan was last solved anew
@@ -62,19 +64,14 @@ class Planning:
         return self.history[-1]
 
     @property
+    def awaits_times(self) -> bool:
+        """Whether the plan in force is the one of the first steps, before anything is measured."""
+        return self.plan.source == FIRST_STEPS
+
+    @property
     def steps_to_measure(self) -> int:
         """Steps before the first plan is solved: cold ones, then those that are measured."""
         return _COLD_STEPS + self._session.config.warmup_steps
-
-    def units(self) -> tuple[Unit, ...]:
-        """The units as the planner sees them: forward order once a forward graph is captured, order of registration before."""
-        session = self._session
-        order = session.capture.unit_order if hasattr(session, "capture") else tuple(unit.number for unit in session.units)
-        return tuple(self._unit(index, number) for index, number in enumerate(order))
-
-    def task_graph(self) -> TaskGraph:
-        """The layer-level DAG of a step, with sizes and floating-point operations."""
-        return build_task_graph(self.units())
 
     def first_placement(self) -> list[Placement]:
         """Where states rest until times are measured: as told, else on the host as far as it holds them.
@@ -85,48 +82,15 @@ class Planning:
         if session.config.plan is not None:
             plan = session.config.plan
         elif session.config.k != "auto":
-            plan = self._fixed(units)
+            plan = fixed_plan(session.config, units)
         else:
-            plan = self._until_measured(units)
+            plan = plan_until_measured(session.config, units, lambda unit: session.states.host_bytes(self.units.rows_of(unit)))
         if plan.numel(Placement.STREAM) and not session.engine.can_stream:
             asked = f"stream={session.config.stream!r}" if session.config.plan is None else "the given plan"
             raise UnsupportedError(f"{asked} streams states, and the {session.engine.name} engine cannot; expected engine=\"native\", or "
                                    "stream=0 and a plan without streamed shares")
         self.history.append(plan)
-        return self.placement_of(plan)
-
-    def _fixed(self, units: Sequence[Unit]) -> Plan:
-        k = int(self._session.config.k)
-        return prefix_plan(units, min(k, len(units)), source="fixed k", reason=lambda unit: f"k={k} was given", share=self._given_share,
-                           streamed_reason=lambda unit: given_share_reason(unit, k))
-
-    def _until_measured(self, units: Sequence[Unit]) -> Plan:
-        session = self._session
-        limit = host_budget_bytes(session.config.host_memory)
-        left = [session.states.host_bytes(self._rows_of(unit)) for unit in units]
-        k = 0
-        while k < len(units) and sum(left[k:]) > limit:
-            k += 1
-        fits = f"the host's {limit / 2**30:.1f} GiB hold the states of the last {len(units) - k} units"
-        why = "times are not measured yet" if k == 0 else fits
-        return prefix_plan(units, k, source=_FIRST, reason=lambda unit: why, share=self._given_share,
-                           streamed_reason=lambda unit: given_share_reason(unit, k))
-
-    @property
-    def _given_share(self) -> float:
-        return 0.0 if self._session.config.stream == "auto" else float(self._session.config.stream)
-
-    def placement_of(self, plan: Plan) -> list[Placement]:
-        """Placement by row: of the share that holds the row's first element (shares of our own plans end between rows)."""
-        session, units = self._session, self.units()
-        validate(plan, units)
-        placement = [Placement.CPU] * len(session.table)
-        for unit in units:
-            at, shares = 0, plan.shares(unit.index)
-            for row in self._rows_of(unit):
-                placement[row] = next(share.placement for share in shares if share.begin <= at < share.end)
-                at += session.table.parameters[row].numel()
-        return placement
+        return self.units.placement_of(plan)
 
     def after_step(self) -> None:
         """Decide whether the next forward begins with a new plan, and whether the step to come is measured for one."""
@@ -188,7 +152,7 @@ class Planning:
         begin_s = time.perf_counter()
         session.place(new)
         moved_us = (time.perf_counter() - begin_s) * 1e6
-        moved = self._moved_bytes(before, session.states.placement)
+        moved = self._sizes.moved_bytes(before, session.states.placement)
         if moved:
             self._move_us_per_byte = moved_us / moved
         else:
@@ -228,7 +192,7 @@ class Planning:
     def _may_stream(self) -> bool:
         """Whether times for streaming are of use: on a CPU nothing is streamed that was not asked for."""
         session = self._session
-        wanted = session.table.device.type == "cuda" if session.config.stream == "auto" else self._given_share > 0
+        wanted = session.table.device.type == "cuda" if session.config.stream == "auto" else given_share(session.config) > 0
         given = session.config.plan is not None and session.config.plan.numel(Placement.STREAM) > 0
         return session.engine.can_stream and (wanted or given)
 
@@ -247,24 +211,25 @@ class Planning:
             assert self.profile is not None
             return self._solve(self.profile)
         if self.profile is None:
-            return self._fixed(units)
+            return fixed_plan(config, units)
         if config.plan is not None:
             return replace(self.plan, predicted=self._predict(self.profile, self.plan))
-        return solve(self.profile, k=min(int(config.k), len(units)), stream=self._given_share, **self._sizes(), discipline=self.discipline)
+        return solve(self.profile, k=min(int(config.k), len(units)), stream=given_share(config), discipline=self.discipline,
+                     **self._bytes_per_param())
 
     def _solve(self, profile: Profile) -> Plan | None:
         """A plan solved from the profile, if it is the first, or worth moving states for."""
         session, config = self._session, self._session.config
-        all_states = profile.params * self._device_bytes_per_param()
-        budget = device_budget_bytes(config.gpu_states, session.table.device, all_states, self._resident_bytes())
-        stream: Stream = config.stream if config.stream == "auto" else self._given_share
+        all_states = profile.params * self._sizes.device_bytes_per_param()
+        budget = device_budget_bytes(config.gpu_states, session.table.device, all_states, self._sizes.resident_device_bytes())
+        stream: Stream = config.stream if config.stream == "auto" else given_share(config)
         within: dict[str, Any] = {
-            "budget_bytes": max(int(budget) - (self._wider_bytes() if self._may_stream else 0), 0),
+            "budget_bytes": max(int(budget) - (self._sizes.wider_bytes() if self._may_stream else 0), 0),
             "budget_counts_streamed": config.gpu_states == "auto",
-            "host_budget_bytes": self._resident_host_bytes() + host_budget_bytes(config.host_memory),
+            "host_budget_bytes": self._host_budget_bytes(),
             "guard": self._guard,
             "discipline": self.discipline,
-            **self._sizes(),
+            **self._bytes_per_param(),
         }
         try:
             if self._balances and streamed_k(profile, **within) == self.plan.k:
@@ -272,17 +237,17 @@ class Planning:
                 return None
             new = solve(profile, rule=config.planner, stream=stream if self._may_stream else 0.0, **within)
         except PlanError:
-            if self.plan.source == _FIRST:
+            if self.awaits_times:
                 raise
             return None  # the plan in force stays: memory has become too short to move to another
-        return new if self.plan.source == _FIRST else self._if_worth_it(profile, new)
+        return new if self.awaits_times else self._if_worth_it(profile, new)
 
     def _if_worth_it(self, profile: Profile, new: Plan) -> Plan | None:
         """The new plan, None where the one in force stays; what is predicted for that one is renewed."""
         session = self._session
         predicted = self._predict(profile, self.plan)
-        wanted = self.placement_of(new)
-        migration_us = self._moved_bytes(session.states.placement, wanted) * self._us_per_moved_byte(profile)
+        wanted = self.units.placement_of(new)
+        migration_us = self._sizes.moved_bytes(session.states.placement, wanted) * self._us_per_moved_byte(profile)
         steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.verdict = judge(predicted["step_us"], new.predicted["step_us"], steps_us, migration_us)
         if self.verdict.moves and wanted != session.states.placement:
@@ -313,74 +278,19 @@ class Planning:
         self.history[-1] = replace(present, predicted=predicted, inputs=present.inputs | inputs, notes=notes)
 
     def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:
-        return predict(profile, plan, self._device_bytes_per_param(), self.discipline, self._host_bytes_per_param())
+        return predict(profile, plan, discipline=self.discipline, **self._bytes_per_param())
 
-    def _sizes(self) -> dict[str, Any]:
-        return {"state_bytes_per_param": self._device_bytes_per_param(), "host_state_bytes_per_param": self._host_bytes_per_param()}
+    def _bytes_per_param(self) -> dict[str, Any]:
+        sizes = self._sizes
+        return {"state_bytes_per_param": sizes.device_bytes_per_param(), "host_state_bytes_per_param": sizes.host_bytes_per_param()}
 
-    def _moved_bytes(self, before: Sequence[Placement], after: Sequence[Placement]) -> int:
-        """Bytes of states that change sides; between CPU and STREAM they stay where they are."""
-        rows = [row for row, (b, a) in enumerate(zip(before, after, strict=True)) if (b is Placement.GPU) != (a is Placement.GPU)]
-        return self._session.states.host_bytes(rows, Placement.STREAM)
+    def _host_budget_bytes(self) -> int:
+        """What states may take on the host in all: as told, else what they take already and most of what is available."""
+        limit = self._session.config.host_memory
+        return host_budget_bytes(limit) + (self._sizes.resident_host_bytes() if limit is None else 0)
 
     def _us_per_moved_byte(self, profile: Profile) -> float:
         """As the last move took, else as gradients travel."""
         if self._move_us_per_byte is not None:
             return self._move_us_per_byte
         return (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)
-
-    def _resident_bytes(self) -> int:
-        """Device memory that states, and gradients that stay there until their update, take already."""
-        states, parameters = self._session.states, self._session.table.parameters
-        of = {place: [row for row, at in enumerate(states.placement) if at is place] for place in Placement}
-        kept = (parameters[row] for row in (*of[Placement.GPU], *of[Placement.STREAM]))
-        return states.device_bytes(of[Placement.GPU]) + sum(p.numel() * p.element_size() for p in kept)
-
-    def _resident_host_bytes(self) -> int:
-        session = self._session
-        if session.config.host_memory is not None:
-            return 0
-        placement = session.states.placement
-        return sum(session.states.host_bytes([row for row, at in enumerate(placement) if at is place], place)
-                   for place in (Placement.CPU, Placement.STREAM))
-
-    def _host_bytes_per_param(self) -> float:
-        """States on the host without slots, but for what slots have that gradients do not fill."""
-        session = self._session
-        states_bytes = session.states.host_bytes(range(len(session.table)), Placement.STREAM) + self._wider_bytes()
-        return states_bytes / sum(p.numel() for p in session.table.parameters)
-
-    def _device_bytes_per_param(self) -> float:
-        """States, and the gradient that stays on the device until its update has run."""
-        session = self._session
-        rows = range(len(session.table))
-        grads = sum(p.numel() * p.element_size() for p in session.table.parameters)
-        return (session.states.device_bytes(rows) + grads) / sum(p.numel() for p in session.table.parameters)
-
-    def _wider_bytes(self) -> int:
-        """By how much gradients of rows with 16-bit copies are larger in a slot or on the device than on their way."""
-        parameters = self._session.table.parameters
-        return sum(p.numel() * p.element_size() - self._session.states.travelling_bytes(row) for row, p in enumerate(parameters))
-
-    def _rows_of(self, unit: Unit) -> tuple[int, ...]:
-        rows = self._session.table.names
-        return tuple(rows.index(name) for name in unit.param_names)
-
-    def _unit(self, index: int, number: int) -> Unit:
-        session = self._session
-        unit = session.units[number]
-        parameters = [session.table.parameters[row] for row in unit.rows]
-        flops = {"forward": 0.0, "backward": 0.0}
-        for graph in session.capture.graphs if hasattr(session, "capture") else ():
-            if graph.kind in flops:
-                flops[graph.kind] = max(flops[graph.kind], graph.unit_flops.get(number, 0.0))
-        return Unit(
-            index=index,
-            name=unit.name or "(model)",
-            params=sum(p.numel() for p in parameters),
-            param_names=tuple(session.table.names[row] for row in unit.rows),
-            param_numels=tuple(p.numel() for p in parameters),
-            grad_bytes=sum(map(session.states.travelling_bytes, unit.rows)),
-            forward_flops=flops["forward"],
-            backward_flops=flops["backward"],
-        )

@@ -104,7 +104,7 @@ class Session:
         copies = self.copies if self.engine.takes_copies and wanted else None
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self._plain_weights, self._clock.phase,
                                     copies, self.config.dump)
-        self.capture = self.graphs.capture
+        self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
 
@@ -243,7 +243,7 @@ class Session:
     def _at_full_speed(self) -> bool:
         """Whether the plan in force is one to stay with, and the cold steps are behind."""
         cold_steps = self.planning.steps_to_measure - self.config.warmup_steps
-        return self.steps_done >= cold_steps and self.planning.plan.source != "first steps"
+        return self.steps_done >= cold_steps and not self.planning.awaits_times
 
     @property
     def startup(self) -> Startup:
@@ -294,7 +294,7 @@ class Session:
         self.follow_written_weights()  # or a master that moves to the device would be written over them
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
         self.nodes.gradients.let_go_of_all()
-        wanted = self.planning.placement_of(plan)
+        wanted = self.planning.units.placement_of(plan)
         if wanted != self.states.placement:
             self.resources.announce(wanted)
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken

@@ -190,7 +190,7 @@ def test_shares_move_towards_the_kind_that_ends_early(
     assert seen[-1] > 0.5 if grows else seen[-1] < 0.5
     assert seen == sorted(seen, reverse=not grows)
     assert any(note.startswith("the streamed share was balanced") for note in planning.plan.notes)
-    assert planning.placement_of(planning.plan) == twins.session.states.placement
+    assert planning.units.placement_of(planning.plan) == twins.session.states.placement
     assert Placement.GPU not in twins.session.states.placement
 
 
