@@ -138,6 +138,10 @@ AT_REST: Final = AdamScalars(1.0, l2=0.0, lerp=0.0, beta2=1.0, one_minus_beta2=0
 """Of a step that changes nothing: of rows that another optimizer updates."""
 
 
+# Of one pass on a CPU: temporaries of more are pages that the system hands out anew each time (4.5 M at once: 154 ns a parameter, 28 so).
+_BLOCK_PARAMS = 256 << 10
+
+
 def adamw_(
     grad: torch.Tensor,  # [n] fp32, bf16 or fp16
     master: torch.Tensor,  # [n] fp32, in place, as are m, v and vmax
@@ -148,6 +152,22 @@ def adamw_(
     out: torch.Tensor | None = None,  # [n] the new weight, rounded to nearest even; may be the memory of grad
 ) -> None:
     """One step, one torch op per rounding, on any device: the readable and slow form of csrc/adamw.h, with the same bits."""
+    at_once = _BLOCK_PARAMS if grad.device.type == "cpu" else max(grad.numel(), 1)
+    for begin in range(0, grad.numel(), at_once):
+        block = slice(begin, begin + at_once)
+        largest, rounded = (None if tensor is None else tensor[block] for tensor in (vmax, out))
+        _adamw_block(grad[block], master[block], m[block], v[block], largest, scalars, rounded)
+
+
+def _adamw_block(
+    grad: torch.Tensor,
+    master: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    vmax: torch.Tensor | None,
+    scalars: AdamScalars,
+    out: torch.Tensor | None,
+) -> None:
     s, flags = scalars, AdamFlag(scalars.flags)
     g = _read_gradient(grad, s)
     master.mul_(s.decay)
