@@ -2,8 +2,8 @@
 
     python docs/compare_predictions.py [file.md]
 
-The measured figures are those of docs/measurements.md; k and the streamed share are taken from there, all else from the named device
-`h200`.
+The measured figures are those of docs/measurements.md and docs/earlier_runs.md; k and the streamed share are taken from there, all
+else from the named device `h200`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HEADS = ("run", "what", "k", "streamed", "measured, s", "predicted, s", "error",
          "error")
 TEXT = """# Predictions beside measurements
 
-Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md), one H200, bf16, 4 x 2048 tokens unless
-said; runs were on different machines of that kind. Predicted: the named device `h200` and nothing of the run, for the k and the
-streamed share (of what is not resident) that the run had.
+Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md) and [earlier_runs.md](earlier_runs.md), one
+H200, bf16, 4 x 2048 tokens unless said; runs were on different machines of that kind. Predicted: the named device `h200` and nothing of
+the run, for the k and the streamed share (of what is not resident) that the run had.
 Host GB measured is the whole process (RSS, 1.6 GB of it Python and torch), predicted states and slots.
 
 """
@@ -62,7 +62,7 @@ DISCIPLINES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of docs/measurements.md: the run's letter, the step in seconds, peak device memory and resident host memory in GB."""
+    """One row that was measured: the run's letter, the step in seconds, peak device memory and resident host memory in GB."""
 
     run: str
     what: str
