@@ -143,7 +143,7 @@ _BLOCK_PARAMS = 256 << 10
 
 
 def adamw_(
-    grad: torch.Tensor,  # [n] fp32, bf16 or fp16
+    grad: torch.Tensor,  # [n] (or any shape, all the same) fp32, bf16 or fp16
     master: torch.Tensor,  # [n] fp32, in place, as are m, v and vmax
     m: torch.Tensor,
     v: torch.Tensor,
@@ -152,9 +152,10 @@ def adamw_(
     out: torch.Tensor | None = None,  # [n] the new weight, rounded to nearest even; may be the memory of grad
 ) -> None:
     """One step, one torch op per rounding, on any device: the readable and slow form of csrc/adamw.h, with the same bits."""
-    at_once = _BLOCK_PARAMS if grad.device.type == "cpu" else max(grad.numel(), 1)
-    for begin in range(0, grad.numel(), at_once):
-        block = slice(begin, begin + at_once)
+    if grad.device.type != "cpu" or grad.dim() != 1:
+        return _adamw_block(grad, master, m, v, vmax, scalars, out)
+    for begin in range(0, grad.numel(), _BLOCK_PARAMS):
+        block = slice(begin, begin + _BLOCK_PARAMS)
         largest, rounded = (None if tensor is None else tensor[block] for tensor in (vmax, out))
         _adamw_block(grad[block], master[block], m[block], v[block], largest, scalars, rounded)
 
