@@ -35,6 +35,7 @@ from .test_placements import plan_of
 
 _TOKENS, _WIDTH = 2800, 24  # the head is large enough for updates on guessed factors
 _COMPARE_EVERY = 50  # steps; comparing waits for all updates
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torch.float32}  # of training: the parameters' dtype
 
 
 class Soaked(nn.Module):
@@ -262,13 +263,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Random steps of a random loop beside the plain loop, bit for bit.")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "autocast"), nargs="*",
-                        default=["float32", "bfloat16", "autocast"])
+    parser.add_argument("--dtype", choices=list(KINDS), nargs="*", default=list(KINDS), help="autocast: fp32 under autocast to bf16")
     of = parser.parse_args()
     torch.set_num_threads(1)
     failed = False
     for name in of.dtype:
-        soak = Soak(getattr(torch, name, torch.float32), of.seed, autocast=name == "autocast")
+        soak = Soak(KINDS[name], of.seed, autocast=name == "autocast")
         used = soak.run(of.steps)
         counts = soak.twins.session.engine.early_counts()
         soak.close()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from .soak import Soak, Usage
+from .soak import KINDS, Soak, Usage
 
 pytestmark = pytest.mark.fused_kernels
 
 
-def test_random_steps_in_lockstep_with_the_plain_loop() -> None:
+@pytest.mark.parametrize("kind", ["float32", "autocast"])
+def test_random_steps_in_lockstep_with_the_plain_loop(kind: str) -> None:
     """After some steps of a random loop with delays in every stage all bits are the plain loop's, and no thread is left over."""
-    soak = Soak(torch.float32, seed=3)
+    soak = Soak(KINDS[kind], seed=3, autocast=kind == "autocast")
     soak.run(10)
     threads = Usage.now().threads
     soak.run(50)
