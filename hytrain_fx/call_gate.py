@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from hytrain_fx.session import Session
+
+class Gated(Protocol):
+    """What is told of each call: the session of the compiled model."""
+
+    def must_capture_anew(self) -> bool: ...
+    def enter_forward(self) -> None: ...
+    def leave_forward(self) -> None: ...
 
 
 class CallGate:
@@ -17,7 +22,7 @@ class CallGate:
     compile_call    makes the compiled call, anew each time
     """
 
-    def __init__(self, compile_call: Callable[[], Callable[..., Any]], session: Session) -> None:
+    def __init__(self, compile_call: Callable[[], Callable[..., Any]], session: Gated) -> None:
         self._compile_call = compile_call
         self._compiled = compile_call()
         self.session = session
@@ -25,7 +30,7 @@ class CallGate:
     # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own would have none of our nodes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.session.graphs.must_capture_anew():
+        if self.session.must_capture_anew():
             self._compiled = self._compile_call()
         self.session.enter_forward()
         try:

@@ -12,33 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from hytrain_fx.torch_private import asked_by_grad_scaler, get_grad, has_step_hooks, private_function
 
-if TYPE_CHECKING:
-    from hytrain_fx.optimizer import OffloadedOptimizer
-
 _foreach_mul_: Final = private_function("_foreach_mul_")
 _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")
 
 
-def steps_without_wait(optimizer: OffloadedOptimizer) -> bool:
-    """Whether GradScaler may call step() for a step that is to be left out.
+def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether GradScaler may call step() for a step that is to be left out, with an engine that can leave it out.
 
     Not where somebody would see that call: through a hook, or a `step` of their own in the place of ours (a scheduler's only counts).
     Others than GradScaler that ask (Lightning, whether gradients must be unscaled before clipping) want to do that themselves.
     """
     own = vars(optimizer).get("step")
     is_watched = own is not None and not hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__func__", None) is not type(optimizer).step
-    return optimizer.session.engine.can_skip and not is_watched and not has_step_hooks(optimizer) and asked_by_grad_scaler()
+    return not is_watched and not has_step_hooks(optimizer) and asked_by_grad_scaler()
 
 
 @contextmanager
-def left_by_scaler(optimizer: OffloadedOptimizer) -> Iterator[torch.Tensor | None]:
-    """Scale the gradients as GradScaler asks, and give what says whether this step is left out; None without GradScaler.
+def left_by_scaler(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[torch.Tensor | None]:
+    """Scale the gradients as GradScaler asks, and give what says, on `device`, whether this step is left out; None without GradScaler.
 
     Raises ValueError for fp16 gradients that are still scaled, as `unscale_` does, and AssertionError where there is no gradient, as
     GradScaler does. It takes back what it left only if step() returns, so an error here does.
@@ -51,7 +48,7 @@ def left_by_scaler(optimizer: OffloadedOptimizer) -> Iterator[torch.Tensor | Non
         if found_inf is None:
             yield None
         elif isinstance(found_inf, torch.Tensor):
-            yield found_inf.detach().reshape(()).to(optimizer.session.table.device, torch.float32, non_blocking=True)
+            yield found_inf.detach().reshape(()).to(device, torch.float32, non_blocking=True)
         else:
             raise AssertionError("No inf checks were recorded for this optimizer.")
     except BaseException:
@@ -61,7 +58,7 @@ def left_by_scaler(optimizer: OffloadedOptimizer) -> Iterator[torch.Tensor | Non
 
 
 @torch.no_grad()
-def _unscale(optimizer: OffloadedOptimizer, grad_scale: torch.Tensor) -> None:
+def _unscale(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor) -> None:
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

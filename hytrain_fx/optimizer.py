@@ -40,13 +40,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
-        with left_by_scaler(self) as found_inf:
+        with left_by_scaler(self, self.session.table.device) as found_inf:
             self.session.step(found_inf)
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return steps_without_wait(self)
+        return self.session.engine.can_skip and steps_without_wait(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

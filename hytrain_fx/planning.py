@@ -5,40 +5,65 @@ where later measurements show that moving states pays (`cost_model/replan.py`).
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from hytrain_fx import layers
 from hytrain_fx.balancing import Balancing
+from hytrain_fx.config import Config
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.inputs import inputs_of
+from hytrain_fx.cost_model.measure import StepMarks
 from hytrain_fx.cost_model.planner import GUARD, Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard, repays
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError, UnsupportedError
 from hytrain_fx.first_plan import FIRST_STEPS, fixed_plan, given_share, plan_until_measured
+from hytrain_fx.foresight import Foresight
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import streamed_state_bytes
 from hytrain_fx.model_units import ModelUnits
+from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
+from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
+from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.state_sizes import StateSizes
+from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.step_times import StepReader
-
-if TYPE_CHECKING:
-    from hytrain_fx.session import Session
 
 # The first step compiles, the second is still cold: neither is measured.
 _COLD_STEPS = 2
 _AGAIN = "looked at again after"  # begins the note about the last decision
 
 
+class Planned(Protocol):
+    """What planning reads and asks of the session whose plans it makes."""
+
+    config: Config
+    table: ParameterTable
+    units: tuple[layers.Unit, ...]
+    engine: Engine
+    states: StateStore
+    nodes: SessionNodes
+    marks: StepMarks
+    foresight: Foresight
+    steps_done: int
+    step_us: deque[float]
+
+    def drain(self) -> None: ...
+    def place(self, plan: Plan) -> None: ...
+    def probe_device_update_us_per_param(self) -> float: ...
+
+
 class Planning:
     """The plans of one session: which is in force, what it was made from, when the next is due."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Planned) -> None:
         self._session = session
         self.units = ModelUnits(session.table, session.units, session.states)
         self._sizes = StateSizes(session.table.parameters, session.states)

@@ -173,6 +173,10 @@ class Session:
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
 
+    def must_capture_anew(self) -> bool:
+        """Whether the call to come needs graphs other than those that there are."""
+        return self.graphs.must_capture_anew()
+
     def before_eager_code(self) -> None:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
         self.engine.wait(self._all_rows)
@@ -333,4 +337,5 @@ class Session:
 def find_session(model: nn.Module) -> Session | None:
     """The session of a compiled model, None where it has none."""
     gate = compiled_call(model)
-    return gate.session if isinstance(gate, CallGate) else None
+    session = gate.session if isinstance(gate, CallGate) else None
+    return session if isinstance(session, Session) else None

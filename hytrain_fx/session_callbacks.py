@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from hytrain_fx.ops import NODES
 from hytrain_fx.runtime.engine import Engine
-
-if TYPE_CHECKING:
-    from hytrain_fx.session import Session
+from hytrain_fx.step_nodes import SessionNodes
 
 
-def touch_of(session: weakref.ref[Session]) -> Callable[[nn.Parameter], None]:
+class Called(Protocol):
+    """What the callbacks reach of a session."""
+
+    nodes: SessionNodes
+    eager_rows: set[int]
+
+    def touch(self, parameter: nn.Parameter) -> None: ...
+
+
+def touch_of(session: weakref.ref[Called]) -> Callable[[nn.Parameter], None]:
     """What a guarded parameter calls when eager code reaches it."""
 
     def on_touch(parameter: nn.Parameter) -> None:
@@ -28,7 +35,7 @@ def touch_of(session: weakref.ref[Session]) -> Callable[[nn.Parameter], None]:
     return on_touch
 
 
-def eager_gradient_of(session: weakref.ref[Session], row: int) -> Callable[[torch.Tensor], None]:
+def eager_gradient_of(session: weakref.ref[Called], row: int) -> Callable[[torch.Tensor], None]:
     """What autograd calls when it has added to a parameter's `.grad`."""
 
     def on_gradient(parameter: torch.Tensor) -> None:
