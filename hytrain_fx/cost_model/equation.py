@@ -115,7 +115,7 @@ class Balance:
     def solve(self) -> int:
         """The k in 0..n with the smallest T_upd, the smaller one on a tie: binary search for the first phi >= 0."""
         crossing = bisect_left(range(self.n + 1), 0.0, key=self.phi_us)
-        return better_neighbour(min(crossing, self.n), self.update_us)
+        return cheapest(min(crossing, self.n), self.update_us)
 
     @functools.cached_property
     def _gpu_prefix(self) -> list[float]:
@@ -126,6 +126,9 @@ class Balance:
         return list(accumulate(reversed(self.cpu_us), initial=0.0))[::-1]
 
 
-def better_neighbour(crossing: int, cost_us: Callable[[int], float]) -> int:
-    """The cheaper of `crossing - 1` and `crossing`, the former on a tie: it needs less device memory."""
-    return min(range(max(crossing - 1, 0), crossing + 1), key=cost_us)
+def cheapest(crossing: int, cost_us: Callable[[int], float]) -> int:
+    """Where a cost that does not rise before `crossing` and does not fall behind it is least; of equals the first, which needs the least
+    device memory.
+    """
+    best = min(range(max(crossing - 1, 0), crossing + 1), key=cost_us)
+    return bisect_left(range(best), True, key=lambda k: cost_us(k) <= cost_us(best))

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.equation import better_neighbour
+from hytrain_fx.cost_model.equation import cheapest
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.ir.profile import Profile
 
@@ -102,7 +102,7 @@ class Windows:
     def solve(self) -> int:
         """The k in 0..n that exposes least, the smaller one on a tie."""
         crossing = bisect_left(range(self.n + 1), 0.0, key=lambda k: self.device_us(k) - self._overrun_us(k))
-        return better_neighbour(min(crossing, self.n), self.exposed_us)
+        return cheapest(min(crossing, self.n), self.exposed_us)
 
     def _overrun_us(self, k: int) -> float:
         rows = (demand - window for resource, cost in self.costs_us.items()

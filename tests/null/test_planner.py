@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.pieces import pieces_of
@@ -62,6 +62,8 @@ def test_a_headline_tells_of_a_unit_that_is_partly_on_the_device() -> None:
 
 
 @given(profile=profiles())
+@example(profile=profile_of([unit(i, params=1, forward=1.0, backward=1.0, cpu=0.0, gpu=float(i == 1), d2h=0.0, h2d=5.0 * (i == 2))
+                             for i in range(3)]))  # all k expose 1 us
 @settings(deadline=None)
 def test_windowed_is_the_best_prefix_of_its_closed_form(profile: Profile) -> None:
     """The windowed k exposes least of all k, and is the smallest such k."""
