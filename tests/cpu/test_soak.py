@@ -6,8 +6,6 @@ import pytest
 
 from .soak import KINDS, Soak, Usage
 
-pytestmark = pytest.mark.fused_kernels
-
 
 @pytest.mark.parametrize("kind", ["float32", "autocast"])
 def test_random_steps_in_lockstep_with_the_plain_loop(kind: str) -> None:
