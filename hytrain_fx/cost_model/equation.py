@@ -131,4 +131,5 @@ def cheapest(crossing: int, cost_us: Callable[[int], float]) -> int:
     device memory.
     """
     best = min(range(max(crossing - 1, 0), crossing + 1), key=cost_us)
-    return bisect_left(range(best), True, key=lambda k: cost_us(k) <= cost_us(best))
+    least_us = cost_us(best)
+    return bisect_left(range(best), True, key=lambda k: cost_us(k) <= least_us)

@@ -16,23 +16,24 @@ import torch
 from hytrain_fx.errors import EngineError
 
 STILL_S = 600.0  # nothing is written for minutes while one source compiles on a busy machine
+_POLL_S = 0.2
 
 
-def wait_for_build(extension: str, still_s: float = STILL_S, poll_s: float = 0.2) -> None:
+def wait_for_build(extension: str) -> None:
     """Returns when no other process builds `extension`.
 
-    Raises EngineError naming the lock where nothing in the build's folder has changed for `still_s` seconds.
+    Raises EngineError naming the lock where nothing in the build's folder has changed for STILL_S seconds.
     """
     folder = _build_folder(extension)
     lock = folder / "lock"
     while lock.exists():
         unchanged_s = time.time() - _last_change_s(folder)
-        if unchanged_s > still_s:
+        if unchanged_s > STILL_S:
             raise EngineError(
                 f"{lock} says that another process builds {extension}, but nothing there has changed for {unchanged_s:.0f} s: "
                 "a build that was killed leaves it behind. Remove that file if no build runs, or use engine='native' or 'torch'"
             )
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
 
 
 def _build_folder(extension: str) -> Path:
