@@ -17,7 +17,6 @@ _MOST_PATIENCE = 64  # steps between two looks, after changes that were refused
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
 _LEAST_MOVED = 0.5  # of the change that is wanted: whole parameters may give less, as another choice of them with the same sum
-_LATE = 0.02  # of a step: a CPU that ends so much later lets the launching thread run ahead, if anything does
 _PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the CPU's rate, says when its updates end
 
 
@@ -27,10 +26,8 @@ class Balancing:
     A share that is to go back where it came from was moved by noise, and each move holds a step up: the tolerance doubles then, until a
     plan with another k comes. A CPU that ends last though it has paused for gradients gives nothing away: less work would not end sooner.
 
-    Streamed updates are to end before the CPU's by the time that launching takes, which is hidden then. Where the CPU ended so much later
-    and the launching thread did not run ahead (the loop waits for the device between forward and backward), both are to end together.
-
-    runs_ahead   whether it does, as far as was seen
+    runs_ahead   whether the launching thread does (it does not where the loop waits for the device between forward and backward), as far
+                 as was seen
     """
 
     def __init__(self) -> None:
@@ -71,11 +68,12 @@ class Balancing:
         self._not_looked_at = 0
         seen = [(ends.cpu_us, ends.streamed_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
-        share, launching_us = streamed_share(plan), self._launching_us(step_us)
-        wanted = balanced_share(share, seen, step_us, self._tolerance, launching_us)
+        self.runs_ahead = any(ends.ahead > 0 for ends in self._ends)
+        share = streamed_share(plan)
+        wanted = balanced_share(share, seen, step_us, self._tolerance)
         if wanted is not None and (wanted - share) * self._last_change < 0:
             self._tolerance = min(2 * self._tolerance, _WIDEST)
-            wanted = balanced_share(share, seen, step_us, self._tolerance, launching_us)
+            wanted = balanced_share(share, seen, step_us, self._tolerance)
         if wanted is None or (wanted > share and pauses > _PAUSES):
             return None
         why = balance_reason(seen, steps_done)
@@ -85,10 +83,3 @@ class Balancing:
         self._last_change = wanted - share
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]
         return replace(new, notes=(*notes, f"{_NOTE} from {share:.0%} to {streamed_share(new):.0%}: {why}"))
-
-    def _launching_us(self, step_us: float) -> float:
-        """What launching takes, as far as updates by the CPU can hide it."""
-        late = [ends.ahead > 0 for ends in self._ends if ends.cpu_us - ends.streamed_us > _LATE * step_us]
-        if len(late) > len(self._ends) / 2 and not any(late):
-            self.runs_ahead = False
-        return statistics.median(ends.launching_us for ends in self._ends) if self.runs_ahead else 0.0

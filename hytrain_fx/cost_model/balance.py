@@ -7,9 +7,6 @@ every step:
     y' = y + (t_cpu - t_streamed) / (t_cpu / (1 - y) + t_streamed / y)
 
 is where both would end together at the rates that they had. y is the streamed share of the parameters that rest on the host.
-
-Where the launching thread runs ahead of the last updates by the CPU (but not of streamed ones), it launches the next backward meanwhile:
-then streamed updates had better end by the time t_launching before those by the CPU, with t_streamed + t_launching in the numerator.
 """
 
 from __future__ import annotations
@@ -37,19 +34,16 @@ def streamed_share(plan: Plan) -> float:
     return streamed / (streamed + by_cpu) if streamed else 0.0
 
 
-def balanced_share(
-    share: float, ends_us: Sequence[tuple[float, float]], step_us: float, tolerance: float = TOLERANCE, launching_us: float = 0.0
-) -> float | None:
-    """The share under which both kinds of update end together, or streamed ones so much earlier; None where they do already.
+def balanced_share(share: float, ends_us: Sequence[tuple[float, float]], step_us: float, tolerance: float = TOLERANCE) -> float | None:
+    """The share under which both kinds of update end together; None where they do already.
 
     share      the share 0 < y < 1 of the steps that were seen
     ends_us    of each step: when its last CPU update and its last streamed update ended, from the commit on
     step_us    length of a step
     tolerance  share of a step by which the ends may differ; they may by what the steps' scatter explains, too
-    launching_us   what streamed updates should end earlier
     """
     cpu_us, streamed_us = _medians(ends_us)
-    late_us = cpu_us - streamed_us - launching_us
+    late_us = cpu_us - streamed_us
     noise_us = standard_error([cpu_us - streamed_us for cpu_us, streamed_us in ends_us], len(ends_us))
     if abs(late_us) <= max(tolerance * step_us, _SURE * noise_us):
         return None

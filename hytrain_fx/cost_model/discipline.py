@@ -27,8 +27,8 @@ class Discipline:
     early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their weights travel behind it all the same
     early_weights   with commit_at "backward_end", which is then when the factors are known, as those of clipping: weights of early updates
                     travel from when step() is called, at the profile's time
-    runs_ahead      the launching thread need not wait for updates by the CPU, but for streamed ones to be on their way: the step is
-                    committed when that and the profile's `launching_us` are over
+    runs_ahead      the launching thread need not wait for updates, but for gradients to be on the host: the step is committed when that
+                    and the profile's `launching_us` are over
     """
 
     order: Order = "edf"

@@ -55,8 +55,8 @@ def _played(profile: Profile, plan: Plan, discipline: Discipline) -> Schedule:
 
 
 def _passed_us(schedule: Schedule) -> float:
-    """When the launching thread has passed the last wait, if it does not wait for updates by the CPU."""
-    kinds = (TaskKind.BACKWARD, TaskKind.D2H, TaskKind.STREAM_IN)
+    """When the launching thread has passed the last wait, if it does not wait for updates."""
+    kinds = (TaskKind.BACKWARD, TaskKind.D2H)
     return max(i.end_us for i in schedule.intervals if i.task.kind in kinds)
 
 

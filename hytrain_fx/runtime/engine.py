@@ -172,6 +172,7 @@ class FinishTimes:
     launching_us    what the launching thread then took from its last wait to the next commit, without what held it up (a full queue);
                     0 where the loop waited for the device before the commit
     ahead           gradients that it had sent on their way by then though their rows' updates had not ended
+    at_once         parameters whose updates stood on the lane to the device together, as the rest of the step, which it did not wait for
     """
 
     cpu_us: float = 0.0
@@ -179,6 +180,7 @@ class FinishTimes:
     cpu_paused_us: float = 0.0
     launching_us: float = 0.0
     ahead: int = 0
+    at_once: int = 0
 
 
 def engine_error(message: str, names: Sequence[str]) -> EngineError:

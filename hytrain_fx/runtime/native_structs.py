@@ -81,7 +81,10 @@ class CCommitItem(Structure):
 class CFinishTimes(Structure):
     """`engine.FinishTimes`."""
 
-    _fields_ = [*((name, c_double) for name in ("cpu_us", "streamed_us", "cpu_paused_us", "launching_us")), ("ahead", c_int64)]
+    _fields_ = [
+        *((name, c_double) for name in ("cpu_us", "streamed_us", "cpu_paused_us", "launching_us")),
+        *((name, c_int64) for name in ("ahead", "at_once")),
+    ]
 
 
 class CTaskRecord(Structure):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,6 +46,7 @@ class EngineLoop:
     weights: list[torch.Tensor] = field(default_factory=list)
     reference: list[RowStates] = field(default_factory=list)
     step_count: int = 0
+    launching_s: float = 0.0  # that the launching of each row on the host takes longer
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -85,6 +87,7 @@ class EngineLoop:
             self.engine.arm_reload([row])
             if read_late:
                 assert torch.equal(self.weights[row], before[row]), "a weight was overwritten before its release"
+            time.sleep(self.launching_s)
             self.engine.release([row])
         self.engine.arm_gpu(rows)
         items = [] if ahead else [CommitItem(row, scalars) for row in hosted]

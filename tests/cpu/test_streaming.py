@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hytrain_fx.errors import EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, Stage
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, STAGING_SLOTS, CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.split_master import copy_states, whole_states
 from hytrain_fx.runtime.torch_engine import TorchEngine
@@ -84,6 +84,24 @@ def test_drain_waits_for_the_states_of_a_row_whose_weight_was_waited_for() -> No
         engine.wait([0])
         engine.drain([0])
         assert torch.equal(engine._states[0].exp_avg, loop.reference[0].exp_avg)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rest_of_a_step_is_put_on_the_lane_at_once(dtype: torch.dtype) -> None:
+    """Streamed updates that take no longer than launching a backward are not waited for: more of them than there are staging slots, with
+    a slow way home, are on their way as soon as somebody waits. Not so while it is unknown how long launching takes.
+    """
+    hosted, streamed = 40, 18
+    with running() as engine:
+        loop = EngineLoop(engine, (17,) * hosted + (100_000,) * streamed, dtype, streamed=frozenset(range(hosted, hosted + streamed)))
+        engine.set_delay(Stage.STREAM_OUT, 20_000)
+        loop.step()
+        loop.launching_s = 0.004  # of a unit
+        loop.step()
+        assert engine.finish_times().at_once <= 17 * hosted
+        loop.step()
+        assert engine.finish_times().at_once >= 100_000 * (streamed - STAGING_SLOTS)
+        loop.check()
 
 
 def test_amsgrad_keeps_its_maximum() -> None:

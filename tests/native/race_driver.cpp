@@ -122,7 +122,8 @@ class Run {
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
     for (TrainedRow& row : rows_) compare_states(row);
-    std::printf("gradients on their way before their rows' updates had ended %lld\n", static_cast<long long>(ahead_));
+    std::printf("gradients on their way before their rows' updates had ended %lld; parameters of updates that were put on the lane at once %lld\n",
+                static_cast<long long>(ahead_), static_cast<long long>(at_once_));
     if (step_ >= 1000 && ahead_ == 0 && !half_on_host_) std::exit((std::fprintf(stderr, "race_driver: the launching thread never ran ahead\n"), 1));
     GuessCounts counts{};
     check(hytrain_guess_counts(engine_, &counts));
@@ -528,6 +529,7 @@ class Run {
     FinishTimes times{};
     check(hytrain_finish_times(engine_, &times));
     ahead_ += times.ahead;
+    at_once_ += times.at_once;
   }
 
   void compare_states(const TrainedRow& row) const {
@@ -562,7 +564,7 @@ class Run {
   int absent_ = -1;
   bool scales_ = true, speculates_ = true, in_doubt_ = false, skips_ = false;
   size_t step_ = 0;
-  int64_t ahead_ = 0;
+  int64_t ahead_ = 0, at_once_ = 0;
   std::deque<TrainedRow> rows_;
   bool runs_ahead_ = false;
   WorkQueue compute_;

@@ -61,26 +61,6 @@ def test_ends_that_scatter_more_than_they_differ_move_nothing(share: float, scat
     assert balanced_share(share, ends(scatter), 1e5) is None
 
 
-@given(cpu_rate=st.floats(0.3, 3), stream_rate=st.floats(0.3, 3), launching=st.floats(0.05, 0.2))
-def test_launching_that_updates_by_the_cpu_can_hide_is_hidden(cpu_rate: float, stream_rate: float, launching: float) -> None:
-    """Where a step ends with the CPU's updates, or when streamed ones have ended and launching is done, rounds make it shorter."""
-
-    def ends_us(share: float) -> tuple[float, float]:
-        return 1e6 * (1 - share) / cpu_rate, 1e6 * share / stream_rate
-
-    launching_us = launching * 1e6 / (cpu_rate + stream_rate)
-    together = share = stream_rate / (cpu_rate + stream_rate)
-    for _ in range(12):
-        found = balanced_share(share, [ends_us(share)] * 4, max(ends_us(share)), launching_us=launching_us)
-        if found is None:
-            break
-        assert found < share
-        share = found
-    steps_us = [max(cpu_us, streamed_us + launching_us) for cpu_us, streamed_us in (ends_us(together), ends_us(share))]
-    assert steps_us[1] <= steps_us[0]
-    assert share < together or launching < 0.04
-
-
 @given(sizes=SIZES, k=st.integers(0, 3), before=SHARE, share=st.floats(0, 1))
 def test_the_new_plan_streams_the_share(sizes: list[list[int]], k: int, before: float, share: float) -> None:
     """It tiles the units, leaves what is on the device there, and of every prefix streams the share to within one parameter."""

@@ -10,7 +10,7 @@
 //   lander   its D2H event has passed      -> landed
 //   workers  landed, armed, factors known  -> updated     lowest unit first; factors may be guessed (engine_guess.cpp)
 //   uploader updated, armed, released      -> issued      lowest unit first, a bounded number of bytes in flight
-// The last ones may be issued before they are updated, behind a flag that the update raises (engine_flagged.cpp).
+// The rest of a step is issued at once, what is yet to be updated behind flags that the updates raise (engine_flagged.cpp).
 // A PENDING row placed on the device is one kernel on the update lane, behind its gradient and its last reader.
 // A PENDING row that is streamed goes, chunk by chunk, through the uploader's: states in, kernel as above, states out.
 #pragma once
@@ -195,6 +195,7 @@ class Engine {
   struct StagingSlot {
     std::array<float*, 4> at{};
     EventPtr stored;  // the slot is free after it
+    uint64_t visit = 0;  // number of the last
   };
 
   static bool known_now(const CommitItem& item, const void* const* factors);
@@ -257,10 +258,25 @@ class Engine {
   void count_early(const Row& row, int64_t params, bool again);
   void count_landed(const Row& row);
   void count_waiting(const Row& row);
+  struct InFlight {  // on the lane to the device, in its order
+    EventPtr end;
+    int64_t bytes;
+    EventPtr begin;  // while recording
+  };
+  struct Upload {
+    int row = -1, chunk = 0;
+    bool streamed = false;
+    StagingSlot* slot = nullptr;
+    bool ahead = false;
+    bool flagged = false;
+  };
   // engine_flagged.cpp
-  bool may_flag();
+  bool may_send_rest();
+  bool streams_long() const;
   static bool may_flag_row(const Row& row);
-  void send_flagged(std::unique_lock<std::mutex>& lock);
+  std::vector<Upload> take_rest();
+  bool send_rest(std::unique_lock<std::mutex>& lock);
+  void follow(Event& last, uint64_t commit, std::unique_lock<std::mutex>& lock);
   void end_flagged_chunk(Row& row, Chunk& chunk);
   void end_flagged(std::unique_lock<std::mutex>& lock);
   void raise_all_flags();
@@ -273,17 +289,6 @@ class Engine {
   void bring_home(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
   void carry_all_home(std::unique_lock<std::mutex>& lock);
   void carry_home(std::unique_lock<std::mutex>& lock);  // one piece
-  struct InFlight {  // on the lane to the device, in its order
-    EventPtr end;
-    int64_t bytes;
-    EventPtr begin;  // while recording
-  };
-  struct Upload {
-    int row = -1, chunk = 0;
-    bool streamed = false;
-    StagingSlot* slot = nullptr;
-    bool ahead = false;
-  };
   const Key* next_of(const std::set<Key>& keys) const;
   Upload next_upload();
   InFlight issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock);
@@ -294,6 +299,7 @@ class Engine {
   InFlight stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock);
   int next_streamed(bool& ready);
   StagingSlot* free_staging_slot();
+  StagingSlot* next_staging_slot();
   void land();
   void work(int index);
   void upload();
@@ -322,7 +328,9 @@ class Engine {
   std::vector<StagingSlot> staging_;
   int waiting_ = 0;       // threads in wait()
   int flagged_rows_ = 0;  // with chunks whose copies stand behind flags
-  uint64_t commits_ = 0, issues_ = 0, fetch_count_ = 0;
+  int64_t streaming_params_ = 0, streamed_params_ = 0;  // of the last commit: streamed ones in all, and those that were sent on their way
+  bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
+  uint64_t commits_ = 0, issues_ = 0, visits_ = 0, fetch_count_ = 0;
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
   EventPtr last_fetch_;
   std::vector<char*> shadows_;  // free slots
@@ -343,6 +351,7 @@ class Engine {
   double commit_us_ = 0;      // of the last commit
   double passed_us_ = 0, launched_us_ = 0;  // when the last wait() for an update returned, and when it or the last release() after it was called
   double launching_us_ = 0;                 // from the one to the other, without what the launching thread was held up for
+  double last_launching_us_ = 0;            // FinishTimes::launching_us of the last commit
   FinishTimes finish_{}, last_finish_{};  // of the last commit, as far as it has come; of the one before
   double first_update_us_ = 0, workers_busy_us_ = 0;  // since the last commit: begin of the first update by the CPU, workers' time over their number
   std::vector<LaneRecord> lane_records_;

@@ -1,6 +1,7 @@
 // What step() calls: hyper-parameters fixed, updates let go.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "engine.h"
 
@@ -27,8 +28,11 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) {
     finish_.launching_us = launching_us_ + launched_since(called_us);
   }
+  last_launching_us_ = finish_.launching_us;
+  if (following_) finish_.streamed_us = called_us - commit_us_;  // it has not ended yet
   last_finish_ = have_ended() ? finish_ : FinishTimes{};
   finish_ = {};
+  streaming_params_ -= std::exchange(streamed_params_, 0);
   first_update_us_ = workers_busy_us_ = 0;
   commit_us_ = device_->now_us();
   early_.host_params = early_.landed_params = early_.waiting_params = early_.guessed_params = 0;
@@ -193,6 +197,7 @@ void Engine::commit_streamed(const CommitItem& item, const EventPtr& end, const 
   if (item.at_end || !row.ready || skip) row.ready = end;
   row.issued = row.streamed = 0;
   streaming_.insert({row.spec.unit, item.row, 0});
+  streaming_params_ += row.spec.numel;
 }
 
 void Engine::take_factors(Row& row, const float* slots, bool skipped) {

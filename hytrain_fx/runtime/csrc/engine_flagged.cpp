@@ -1,9 +1,10 @@
-// New weights that stand on the lane to the device before they are updated, each chunk behind a flag that its update raises.
+// The rest of a step, put on the lane to the device at once: new weights that are yet to be updated, each chunk behind a flag that its update
+// raises, and states of streamed rows, each visit behind the one that leaves the staging memory it takes.
 //
 // The launching thread can leave wait() only when the copies of a row's new weight are on the lane: there is nothing to make the compute stream
-// wait for before. So after the last wait() of a forward it launches a whole backward while every worker is idle, and only then step() gives them
-// work. When the lane has nothing else to carry, it can be given the rest of a step at once. Then the launching thread goes on while the CPU
-// updates the last rows, and the next commit comes that much earlier.
+// wait for before. So after the last wait() of a forward it launches a whole backward while every worker and the link are idle, and only then
+// step() gives them work. With the rest of a step on the lane it goes on while that is worked off, and the next commit comes that much earlier.
+// Streamed updates are held back for that until they take no longer than launching does: what comes next is then decided when the lane has room.
 //
 // What stands on the lane waits for workers alone, and they call no driver: so also a launching thread that is blocked in the driver, in a
 // synchronisation or in front of a full queue, is waited for by nobody. (Were the compute stream to wait for copies that are yet to be issued,
@@ -13,23 +14,39 @@
 // A row whose wait() has passed stays PENDING until its last chunk is updated. What the launching thread does to it meanwhile is of the next step:
 // release() and arms hold from then on as they stand, its gradient is noted (`next_gradient`), and cannot land before the flags are up, since the
 // compute stream makes it behind them. Whoever else asks for the row waits for its end, commit() for that of all rows.
+#include <algorithm>
+
 #include "engine.h"
 
 namespace hytrain_fx {
+namespace {
 
-// Whether the rest of the step can be put on the lane now: someone waits for it, and nothing but updates by the CPU is between.
-bool Engine::may_flag() {
-  if (waiting_ == 0 || !failure_.empty() || !streaming_.empty() || !updated_.empty() || !ahead_.empty()) return false;
-  bool any = false;
+// Streamed updates that take so many times as long as launching: also the rest of the forward is launched, and rates are as they are guessed.
+constexpr double kHidden = 2.0;
+constexpr auto kFollowing = std::chrono::microseconds(200);
+
+}  // namespace
+
+// Whether the rest of the step can be put on the lane now: someone waits for it, and nothing is between but what the engine does by itself.
+bool Engine::may_send_rest() {
+  if (waiting_ == 0 || !failure_.empty() || !ahead_.empty() || streams_long()) return false;
+  bool any = !streaming_.empty();
   EventPtr asked;
   for (const Row& row : rows_) {
-    if (row.phase != Phase::PENDING || row.issued == static_cast<int>(row.chunks.size()) || row.passed) continue;
-    if (row.place != Place::HOST || !may_flag_row(row)) return false;
+    if (row.phase != Phase::PENDING || row.place != Place::HOST || row.issued == static_cast<int>(row.chunks.size()) || row.passed) continue;
+    if (!may_flag_row(row)) return false;
     if (row.released != asked && !row.released->done()) return false;
     asked = row.released;
-    any = true;
+    any = any || std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return chunk.finished < chunk.granules; });
   }
   return any;
+}
+
+// Whether what is left to be streamed will take much longer than launching a backward, at the rate of this step so far.
+bool Engine::streams_long() const {
+  if (streaming_.empty()) return false;
+  const double sent = static_cast<double>(streamed_params_), left = static_cast<double>(streaming_params_ - streamed_params_);
+  return (device_->now_us() - commit_us_) * left > kHidden * last_launching_us_ * sent;
 }
 
 // Not where the new weight takes the place of the gradient: were the update to fail, the gradient would go out as the weight.
@@ -42,38 +59,79 @@ bool Engine::may_flag_row(const Row& row) {
   return true;
 }
 
-// By the uploader, whose lane is empty: what is updated is issued. In the order in which workers take the rest.
-void Engine::send_flagged(std::unique_lock<std::mutex>& lock) {
-  std::set<Key> keys;
+// What is updated, then the others lowest unit first: workers and uploader take them so. Where both have as much left before them, a weight stands
+// behind states that will be there before it is updated; one more visit between keeps the lane from waiting for a worker.
+std::vector<Engine::Upload> Engine::take_rest() {
+  std::vector<Upload> rest;
+  for (const Key& key : updated_) rest.push_back({key[1], key[2]});
+  std::set<Key> updating;
+  double left = 0, passed = 0, streamed = 0;  // parameters: all that are updating; of them, and of streamed ones, those on the lane
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
     Row& row = rows_[r];
-    if (row.phase != Phase::PENDING || row.passed || row.issued == static_cast<int>(row.chunks.size())) continue;
+    if (row.phase != Phase::PENDING || row.place != Place::HOST || row.passed || row.issued == static_cast<int>(row.chunks.size())) continue;
     for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
       Chunk& chunk = row.chunks[c];
       if (chunk.finished == chunk.granules) continue;
       chunk.flagged = true;
       ++chunk.raised;
       if (row.flagged++ == 0) ++flagged_rows_;
-      keys.insert({row.spec.unit, r, c});
+      updating.insert({row.spec.unit, r, c});
+      left += static_cast<double>(chunk.end - chunk.begin);
     }
   }
-  const bool recording = recording_;
-  lock.unlock();
-  sleep_us(reload_delay_us_);
-  std::vector<std::pair<Upload, InFlight>> sent;
-  for (const Key& key : keys) {
-    const Upload upload{key[1], key[2]};
-    const Row& row = rows_[upload.row];
-    const Chunk& chunk = row.chunks[upload.chunk];
-    if (fail_copy_row_ == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
-    device_->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
-    sent.emplace_back(upload, copy_weight(row, upload, recording));
+  const double to_stream = static_cast<double>(streaming_params_ - streamed_params_);
+  auto next = updating.begin();
+  auto add_updating = [&](double until) {  // while no more than so many parameters were updated by then
+    for (; next != updating.end(); ++next) {
+      const Chunk& chunk = rows_[(*next)[1]].chunks[(*next)[2]];
+      const auto params = static_cast<double>(chunk.end - chunk.begin);
+      if (passed + params > until) return;
+      passed += params;
+      rest.push_back({(*next)[1], (*next)[2], false, nullptr, false, true});
+    }
+  };
+  for (const Key& key : streaming_) {
+    const Row& row = rows_[key[1]];
+    for (int c = row.streamed; c < static_cast<int>(row.chunks.size()); ++c) {
+      add_updating((streamed - kChunk) / to_stream * left);
+      rest.push_back({key[1], c, true});
+      streamed += static_cast<double>(row.chunks[c].end - row.chunks[c].begin);
+    }
   }
-  lock.lock();
-  for (const auto& [upload, copy] : sent) {
-    note_copy(upload, copy);
-    weight_was_sent(rows_[upload.row], copy.end, ++issues_);
+  add_updating(left);
+  return rest;
+}
+
+// By the uploader. Whether streamed rows were among them: then all that it has put on the lane has come.
+bool Engine::send_rest(std::unique_lock<std::mutex>& lock) {
+  const uint64_t commit = commits_;
+  EventPtr last;
+  following_ = !streaming_.empty();
+  for (Upload& upload : take_rest()) {
+    const Chunk& chunk = rows_[upload.row].chunks[upload.chunk];
+    finish_.at_once += chunk.end - chunk.begin;
+    if (upload.streamed) {
+      upload.slot = next_staging_slot();
+      last = stream_chunk(upload, lock).end;
+    } else {
+      issue_reload(upload, lock);
+    }
   }
+  if (last) follow(*last, commit, lock);
+  return last != nullptr;
+}
+
+// Until the last streamed states are on the device, for FinishTimes. The driver is asked without the lock, and not made to wait.
+void Engine::follow(Event& last, uint64_t commit, std::unique_lock<std::mutex>& lock) {
+  bool there = false;
+  while (!there && !stop_ && failure_.empty()) {
+    lock.unlock();
+    there = last.done();
+    if (!there) std::this_thread::sleep_for(kFollowing);
+    lock.lock();
+  }
+  if (commits_ == commit) finish_.streamed_us = device_->now_us() - commit_us_;
+  following_ = false;
 }
 
 // The flag goes up last: what it lets through may be the row's next gradient.

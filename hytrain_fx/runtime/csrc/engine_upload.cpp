@@ -3,6 +3,7 @@
 // Both go through one lane, in an order decided here: two streams would share the link as the hardware likes, which serves one of them
 // until it runs dry (seen on an H200: new weights waited for 200 ms behind streamed states). What comes next is decided when the lane
 // has room, not before: the lowest unit, as everywhere. Where nothing is due, states are brought for the gradient that comes next.
+#include <algorithm>
 #include <chrono>
 #include <tuple>
 
@@ -34,10 +35,13 @@ void Engine::upload() {
   int64_t bytes = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty() || may_flag(); });
+    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty() || may_send_rest(); });
     if (stop_) return;
-    if (updated_.empty() && ahead_.empty() && streaming_.empty()) {
-      send_flagged(lock);
+    if (may_send_rest()) {
+      if (send_rest(lock)) {
+        in_flight.clear();
+        bytes = 0;
+      }
       continue;
     }
     if (bytes >= kBytesInFlight) {
@@ -97,11 +101,13 @@ const void* Engine::new_weight(const Row& row) { return row.host.low || weight_b
 
 Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
   Row& row = rows_[upload.row];
+  const Chunk& chunk = row.chunks[upload.chunk];
   updated_.erase({row.spec.unit, upload.row, upload.chunk});
   const bool recording = recording_;
   lock.unlock();
   sleep_us(reload_delay_us_);
   if (fail_copy_row_ == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
+  if (upload.flagged) device_->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
   const InFlight sent = copy_weight(row, upload, recording);
   lock.lock();
   note_copy(upload, sent);
@@ -171,12 +177,19 @@ Engine::StagingSlot* Engine::free_staging_slot() {
   return nullptr;
 }
 
+// The one whose last visit ends first, though it may not have ended.
+Engine::StagingSlot* Engine::next_staging_slot() {
+  return &*std::min_element(staging_.begin(), staging_.end(), [](const auto& a, const auto& b) { return a.visit < b.visit; });
+}
+
 Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock) {
   Row& row = rows_[upload.row];  // its phase is PENDING: nobody else changes what is read here
   const Chunk& chunk = row.chunks[upload.chunk];
   const int chunks = static_cast<int>(row.chunks.size());
   const HostStates& host = row.host;
   if (++row.streamed == chunks) streaming_.erase({row.spec.unit, upload.row, 0});
+  streamed_params_ += chunk.end - chunk.begin;
+  upload.slot->visit = ++visits_;
   const bool recording = recording_, sends_weight = host.low && row.sends_weight;
   const int64_t n = chunk.end - chunk.begin, width = weight_bytes(row), grad_width = bytes_of(device_grad_dtype(row));
   struct Array {
@@ -191,6 +204,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
   int64_t bytes = 0;
   lock.unlock();
 
+  if (upload.slot->stored) device_->wait(Lane::H2D, upload.slot->stored);
   if (row.stored) device_->wait(Lane::H2D, row.stored);  // the last step's way home
   EventPtr in_begin = record(Lane::H2D);
   for (int a = 0; a < 4; ++a) {
