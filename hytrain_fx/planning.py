@@ -82,6 +82,7 @@ class Planning:
         self._move_us_per_byte: float | None = None
         self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
         self._saw_streaming = False  # in the steps that the profile was made of
+        self._measured_anew = False  # since another share was last refused
 
     @property
     def plan(self) -> Plan:
@@ -283,13 +284,19 @@ class Planning:
     def _if_it_repays(self, better: Plan) -> Plan | None:
         """A plan with another streamed share, with its prediction; None where a profile of such steps predicts too little of it.
 
-        Updates may end apart because gradients come when they do, and then no share changes that.
+        Updates may end apart because gradients come when they do, and then no share changes that. Or the profile is of steps that were
+        disturbed: so it is measured anew before a refusal counts.
         """
         better = self._with_prediction(better)
         if self.profile is not None and self._saw_streaming:
             present_us = self._predict(self.profile, self.plan)["step_us"]
             if not repays(present_us, better.predicted["step_us"], self._switch_us):
-                self._balancing.refused()
+                if self._agenda.every and not self._measured_anew:
+                    self._agenda = self._agenda.soon(self._session.steps_done)
+                    self._measured_anew = True
+                else:
+                    self._balancing.refused()
+                    self._measured_anew = False
                 return None
         return better
 

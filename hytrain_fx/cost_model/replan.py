@@ -6,6 +6,7 @@ plan would gain. So a plan is solved anew only
     at once                 when steps have become 10% longer or shorter than those the plan in force was judged by
     every `every` steps     when they have by 3%
     half as long after a move, to see what it brought
+    at once                 when steps contradict the plan (`balance.py`), and the profile was measured before they did
 
 each time from the medians of `window` measured steps. The new plan must be better by more than the noise of the numbers, and repay
 the move, or plans flip back and forth.
@@ -14,7 +15,7 @@ the move, or plans flip back and forth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hytrain_fx.cost_model.estimate import NORMAL_MAD, guard_of, median_of_last, should_replan, standard_error
 from hytrain_fx.cost_model.figures import time_text
@@ -117,6 +118,10 @@ class Agenda:
         # The look comes so early that its window ends `every` steps after the last one.
         looks = (done - self.judged) % max(self.every - self.window, 1) == 0
         return looks and shifted(self.judged_us, latest_us[-self.window :])
+
+    def soon(self, done: int) -> Agenda:
+        """Measuring begins with the next step."""
+        return replace(self, due=done + self.window) if self.every else self
 
     def after(self, done: int, moved: bool, steps_us: Sequence[float]) -> Agenda:
         """The agenda after a decision that was made from steps of these lengths."""

@@ -12,6 +12,7 @@ import torch
 from hytrain_fx.balancing import Balancing
 from hytrain_fx.cost_model.balance import streamed_share, with_share
 from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.cost_model.replan import Agenda
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes, Stage
@@ -212,5 +213,39 @@ def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
         looks = sorted(set(asked))
         assert [after - before for before, after in itertools.pairwise(looks)][:2] == [8, 16][: len(looks) - 1]
         assert len(looks) >= 2
+    monkeypatch.undo()
+    planning.profile = None
+
+
+def test_a_refusal_counts_once_times_were_measured_anew(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of updates that contradict the profile have the next steps measured; what those refuse is asked for half as often."""
+    planning = twins.session.planning
+    asked: list[int] = []
+    measured: list[int] = []
+
+    def predict(profile: object, plan: Plan) -> dict[str, float]:
+        asked.append(twins.session.steps_done)
+        return {"step_us": 1e6}
+
+    def measure() -> None:
+        measured.append(twins.session.steps_done)
+        assert len(planning._reader.take().ends_us) == window + 1
+
+    window = twins.session.config.warmup_steps
+    monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
+    for name, value in {"_predict": predict, "_measure": measure, "_solve": lambda profile: None,
+                        "profile": object(), "_saw_streaming": True, "_switch_us": 1e3, "_measured_anew": False}.items():
+        monkeypatch.setattr(planning, name, value)
+    twins.restart()
+    why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
+    planning._put_in_force(prefix_plan(planning.units(), 0, source="windowed", share=0.5, **why))
+    monkeypatch.setattr(planning, "_agenda", Agenda(1000, window, None))
+    asked.clear()
+    plain_loop(48)(twins.ours, twins.optimizer, twins.batches)
+    looks = sorted(set(asked))
+    assert len(measured) == 2
+    assert looks[0] < measured[0] < looks[1] < looks[2] < measured[1] < looks[3]
+    assert measured[0] - looks[0] == measured[1] - looks[2] == window + 1
+    assert looks[2] - looks[1] == 8
     monkeypatch.undo()
     planning.profile = None

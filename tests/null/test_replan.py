@@ -102,3 +102,10 @@ def test_a_change_is_followed_within_20_steps(change: int, factor: float, moves:
 def test_a_plan_that_is_to_stay_is_not_looked_at_again() -> None:
     """With `every` 0 there is one decision, whatever the steps do."""
     assert decisions([1000.0] * 30 + [5000.0] * 30, 0, 5, set()) == [7]
+
+
+@given(done=st.integers(0, 100), every=st.integers(1, 50), window=st.integers(1, 8), due=st.none() | st.integers(0, 200))
+def test_measuring_that_is_asked_for_begins_with_the_next_step(done: int, every: int, window: int, due: int | None) -> None:
+    """Whatever was due; not where the plan is to stay."""
+    assert Agenda(every, window, due).soon(done).begins(done + 1, [1.0] * window)
+    assert Agenda(0, window, due).soon(done) == Agenda(0, window, due)
