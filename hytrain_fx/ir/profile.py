@@ -81,8 +81,8 @@ class Profile:
     `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second, None = not known: then times are taken as they
     are, and only what was measured in place counts what copies and updates take from one another.
     `commit_us` is how long after the begin of the backward on the device the launching thread ended `step()`: it launches the backward
-    first. `launching_us` is what it takes for that from the forward's last wait on, 0 = not known; where it can run ahead of updates by the
-    CPU, this and the plan say when the next commit comes.
+    first. `launching_us` is what it takes for that from the forward's last wait on, 0 = not known; where it can run ahead of updates,
+    this and the plan say when the next commit comes.
     Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not positive.
     """
 
