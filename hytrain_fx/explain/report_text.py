@@ -94,9 +94,10 @@ def _terms(e: Explanation) -> Iterator[tuple[str, str, str, str]]:
 def _ends(e: Explanation) -> Iterator[str]:
     finish = e.measured.finish if e.measured else None
     ends = {"by the CPU": finish.cpu_us, "streamed": finish.streamed_us} if finish else {}
-    if any(ends.values()):
+    if finish and any(ends.values()):
         words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
-        yield f"updates of a step end after its commit (measured, the last): {words}"
+        rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once" if finish.at_once else ""
+        yield f"updates of a step end after its commit (measured, the last): {words}{rest}"
     if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:
         share = e.profile.commit_us / e.profile.backward_us
         longer = "" if e.launch_queue else f"; {_USUAL_QUEUE}"
