@@ -82,7 +82,7 @@ class Planning:
         self._move_us_per_byte: float | None = None
         self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
         self._saw_streaming = False  # in the steps that the profile was made of
-        self._measured_anew = False  # since another share was last refused
+        self._measured_anew = False  # under the plan in force, since another share was last refused
 
     @property
     def plan(self) -> Plan:
@@ -186,7 +186,7 @@ class Planning:
         self.history.append(new)
         session.marks.clear()
         self._balancing.restart(new)
-        self._balanced = None
+        self._balanced, self._measured_anew = None, False
 
     # ---- probes ----
 

@@ -6,7 +6,7 @@ plan would gain. So a plan is solved anew only
     at once                 when steps have become 10% longer or shorter than those the plan in force was judged by
     every `every` steps     when they have by 3%
     half as long after a move, to see what it brought
-    at once                 when steps contradict the plan (`balance.py`), and the profile was measured before they did
+    at once                 when steps ask for another streamed share (`balance.py`) and the profile refuses it, before that counts
 
 each time from the medians of `window` measured steps. The new plan must be better by more than the noise of the numbers, and repay
 the move, or plans flip back and forth.

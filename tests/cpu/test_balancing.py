@@ -241,7 +241,7 @@ def test_a_refusal_counts_once_times_were_measured_anew(twins: Twins, monkeypatc
     window = twins.session.config.warmup_steps
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
     for name, value in {"_predict": predict, "_measure": measure, "_solve": lambda profile: None,
-                        "profile": object(), "_saw_streaming": True, "_switch_us": 1e3, "_measured_anew": False}.items():
+                        "profile": object(), "_saw_streaming": True, "_switch_us": 1e3, "_measured_anew": True}.items():
         monkeypatch.setattr(planning, name, value)
     twins.restart()
     why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")

@@ -263,17 +263,19 @@ class Engine {
     int64_t bytes;
     EventPtr begin;  // while recording
   };
+  // A new weight; one whose factors are not known; one that is yet to be updated, behind its flag; states on a visit.
+  enum class Load { WEIGHT, AHEAD, FLAGGED, STATES };
   struct Upload {
     int row = -1, chunk = 0;
-    bool streamed = false;
-    StagingSlot* slot = nullptr;
-    bool ahead = false;
-    bool flagged = false;
+    Load load = Load::WEIGHT;
+    StagingSlot* slot = nullptr;  // of states
   };
   // engine_flagged.cpp
   bool may_send_rest();
   bool streams_long() const;
+  static bool awaits_copies(const Row& row);
   static bool may_flag_row(const Row& row);
+  std::set<Key> flag_rest();
   std::vector<Upload> take_rest();
   bool send_rest(std::unique_lock<std::mutex>& lock);
   void follow(Event& last, uint64_t commit, std::unique_lock<std::mutex>& lock);

@@ -33,7 +33,7 @@ bool Engine::may_send_rest() {
   bool any = !streaming_.empty();
   EventPtr asked;
   for (const Row& row : rows_) {
-    if (row.phase != Phase::PENDING || row.place != Place::HOST || row.issued == static_cast<int>(row.chunks.size()) || row.passed) continue;
+    if (!awaits_copies(row)) continue;
     if (!may_flag_row(row)) return false;
     if (row.released != asked && !row.released->done()) return false;
     asked = row.released;
@@ -49,6 +49,11 @@ bool Engine::streams_long() const {
   return (device_->now_us() - commit_us_) * left > kHidden * last_launching_us_ * sent;
 }
 
+// Of new weights that the CPU updates.
+bool Engine::awaits_copies(const Row& row) {
+  return row.phase == Phase::PENDING && row.place == Place::HOST && !row.passed && row.issued < static_cast<int>(row.chunks.size());
+}
+
 // Not where the new weight takes the place of the gradient: were the update to fail, the gradient would go out as the weight.
 bool Engine::may_flag_row(const Row& row) {
   if (new_weight(row) == row.host.slot) return false;
@@ -59,16 +64,12 @@ bool Engine::may_flag_row(const Row& row) {
   return true;
 }
 
-// What is updated, then the others lowest unit first: workers and uploader take them so. Where both have as much left before them, a weight stands
-// behind states that will be there before it is updated; one more visit between keeps the lane from waiting for a worker.
-std::vector<Engine::Upload> Engine::take_rest() {
-  std::vector<Upload> rest;
-  for (const Key& key : updated_) rest.push_back({key[1], key[2]});
+// Chunks that are yet to be updated have their flags from here on, in the order in which workers take them.
+std::set<Engine::Key> Engine::flag_rest() {
   std::set<Key> updating;
-  double left = 0, passed = 0, streamed = 0;  // parameters: all that are updating; of them, and of streamed ones, those on the lane
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
     Row& row = rows_[r];
-    if (row.phase != Phase::PENDING || row.place != Place::HOST || row.passed || row.issued == static_cast<int>(row.chunks.size())) continue;
+    if (!awaits_copies(row)) continue;
     for (int c = 0; c < static_cast<int>(row.chunks.size()); ++c) {
       Chunk& chunk = row.chunks[c];
       if (chunk.finished == chunk.granules) continue;
@@ -76,29 +77,39 @@ std::vector<Engine::Upload> Engine::take_rest() {
       ++chunk.raised;
       if (row.flagged++ == 0) ++flagged_rows_;
       updating.insert({row.spec.unit, r, c});
-      left += static_cast<double>(chunk.end - chunk.begin);
     }
   }
+  return updating;
+}
+
+// What is updated, then the others lowest unit first. A weight stands behind the states that will be there before it is updated, were both kinds
+// to end together; one more visit between keeps the lane from waiting for a worker.
+std::vector<Engine::Upload> Engine::take_rest() {
+  std::vector<Upload> rest;
+  for (const Key& key : updated_) rest.push_back({key[1], key[2]});
+  const std::set<Key> updating = flag_rest();
+  auto params = [this](const Key& key) {
+    const Chunk& chunk = rows_[key[1]].chunks[key[2]];
+    return static_cast<double>(chunk.end - chunk.begin);
+  };
+  double to_update = 0, updated = 0, streamed = 0;  // parameters: all; of them, and of those to be streamed, what stands on the lane
+  for (const Key& key : updating) to_update += params(key);
   const double to_stream = static_cast<double>(streaming_params_ - streamed_params_);
   auto next = updating.begin();
-  auto add_updating = [&](double until) {  // while no more than so many parameters were updated by then
-    for (; next != updating.end(); ++next) {
-      const Chunk& chunk = rows_[(*next)[1]].chunks[(*next)[2]];
-      const auto params = static_cast<double>(chunk.end - chunk.begin);
-      if (passed + params > until) return;
-      passed += params;
-      rest.push_back({(*next)[1], (*next)[2], false, nullptr, false, true});
+  auto add_updating = [&](double until) {
+    for (; next != updating.end() && updated + params(*next) <= until; ++next) {
+      updated += params(*next);
+      rest.push_back({(*next)[1], (*next)[2], Load::FLAGGED});
     }
   };
   for (const Key& key : streaming_) {
-    const Row& row = rows_[key[1]];
-    for (int c = row.streamed; c < static_cast<int>(row.chunks.size()); ++c) {
-      add_updating((streamed - kChunk) / to_stream * left);
-      rest.push_back({key[1], c, true});
-      streamed += static_cast<double>(row.chunks[c].end - row.chunks[c].begin);
+    for (int c = rows_[key[1]].streamed; c < static_cast<int>(rows_[key[1]].chunks.size()); ++c) {
+      add_updating((streamed - kChunk) / to_stream * to_update);
+      rest.push_back({key[1], c, Load::STATES});
+      streamed += params({key[0], key[1], c});
     }
   }
-  add_updating(left);
+  add_updating(to_update);
   return rest;
 }
 
@@ -110,7 +121,7 @@ bool Engine::send_rest(std::unique_lock<std::mutex>& lock) {
   for (Upload& upload : take_rest()) {
     const Chunk& chunk = rows_[upload.row].chunks[upload.chunk];
     finish_.at_once += chunk.end - chunk.begin;
-    if (upload.streamed) {
+    if (upload.load == Load::STATES) {
       upload.slot = next_staging_slot();
       last = stream_chunk(upload, lock).end;
     } else {

@@ -58,7 +58,9 @@ void Engine::upload() {
       upload_cv_.wait_for(lock, kPoll);
       continue;
     }
-    const InFlight sent = next.streamed ? stream_chunk(next, lock) : next.ahead ? issue_ahead(next, lock) : issue_reload(next, lock);
+    const InFlight sent = next.load == Load::STATES  ? stream_chunk(next, lock)
+                          : next.load == Load::AHEAD ? issue_ahead(next, lock)
+                                                     : issue_reload(next, lock);
     if (!sent.end) continue;
     in_flight.push_back(sent);
     bytes += sent.bytes;
@@ -71,10 +73,10 @@ Engine::Upload Engine::next_upload() {
   const int streamed = slot ? next_streamed(ready) : -1;
   const Key* reload = next_of(updated_);
   if (streamed >= 0 && (!reload || (ready && std::tie(rows_[streamed].spec.unit, streamed) < std::tie((*reload)[0], (*reload)[1])))) {
-    return {streamed, rows_[streamed].streamed, true, slot};
+    return {streamed, rows_[streamed].streamed, Load::STATES, slot};
   }
   const Key* ahead = reload ? nullptr : next_of(ahead_);
-  if (ahead) return {(*ahead)[1], (*ahead)[2], false, nullptr, true};
+  if (ahead) return {(*ahead)[1], (*ahead)[2], Load::AHEAD};
   return reload ? Upload{(*reload)[1], (*reload)[2]} : Upload{};
 }
 
@@ -107,7 +109,7 @@ Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std
   lock.unlock();
   sleep_us(reload_delay_us_);
   if (fail_copy_row_ == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
-  if (upload.flagged) device_->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
+  if (upload.load == Load::FLAGGED) device_->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
   const InFlight sent = copy_weight(row, upload, recording);
   lock.lock();
   note_copy(upload, sent);
