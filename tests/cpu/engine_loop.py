@@ -79,6 +79,9 @@ class EngineLoop:
         if ahead:
             self.engine.expect([CommitItem(row, scalars) for row in hosted])
         grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
+        for row in rows:  # now: after the commit the next wait() is not long in coming
+            state = self.reference[row]
+            adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
         for row in reversed(hosted):
             buffer = grads[row].clone()
             self.engine.grad_offload([row], [buffer])
@@ -94,9 +97,6 @@ class EngineLoop:
         items += [CommitItem(row, scalars, grad=grads[row], at_end=True) for row in rows if row not in hosted]
         self.engine.commit(items)
         self._kept = grads
-        for row in rows:
-            state = self.reference[row]
-            adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
 
     def bring_weight_home(self, row: int) -> None:
         """The half of a drained row's master that is the weight, where it is on the device alone."""

@@ -91,16 +91,16 @@ def test_the_rest_of_a_step_is_put_on_the_lane_at_once(dtype: torch.dtype) -> No
     """Streamed updates that take no longer than launching a backward are not waited for: more of them than there are staging slots, with
     a slow way home, are on their way as soon as somebody waits. Not so while it is unknown how long launching takes.
     """
-    hosted, streamed = 40, 18
+    hosted, streamed = 160, 18
     with running() as engine:
         loop = EngineLoop(engine, (17,) * hosted + (100_000,) * streamed, dtype, streamed=frozenset(range(hosted, hosted + streamed)))
-        engine.set_delay(Stage.STREAM_OUT, 20_000)
+        engine.set_delay(Stage.STREAM_OUT, 15_000)
         loop.step()
-        loop.launching_s = 0.004  # of a unit
+        loop.launching_s = 0.004  # of a unit: in all twice what streaming takes, as a busy machine streams slower than this
         loop.step()
         assert engine.finish_times().at_once <= 17 * hosted
         loop.step()
-        assert engine.finish_times().at_once >= 100_000 * (streamed - STAGING_SLOTS)
+        assert engine.finish_times().at_once > 100_000 * STAGING_SLOTS
         loop.check()
 
 
