@@ -100,7 +100,7 @@ def test_the_rest_of_a_step_is_put_on_the_lane_at_once(dtype: torch.dtype) -> No
         loop.step()
         assert engine.finish_times().at_once <= 17 * hosted
         loop.step()
-        assert engine.finish_times().at_once > 100_000 * STAGING_SLOTS
+        assert engine.finish_times().at_once >= 100_000 * (streamed - STAGING_SLOTS)
         loop.check()
 
 
