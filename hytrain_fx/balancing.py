@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from dataclasses import replace
 
-from hytrain_fx.cost_model.balance import TOLERANCE, balance_reason, balanced_share, streamed_share, with_share
+from hytrain_fx.cost_model.balance import TOLERANCE, Ends, balance_reason, balanced_share, streamed_share, with_share
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
@@ -66,7 +66,7 @@ class Balancing:
         if self._not_looked_at < self._patience:
             return None
         self._not_looked_at = 0
-        seen = [(ends.cpu_us, ends.streamed_us) for ends in self._ends]
+        seen = [Ends(ends.cpu_us, ends.streamed_us, ends.streamed_held_us, ends.cpu_begun_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
         self.runs_ahead = any(ends.ahead > 0 for ends in self._ends)
         share = streamed_share(plan)

@@ -4,16 +4,18 @@ Where both kinds of update work without a pause from their first one on, a step 
 fast each is beside the other no profile of single stages tells (they share host memory and the link), but when each ended is seen in
 every step:
 
-    y' = y + (t_cpu - t_streamed) / (t_cpu / (1 - y) + t_streamed / y)
+    y' = y + (t_cpu - t_streamed) / (w_cpu / (1 - y) + w_streamed / y)
 
-is where both would end together at the rates that they had. y is the streamed share of the parameters that rest on the host.
+is where both would end together at the rates that they had: t is when each ended, w the time for which it worked. y is the streamed share
+of the parameters that rest on the host. Streamed states may stand on the lane behind new weights that the CPU is yet to update: then they
+end with the CPU, whatever the share, and how long they stood is what they would have ended earlier.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.figures import time_text
@@ -28,26 +30,47 @@ _DAMPING = 0.7  # of the way: rates change with the share
 _SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: smaller ones stay (norms, biases)
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Of one step, in microseconds from its commit.
+
+    cpu_us       when the last update by the CPU ended
+    streamed_us  when the last streamed states were on the device
+    held_us      of that: for how long they stood behind new weights that the CPU was yet to update
+    begun_us     when the first update by the CPU began
+    """
+
+    cpu_us: float
+    streamed_us: float
+    held_us: float = 0.0
+    begun_us: float = 0.0
+
+    @property
+    def late_us(self) -> float:
+        """By how much the CPU ends after streamed updates that nothing holds up."""
+        return self.cpu_us - self.streamed_us + self.held_us
+
+
 def streamed_share(plan: Plan) -> float:
     """The streamed share of the parameters whose states rest on the host; 0 where there are none."""
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
     return streamed / (streamed + by_cpu) if streamed else 0.0
 
 
-def balanced_share(share: float, ends_us: Sequence[tuple[float, float]], step_us: float, tolerance: float = TOLERANCE) -> float | None:
+def balanced_share(share: float, ends: Sequence[Ends], step_us: float, tolerance: float = TOLERANCE) -> float | None:
     """The share under which both kinds of update end together; None where they do already.
 
     share      the share 0 < y < 1 of the steps that were seen
-    ends_us    of each step: when its last CPU update and its last streamed update ended, from the commit on
+    ends       of each step
     step_us    length of a step
     tolerance  share of a step by which the ends may differ; they may by what the steps' scatter explains, too
     """
-    cpu_us, streamed_us = _medians(ends_us)
-    late_us = cpu_us - streamed_us
-    noise_us = standard_error([cpu_us - streamed_us for cpu_us, streamed_us in ends_us], len(ends_us))
-    if abs(late_us) <= max(tolerance * step_us, _SURE * noise_us):
+    seen = _median(ends)
+    noise_us = standard_error([step.late_us for step in ends], len(ends))
+    if abs(seen.late_us) <= max(tolerance * step_us, _SURE * noise_us):
         return None
-    change = late_us / (cpu_us / (1 - share) + streamed_us / share)
+    cpu_us, streamed_us = _worked_us(seen.cpu_us, seen.begun_us), _worked_us(seen.streamed_us - seen.held_us, seen.begun_us)
+    change = seen.late_us / (cpu_us / (1 - share) + streamed_us / share)
     return min(max(share + _DAMPING * change, 0.0), 1.0)
 
 
@@ -71,14 +94,21 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     return replace(plan, rows=tuple(rows), inputs={**plan.inputs, "stream_share": share}, predicted={})
 
 
-def balance_reason(ends_us: Sequence[tuple[float, float]], steps_done: int) -> str:
+def balance_reason(ends: Sequence[Ends], steps_done: int) -> str:
     """What was seen, for rows that move."""
-    cpu_us, streamed_us = _medians(ends_us)
-    return f"after {steps_done} steps CPU updates ended {time_text(cpu_us)} after the commit, streamed ones {time_text(streamed_us)}"
+    seen = _median(ends)
+    held = f", {time_text(seen.held_us)} of them behind the CPU's" if seen.held_us else ""
+    streamed = time_text(seen.streamed_us) + held
+    return f"after {steps_done} steps CPU updates ended {time_text(seen.cpu_us)} after the commit, streamed ones {streamed}"
 
 
-def _medians(ends_us: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return statistics.median(cpu_us for cpu_us, _ in ends_us), statistics.median(streamed_us for _, streamed_us in ends_us)
+def _median(ends: Sequence[Ends]) -> Ends:
+    return Ends(*(statistics.median(getattr(step, field.name) for step in ends) for field in fields(Ends)))
+
+
+def _worked_us(end_us: float, begun_us: float) -> float:
+    """From the first update on; at least a quarter of the time: which kind begins first is not known, and a move too far costs two."""
+    return max(end_us - begun_us, end_us / 4)
 
 
 def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:

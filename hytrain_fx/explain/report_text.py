@@ -96,6 +96,8 @@ def _ends(e: Explanation) -> Iterator[str]:
     ends = {"by the CPU": finish.cpu_us, "streamed": finish.streamed_us} if finish else {}
     if finish and any(ends.values()):
         words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
+        if finish.streamed_held_us:
+            words += f" ({time_text(finish.streamed_held_us)} of it behind new weights that the CPU was yet to update)"
         rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once" if finish.at_once else ""
         yield f"updates of a step end after its commit (measured, the last): {words}{rest}"
     if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:

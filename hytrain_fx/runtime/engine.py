@@ -168,16 +168,20 @@ class EarlyCounts:
 class FinishTimes:
     """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind.
 
-    cpu_paused_us   idle time of the workers, over their number, from the first update by the CPU to the last: gradients had yet to come
-    launching_us    what the launching thread then took from its last wait to the next commit, without what held it up (a full queue);
-                    0 where the loop waited for the device before the commit
-    ahead           gradients that it had sent on their way by then though their rows' updates had not ended
-    at_once         parameters whose updates stood on the lane to the device together, as the rest of the step, which it did not wait for
+    cpu_paused_us     idle time of the workers, over their number, from the first update by the CPU to the last: gradients had yet to come
+    cpu_begun_us      when the first update by the CPU began
+    streamed_held_us  for how long states that were to be streamed stood on the lane behind new weights that the CPU was yet to update
+    launching_us      what the launching thread then took from its last wait to the next commit, without what held it up (a full queue);
+                      0 where the loop waited for the device before the commit
+    ahead             gradients that it had sent on their way by then though their rows' updates had not ended
+    at_once           parameters whose updates stood on the lane to the device together, as the rest of the step, which it did not wait for
     """
 
     cpu_us: float = 0.0
     streamed_us: float = 0.0
     cpu_paused_us: float = 0.0
+    cpu_begun_us: float = 0.0
+    streamed_held_us: float = 0.0
     launching_us: float = 0.0
     ahead: int = 0
     at_once: int = 0

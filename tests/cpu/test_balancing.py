@@ -15,7 +15,7 @@ from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.replan import Agenda
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
-from hytrain_fx.runtime.engine import FinishTimes, Stage
+from hytrain_fx.runtime.engine import CHUNK_PARAMS, FinishTimes, Stage
 
 from .engine_loop import EngineLoop
 from .loops import Twins, plain_loop
@@ -67,6 +67,27 @@ def test_pauses_between_updates_are_told() -> None:
         assert busy.cpu_paused_us / busy.cpu_us < late.cpu_paused_us / late.cpu_us
 
 
+def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
+    """Put on the lane together, streamed states never end before the updates by the CPU that stand between them, however few they are: what
+    they stood is told. Where they are what takes long they stood for nothing.
+    """
+    hosted, streamed = 40, 6
+    with running() as engine:
+        sizes, rows = (17,) * hosted + (CHUNK_PARAMS // 2,) * streamed, frozenset(range(hosted, hosted + streamed))
+        loop = EngineLoop(engine, sizes, torch.float32, streamed=rows)
+        loop.launching_s = 0.008  # of a unit
+        loop.step()
+        engine.set_delay(Stage.STREAM_IN, 3_000)  # so that not all of them are on their way before somebody waits
+        for mean_us, is_held in ((60_000, True), (0, False)):
+            engine.set_delay(Stage.CPU_UPDATE, mean_us)
+            for _ in range(3):
+                loop.step()
+            times = engine.finish_times()
+            assert times.at_once > CHUNK_PARAMS
+            assert (times.streamed_held_us > times.streamed_us / 4) == is_held
+        loop.check()
+
+
 def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
     """Where it ends last its end tells when gradients came, and a share moved by that would be moved again and again; it can take more."""
     units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
@@ -89,7 +110,7 @@ def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
         assert balancing.runs_ahead
         for ahead in (0, 3, 0):
             for _ in range(20):
-                balancing.saw(FinishTimes(1e6, 1e6, 0.0, 2e5, ahead))
+                balancing.saw(FinishTimes(1e6, 1e6, launching_us=2e5, ahead=ahead))
                 assert balancing.better(plan, units, 1e6, 10) is None
             assert balancing.runs_ahead == (ahead > 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.balance import balance_reason, balanced_share, streamed_share, with_share
+from hytrain_fx.cost_model.balance import Ends, balance_reason, balanced_share, streamed_share, with_share
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.task_graph import Unit
@@ -23,39 +23,48 @@ def made(units: list[Unit], k: int, share: float) -> Plan:
     return prefix_plan(units, k, source="windowed", reason=lambda unit: "before", share=share, streamed_reason=lambda unit: "before")
 
 
-@given(cpu_rate=st.floats(0.1, 10), stream_rate=st.floats(0.1, 10), slows=st.floats(0, 0.5), share=st.floats(0.05, 0.95))
-def test_rounds_lead_to_updates_that_end_together(cpu_rate: float, stream_rate: float, slows: float, share: float) -> None:
-    """With rates that the machine does not tell, and that fall as both run at once, a few rounds bring both ends within 3% of the step."""
+@given(cpu_rate=st.floats(0.1, 10), stream_rate=st.floats(0.1, 10), slows=st.floats(0, 0.5), share=st.floats(0.05, 0.95),
+       waits=st.floats(0, 2), tied=st.booleans())
+def test_rounds_lead_to_updates_that_end_together(
+    cpu_rate: float, stream_rate: float, slows: float, share: float, waits: float, tied: bool
+) -> None:
+    """With rates that the machine does not tell, and that fall as both run at once, a few rounds bring both ends within 3% of the step:
+    also where updates wait for something after the commit, and where streamed ones stand behind the CPU's and so never end before them.
+    """
 
-    def ends_us(share: float) -> tuple[float, float]:
+    begun_us = waits * 1e6 / (cpu_rate + stream_rate)
+
+    def ends(share: float) -> Ends:
         beside = 1 + slows * min(share, 1 - share)
-        return 1e6 * (1 - share) * beside / cpu_rate, 1e6 * share * beside / stream_rate
+        cpu_us, streamed_us = begun_us + 1e6 * (1 - share) * beside / cpu_rate, begun_us + 1e6 * share * beside / stream_rate
+        held_us = max(cpu_us - streamed_us, 0.0) if tied else 0.0
+        return Ends(cpu_us, streamed_us + held_us, held_us, begun_us)
 
     best = stream_rate / (cpu_rate + stream_rate)
     assume(0.02 < best < 0.98)
     for _ in range(12):
-        cpu_us, streamed_us = ends_us(share)
-        found = balanced_share(share, [(cpu_us, streamed_us)] * 4, max(cpu_us, streamed_us))
+        seen = ends(share)
+        found = balanced_share(share, [seen] * 4, max(seen.cpu_us, seen.streamed_us))
         if found is None:
             break
         assert (found > share) == (best > share), "it goes the right way"
         assert abs(found - best) < abs(share - best), "and comes nearer"
         share = min(max(found, 0.01), 0.99)
-    cpu_us, streamed_us = ends_us(share)
-    assert abs(cpu_us - streamed_us) <= 0.03 * max(cpu_us, streamed_us)
+    seen = ends(share)
+    assert abs(seen.late_us) <= 0.03 * max(seen.cpu_us, seen.streamed_us)
 
 
 @given(share=SHARE, odd=st.floats(0, 1e9))
 def test_one_odd_step_moves_nothing(share: float, odd: float) -> None:
     """Medians are taken: a single step that was held up by something else does not count."""
-    assert balanced_share(share, [(1e5, 1e5), (odd, 1e5), (1e5, 1e5)], 1e5) is None
+    assert balanced_share(share, [Ends(1e5, 1e5), Ends(odd, 1e5), Ends(1e5, 1e5)], 1e5) is None
 
 
 @given(share=SHARE, scatter=st.floats(0.2, 1.0))
 def test_ends_that_scatter_more_than_they_differ_move_nothing(share: float, scatter: float) -> None:
     """A difference of 10% of a step counts where steps are alike, and not where they differ by twice as much among themselves."""
-    def ends(scatter: float) -> list[tuple[float, float]]:
-        return [(1.1e5 + scatter * 1e5 * off, 1e5) for off in (-1, -0.5, 0, 0, 0.5, 1)]
+    def ends(scatter: float) -> list[Ends]:
+        return [Ends(1.1e5 + scatter * 1e5 * off, 1e5) for off in (-1, -0.5, 0, 0, 0.5, 1)]
 
     assert balanced_share(share, ends(0.0), 1e5) is not None
     assert balanced_share(share, ends(scatter), 1e5) is None
@@ -96,4 +105,5 @@ def test_a_plan_without_states_on_the_host_streams_nothing() -> None:
 
 def test_the_reason_names_both_ends() -> None:
     """What moved a row can be read from it."""
-    assert balance_reason([(2e5, 1e5)], 12) == "after 12 steps CPU updates ended 200 ms after the commit, streamed ones 100 ms"
+    assert balance_reason([Ends(2e5, 1e5)], 12) == "after 12 steps CPU updates ended 200 ms after the commit, streamed ones 100 ms"
+    assert balance_reason([Ends(2e5, 2e5, held_us=5e4)], 12).endswith("streamed ones 200 ms, 50 ms of them behind the CPU's")

@@ -278,7 +278,13 @@ class Engine {
   std::set<Key> flag_rest();
   std::vector<Upload> take_rest();
   bool send_rest(std::unique_lock<std::mutex>& lock);
-  void follow(Event& last, uint64_t commit, std::unique_lock<std::mutex>& lock);
+  struct Barrier {  // a flag that the lane waits for
+    EventPtr before;  // done: the lane has come so far; null: at once
+    const uint32_t* flag;
+    uint32_t raised;
+  };
+  static bool stands(const std::vector<Barrier>& barriers, size_t& next);
+  void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, std::unique_lock<std::mutex>& lock);
   void end_flagged_chunk(Row& row, Chunk& chunk);
   void end_flagged(std::unique_lock<std::mutex>& lock);
   void raise_all_flags();

@@ -116,33 +116,50 @@ std::vector<Engine::Upload> Engine::take_rest() {
 // By the uploader. Whether streamed rows were among them: then all that it has put on the lane has come.
 bool Engine::send_rest(std::unique_lock<std::mutex>& lock) {
   const uint64_t commit = commits_;
-  EventPtr last;
+  EventPtr last, before;
+  std::vector<Barrier> barriers;
   following_ = !streaming_.empty();
   for (Upload& upload : take_rest()) {
     const Chunk& chunk = rows_[upload.row].chunks[upload.chunk];
     finish_.at_once += chunk.end - chunk.begin;
+    if (upload.load == Load::FLAGGED) barriers.push_back({before, chunk.flag, chunk.raised});
     if (upload.load == Load::STATES) {
       upload.slot = next_staging_slot();
-      last = stream_chunk(upload, lock).end;
+      before = last = stream_chunk(upload, lock).end;
     } else {
-      issue_reload(upload, lock);
+      before = issue_reload(upload, lock).end;
     }
   }
-  if (last) follow(*last, commit, lock);
+  if (last) follow(*last, barriers, commit, lock);
   return last != nullptr;
 }
 
 // Until the last streamed states are on the device, for FinishTimes. The driver is asked without the lock, and not made to wait.
-void Engine::follow(Event& last, uint64_t commit, std::unique_lock<std::mutex>& lock) {
+void Engine::follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, std::unique_lock<std::mutex>& lock) {
   bool there = false;
+  size_t next = 0;
+  double asked_us = device_->now_us();
   while (!there && !stop_ && failure_.empty()) {
     lock.unlock();
     there = last.done();
+    const bool held = !there && stands(barriers, next);
     if (!there) std::this_thread::sleep_for(kFollowing);
     lock.lock();
+    const double now_us = device_->now_us();
+    if (held && commits_ == commit) finish_.streamed_held_us += now_us - asked_us;
+    asked_us = now_us;
   }
   if (commits_ == commit) finish_.streamed_us = device_->now_us() - commit_us_;
   following_ = false;
+}
+
+// Whether the lane waits for an update by the CPU. `next`: the first flag that had not been raised when this was last asked.
+bool Engine::stands(const std::vector<Barrier>& barriers, size_t& next) {
+  auto raised = [](const Barrier& barrier) {
+    return static_cast<int32_t>(__atomic_load_n(barrier.flag, __ATOMIC_ACQUIRE) - barrier.raised) >= 0;
+  };
+  while (next < barriers.size() && raised(barriers[next])) ++next;
+  return next < barriers.size() && (!barriers[next].before || barriers[next].before->done());
 }
 
 // The flag goes up last: what it lets through may be the row's next gradient.

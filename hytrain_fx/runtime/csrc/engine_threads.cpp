@@ -152,6 +152,7 @@ void Engine::finish_task(const Key& key) {
   const double now_us = device_->now_us();
   finish_.cpu_us = now_us - commit_us_;
   finish_.cpu_paused_us = now_us - first_update_us_ - workers_busy_us_;
+  finish_.cpu_begun_us = std::max(first_update_us_ - commit_us_, 0.0);  // before the commit: on a guess
   if (chunk.flagged) end_flagged_chunk(row, chunk);
   upload_cv_.notify_one();
 }

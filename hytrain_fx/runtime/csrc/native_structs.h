@@ -62,6 +62,8 @@ struct FinishTimes {  // of the last step whose updates have all ended, from its
   double cpu_us;         // the last update by the CPU
   double streamed_us;    // the last states to be streamed are on the device, or on their way
   double cpu_paused_us;  // from the first update by the CPU to the last: workers' idle time over their number
+  double cpu_begun_us;   // the first update by the CPU
+  double streamed_held_us;  // before the last states: the lane stood at new weights that the CPU was yet to update
   double launching_us;   // launching from the last wait() to the next commit(), without what held it up; 0 where the loop waited before commit()
   int64_t ahead;         // gradients that it had sent on their way by then though their rows' updates had not ended (engine_flagged.cpp)
   int64_t at_once;       // parameters whose updates were put on the lane to the device together, as the rest of the step
