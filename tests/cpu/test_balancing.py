@@ -176,7 +176,10 @@ def twins() -> Iterator[Twins]:
     made.close()
 
 
-@pytest.mark.parametrize(("ends", "grows"), [(FinishTimes(9e6, 3e6), True), (FinishTimes(3e6, 9e6), False), (FinishTimes(9e6, 0), None)])
+@pytest.mark.parametrize(("ends", "grows"), [
+    (FinishTimes(9e6, 3e6), True), (FinishTimes(9e6, 9e6, streamed_held_us=6e6), True),
+    (FinishTimes(3e6, 9e6), False), (FinishTimes(9e6, 0), None),
+])
 def test_shares_move_towards_the_kind_that_ends_early(
     twins: Twins, ends: FinishTimes, grows: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
