@@ -63,9 +63,10 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
     memory = _memory_here() if asks else Memory(0.0, 0.0)
 
     def taken(gpu: str) -> tuple[int, Case, Ask] | None:
+        host_gb_free = _host_gb_free(memory.host_gb_asked) if asks else math.inf
         for number, case in waiting:
             ask = (asks or {}).get(case.key, Ask())
-            if memory.take(gpu, ask):
+            if memory.take(gpu, ask, host_gb_free):
                 waiting.remove((number, case))
                 return number, case, ask
         return None
@@ -118,6 +119,15 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
 def _memory_here() -> Memory:
     here = machine()
     return Memory(_MOST_OF_MEMORY * (here["gpu_memory_gb"] or 0.0), _MOST_OF_MEMORY * here["host_memory_gb"])
+
+
+def _host_gb_free(asked_gb: float) -> float:
+    """Of what is available now, without what the rows that run have asked for and not taken yet."""
+    taken_gb = 0.0
+    for row in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            taken_gb += row.memory_info().rss / 1e9
+    return float(psutil.virtual_memory().available) / 1e9 - max(asked_gb - taken_gb, 0.0)
 
 
 def run_case(case: Case, launch: Launch, seat: Seat | None = None) -> Row:

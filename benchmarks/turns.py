@@ -8,6 +8,7 @@ several rows have one GPU, so that more of them compile at once, each of them wa
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,11 +45,19 @@ class Memory:
         self._gpu_gb, self._host_gb = gpu_gb, host_gb
         self._taken: dict[str, list[Ask]] = {}
 
-    def take(self, gpu: str, ask: Ask) -> bool:
-        """Take what a row asks for, if it is there, or if no other row has anything: then more than there is may be asked for."""
+    @property
+    def host_gb_asked(self) -> float:
+        """By the rows that run."""
+        return sum(ask.host_gb for asks in self._taken.values() for ask in asks)
+
+    def take(self, gpu: str, ask: Ask, host_gb_free: float = math.inf) -> bool:
+        """Take what a row asks for, if it is there, or if no other row has anything: then more than there is may be asked for.
+
+        host_gb_free   of the host's memory, what neither rows have or are yet to take nor any other program has
+        """
         here, everywhere = self._taken.setdefault(gpu, []), [other for others in self._taken.values() for other in others]
         gpu_gb_left = max(self._gpu_gb - sum(other.gpu_gb for other in here), 0.0)
-        host_gb_left = max(self._host_gb - sum(other.host_gb for other in everywhere), 0.0)
+        host_gb_left = max(min(self._host_gb - self.host_gb_asked, host_gb_free), 0.0)
         if (ask.gpu_gb <= gpu_gb_left and ask.host_gb <= host_gb_left) or not everywhere:
             here.append(ask)
             return True

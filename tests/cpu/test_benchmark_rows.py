@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.case import CannotRun, Case
 from benchmarks.results import Results
 from benchmarks.rows import rows_in
-from benchmarks.runner import Launch, measure
+from benchmarks.runner import Launch, _host_gb_free, measure
 from benchmarks.turns import Ask, Memory, Seat
 
 TEXT = """
@@ -77,6 +80,30 @@ def test_memory_is_taken_and_given_back() -> None:
     for gpu, ask in (("0", first), ("1", second), ("0", host)):
         memory.give(gpu, ask)
     assert memory.take("1", Ask(gpu_gb=500.0))
+
+
+def test_memory_that_other_programs_have_is_not_given() -> None:
+    """A row begins only where what it asks for is available besides what those that run are yet to take; the first one begins anyway."""
+    memory = Memory(100.0, 200.0)
+    assert memory.take("0", Ask(host_gb=60.0), host_gb_free=20.0)
+    assert memory.host_gb_asked == 60.0
+    assert not memory.take("0", Ask(host_gb=60.0), host_gb_free=50.0)
+    assert memory.take("0", Ask(gpu_gb=10.0), host_gb_free=-5.0), "it asks for none"
+    assert memory.take("0", Ask(host_gb=60.0), host_gb_free=70.0)
+    assert not memory.take("0", Ask(host_gb=90.0), host_gb_free=500.0), "rows have asked for the rest"
+
+
+def test_what_rows_are_yet_to_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is available goes what was asked for, less what the processes that run have taken of it."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9))
+    assert _host_gb_free(0.0) == 100.0
+    before = _host_gb_free(60.0)
+    taking = "taken = bytearray(b'1' * 400_000_000); print('taken', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", taking], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as row:
+        assert row.stdout is not None
+        assert row.stdout.readline() == b"taken\n"
+        assert before + 0.39 < _host_gb_free(60.0) <= 100.0
+        row.communicate(b"\n")
 
 
 def test_a_row_waits_for_memory_and_others_pass(tmp_path: Path) -> None:
