@@ -23,6 +23,7 @@ from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
 from benchmarks.turns import Ask, Memory, Seat, on_cores
+from hytrain_fx.runtime.memory import available_host_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = (sys.executable, "-m", "benchmarks", "steps")
@@ -63,10 +64,9 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
     memory = _memory_here() if asks else Memory(0.0, 0.0)
 
     def taken(gpu: str) -> tuple[int, Case, Ask] | None:
-        host_gb_free = _host_gb_free(memory.host_gb_asked) if asks else math.inf
         for number, case in waiting:
             ask = (asks or {}).get(case.key, Ask())
-            if memory.take(gpu, ask, host_gb_free):
+            if memory.take(gpu, ask):
                 waiting.remove((number, case))
                 return number, case, ask
         return None
@@ -118,7 +118,7 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
 
 def _memory_here() -> Memory:
     here = machine()
-    return Memory(_MOST_OF_MEMORY * (here["gpu_memory_gb"] or 0.0), _MOST_OF_MEMORY * here["host_memory_gb"])
+    return Memory(_MOST_OF_MEMORY * (here["gpu_memory_gb"] or 0.0), _MOST_OF_MEMORY * here["host_memory_gb"], _host_gb_free)
 
 
 def _host_gb_free(asked_gb: float) -> float:
@@ -127,7 +127,7 @@ def _host_gb_free(asked_gb: float) -> float:
     for row in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             taken_gb += row.memory_info().rss / 1e9
-    return float(psutil.virtual_memory().available) / 1e9 - max(asked_gb - taken_gb, 0.0)
+    return available_host_bytes() / 1e9 - max(asked_gb - taken_gb, 0.0)
 
 
 def run_case(case: Case, launch: Launch, seat: Seat | None = None) -> Row:

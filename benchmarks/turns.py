@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,24 +41,20 @@ class Ask:
 class Memory:
     """What is left of each GPU's memory and of the host's, in GB. One lock is held around its methods."""
 
-    def __init__(self, gpu_gb: float, host_gb: float) -> None:
-        self._gpu_gb, self._host_gb = gpu_gb, host_gb
+    def __init__(self, gpu_gb: float, host_gb: float, free_gb: Callable[[float], float] = lambda asked_gb: math.inf) -> None:
+        """`free_gb`, by what running rows have asked for: of the host's, what they are not yet to take and no other program has."""
+        self._gpu_gb, self._host_gb, self._free_gb = gpu_gb, host_gb, free_gb
         self._taken: dict[str, list[Ask]] = {}
 
-    @property
-    def host_gb_asked(self) -> float:
-        """By the rows that run."""
-        return sum(ask.host_gb for asks in self._taken.values() for ask in asks)
-
-    def take(self, gpu: str, ask: Ask, host_gb_free: float = math.inf) -> bool:
-        """Take what a row asks for, if it is there, or if no other row has anything: then more than there is may be asked for.
-
-        host_gb_free   of the host's memory, what neither rows have or are yet to take nor any other program has
-        """
+    def take(self, gpu: str, ask: Ask) -> bool:
+        """Take what a row asks for, if it is there, or if no other row has anything: then more than there is may be asked for."""
         here, everywhere = self._taken.setdefault(gpu, []), [other for others in self._taken.values() for other in others]
         gpu_gb_left = max(self._gpu_gb - sum(other.gpu_gb for other in here), 0.0)
-        host_gb_left = max(min(self._host_gb - self.host_gb_asked, host_gb_free), 0.0)
-        if (ask.gpu_gb <= gpu_gb_left and ask.host_gb <= host_gb_left) or not everywhere:
+        asked_gb = sum(other.host_gb for other in everywhere)
+        host_gb_left = max(self._host_gb - asked_gb, 0.0)
+        fits = ask.gpu_gb <= gpu_gb_left and ask.host_gb <= host_gb_left
+        # The system is asked last: rows that wait come here often, beside one that is timed.
+        if not everywhere or (fits and (not ask.host_gb or ask.host_gb <= self._free_gb(asked_gb))):
             here.append(ask)
             return True
         return False

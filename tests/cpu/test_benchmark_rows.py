@@ -8,12 +8,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
+from benchmarks import runner
 from benchmarks.__main__ import main
 from benchmarks.case import CannotRun, Case
 from benchmarks.results import Results
@@ -84,18 +83,29 @@ def test_memory_is_taken_and_given_back() -> None:
 
 def test_memory_that_other_programs_have_is_not_given() -> None:
     """A row begins only where what it asks for is available besides what those that run are yet to take; the first one begins anyway."""
-    memory = Memory(100.0, 200.0)
-    assert memory.take("0", Ask(host_gb=60.0), host_gb_free=20.0)
-    assert memory.host_gb_asked == 60.0
-    assert not memory.take("0", Ask(host_gb=60.0), host_gb_free=50.0)
-    assert memory.take("0", Ask(gpu_gb=10.0), host_gb_free=-5.0), "it asks for none"
-    assert memory.take("0", Ask(host_gb=60.0), host_gb_free=70.0)
-    assert not memory.take("0", Ask(host_gb=90.0), host_gb_free=500.0), "rows have asked for the rest"
+    free_gb = 20.0
+    asked: list[float] = []
+
+    def free(asked_gb: float) -> float:
+        asked.append(asked_gb)
+        return free_gb
+
+    memory = Memory(100.0, 200.0, free)
+    assert memory.take("0", Ask(host_gb=60.0))
+    free_gb = 50.0
+    assert not memory.take("0", Ask(host_gb=60.0))
+    free_gb = -5.0
+    assert memory.take("0", Ask(gpu_gb=10.0)), "it asks for none"
+    free_gb = 70.0
+    assert memory.take("0", Ask(host_gb=60.0))
+    free_gb = 500.0
+    assert not memory.take("0", Ask(host_gb=90.0)), "rows have asked for the rest"
+    assert asked == [60.0, 60.0], "the system is asked only where rows leave enough"
 
 
 def test_what_rows_are_yet_to_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is available goes what was asked for, less what the processes that run have taken of it."""
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100e9))
+    monkeypatch.setattr(runner, "available_host_bytes", lambda: 100_000_000_000)
     assert _host_gb_free(0.0) == 100.0
     before = _host_gb_free(60.0)
     taking = "taken = bytearray(b'1' * 400_000_000); print('taken', flush=True); input()"

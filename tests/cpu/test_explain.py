@@ -197,17 +197,26 @@ def test_a_deep_model_is_a_page() -> None:
     assert 0 < chosen.k < 34
     assert chosen.numel(Placement.STREAM)
     times = tuple(100.0 for _ in range(34))
-    measured = Measured(9, times, times, times, times, 1e5, 8, FinishTimes(200.0, 180.0, streamed_held_us=80.0, at_once=9_000))
+    measured = Measured(9, times, times, times, times, 1e5, 8, FinishTimes(200.0, 100.0, at_once=9_000))
     found = replace(explained(profile, chosen), measured=measured, guesses=GuessCounts(12, 1, 40_000, 3_000), startup=STARTUP,
                     early=EarlyCounts(9, 2, 70_000, 5_000), node_runs={"wait": 3}, spent_us={"passes": 7.0})
     assert len(str(found).splitlines()) <= 70
     assert "missed in 1, 3 k of 40 k parameters updated again" in str(found)
     assert "missed in 2, 5 k of 70 k parameters put back or updated again" in str(found)
-    assert "by the CPU 200 us, streamed 180 us (80 us of it behind new weights that the CPU was yet to update); " in str(found)
-    assert "9 k parameters were put on the lane at once" in str(found)
+    assert "by the CPU 200 us, streamed 100 us; those of the last 9 k parameters were put on the lane at once" in str(found)
     assert "torch.compile, backward 6 s; torch.compile, forward 3 s" in str(found)
     assert json.loads(found.to_json())["guesses"]["redone"] == 3_000
     assert json.loads(found.to_json())["early"]["commits"] == 9
+
+
+def test_what_streamed_states_stood_is_told() -> None:
+    """Behind the time at which they ended, where they stood at all."""
+    profile = uniform(4)
+    times = (100.0,) * 4
+    finish = FinishTimes(200.0, 180.0, streamed_held_us=80.0, at_once=9_000)
+    found = replace(explained(profile, plan(profile)), measured=Measured(9, times, times, times, times, 1e5, 8, finish))
+    assert ("by the CPU 200 us, streamed 180 us (80 us of it behind new weights that the CPU was yet to update); "
+            "those of the last 9 k parameters were put on the lane at once") in str(found)
 
 
 @given(profile=profiles(), k=st.integers(0, 8))

@@ -42,7 +42,7 @@ class CpuDevice : public Device {
   uint32_t* flags(size_t n) override { return flags_.emplace_back(std::make_unique<uint32_t[]>(n)).get(); }
   void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
     thread(lane).enqueue([=] {
-      while (static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) < 0) std::this_thread::sleep_for(kPollInterval);
+      while (!is_raised(flag, value)) std::this_thread::sleep_for(kPollInterval);
     });
   }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {

@@ -42,6 +42,11 @@ inline Event& recorded(const EventPtr& event, const char* what) {
   return *event;
 }
 
+// Whether a flag is `value` or later, as numbers go round.
+inline bool is_raised(const uint32_t* flag, uint32_t value) {
+  return static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) >= 0;
+}
+
 // Where an update that meets a gradient that is not finite says so: `mark` is written to pinned memory.
 struct NonFinite {
   int32_t* at;
@@ -84,7 +89,7 @@ class Device {
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
   // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where the device has no such waits.
   virtual uint32_t* flags(size_t n) = 0;
-  virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until it is `value` or later, as numbers go round
+  virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until is_raised
   virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to be taken from an epoch close by.

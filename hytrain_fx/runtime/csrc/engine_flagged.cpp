@@ -155,10 +155,7 @@ void Engine::follow(Event& last, const std::vector<Barrier>& barriers, uint64_t 
 
 // Whether the lane waits for an update by the CPU. `next`: the first flag that had not been raised when this was last asked.
 bool Engine::stands(const std::vector<Barrier>& barriers, size_t& next) {
-  auto raised = [](const Barrier& barrier) {
-    return static_cast<int32_t>(__atomic_load_n(barrier.flag, __ATOMIC_ACQUIRE) - barrier.raised) >= 0;
-  };
-  while (next < barriers.size() && raised(barriers[next])) ++next;
+  while (next < barriers.size() && is_raised(barriers[next].flag, barriers[next].raised)) ++next;
   return next < barriers.size() && (!barriers[next].before || barriers[next].before->done());
 }
 
