@@ -110,10 +110,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.step(next(tokens))
     trainer.finish()
     row["build_s"], row["first_step_s"] = round(built_s - began_s, 2), round(time.perf_counter() - built_s, 2)
+    compiled_s = time.perf_counter()
     turn.wait_to_be_alone(case.mode, arguments.shares_gpu)
+    waited_us = (time.perf_counter() - compiled_s) * 1e6
     warmup = WARMUP_STEPS.get(case.mode, OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
     row |= timed(trainer, tokens, warmup, arguments.window, device, meter_of(device), case.tokens)
-    about = dict(trainer.about())
+    about = _without_waiting(trainer.about(), waited_us)
     in_use = about.get("memory_in_use", {})
     row |= memory(device, in_use.get("pinned_bytes", in_use.get("host_bytes", 0))) | about
     if arguments.idle:
@@ -162,6 +164,15 @@ def _window_s(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> f
         trainer.step(next(tokens))
     trainer.finish()
     return (time.perf_counter() - begin) / steps
+
+
+def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, Any]:
+    """Of the start-up: the wait for other rows fell between two steps of the warm-up, and is no part of it."""
+    startup = about.get("startup")
+    if not startup:
+        return dict(about)
+    counted = {name: startup[name] - waited_us for name in ("warm_up_us", "own_us", "total_us")}
+    return {**about, "startup": {**startup, **counted}}
 
 
 def _looked_into(model: nn.Module, trainer: Trainer, tokens: Iterator[torch.Tensor], arguments: argparse.Namespace) -> dict[str, Any]:

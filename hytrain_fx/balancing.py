@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from dataclasses import replace
 
-from hytrain_fx.cost_model.balance import TOLERANCE, Ends, balance_reason, balanced_share, streamed_share, with_share
+from hytrain_fx.cost_model.balance import TOLERANCE, Ends, balance_reason, balanced_share, streamed_share, weights_ratio, with_share
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
@@ -69,11 +69,11 @@ class Balancing:
         seen = [Ends(ends.cpu_us, ends.streamed_us, ends.streamed_held_us, ends.cpu_begun_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
         self.runs_ahead = any(ends.ahead > 0 for ends in self._ends)
-        share = streamed_share(plan)
-        wanted = balanced_share(share, seen, step_us, self._tolerance)
+        share, ratio = streamed_share(plan), weights_ratio(units)
+        wanted = balanced_share(share, seen, step_us, ratio, self._tolerance)
         if wanted is not None and (wanted - share) * self._last_change < 0:
             self._tolerance = min(2 * self._tolerance, _WIDEST)
-            wanted = balanced_share(share, seen, step_us, self._tolerance)
+            wanted = balanced_share(share, seen, step_us, ratio, self._tolerance)
         if wanted is None or (wanted > share and pauses > _PAUSES):
             return None
         why = balance_reason(seen, steps_done)

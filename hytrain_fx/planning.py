@@ -39,6 +39,8 @@ from hytrain_fx.step_times import StepReader
 # The first step compiles, the second is still cold: neither is measured.
 _COLD_STEPS = 2
 _AGAIN = "looked at again after"  # begins the note about the last decision
+# In a row, in which the runtime works otherwise than the plan was solved for: then its share is solved anew. Twice as many the next time.
+_OTHERWISE_STEPS = 8
 
 
 class Planned(Protocol):
@@ -83,6 +85,8 @@ class Planning:
         self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
         self._saw_streaming = False  # in the steps that the profile was made of
         self._measured_anew = False  # under the plan in force, since another share was last refused
+        self._solved_for: Discipline | None = None  # how the runtime worked when the plan in force was last solved, share and all
+        self._otherwise, self._otherwise_needed, self._share_is_due = 0, _OTHERWISE_STEPS, False
 
     @property
     def plan(self) -> Plan:
@@ -138,6 +142,7 @@ class Planning:
             self._balancing.saw(session.engine.finish_times())
             better = self._balancing.better(self.plan, self.units(), session.step_us[-1], done)
             self._balanced = None if better is None else self._if_it_repays(better)
+            self._look_at_the_discipline()
 
     def before_forward(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
@@ -227,6 +232,15 @@ class Planning:
         """Whether the streamed share follows what running steps show."""
         return self._solves and self._session.config.stream == "auto" and 0.0 < streamed_share(self.plan) < 1.0
 
+    def _look_at_the_discipline(self) -> None:
+        """Updates may come to begin otherwise than the share was solved for (guesses at clipping's factor are given up, say): balancing
+        would follow in small moves, each of which holds a step up.
+        """
+        self._otherwise = self._otherwise + 1 if self.discipline != self._solved_for else 0
+        if self._otherwise >= self._otherwise_needed and self._agenda.every:
+            self._otherwise, self._otherwise_needed, self._share_is_due = 0, 2 * self._otherwise_needed, True
+            self._agenda = self._agenda.soon(self._session.steps_done)
+
     def _with_prediction(self, plan: Plan) -> Plan:
         return plan if self.profile is None else replace(plan, predicted=self._predict(self.profile, plan))
 
@@ -258,9 +272,10 @@ class Planning:
             **self._bytes_per_param(),
         }
         try:
-            if self._balances and streamed_k(profile, **within) == self.plan.k:
+            if self._balances and not self._share_is_due and streamed_k(profile, **within) == self.plan.k:
                 self._stay(profile, f"k={self.plan.k} is still solved")
                 return None
+            self._solved_for, self._share_is_due = within["discipline"], False
             new = solve(profile, rule=config.planner, stream=stream if self._may_stream else 0.0, **within)
         except PlanError:
             if self.awaits_times:

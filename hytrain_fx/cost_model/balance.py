@@ -4,11 +4,12 @@ Where both kinds of update work without a pause from their first one on, a step 
 fast each is beside the other no profile of single stages tells (they share host memory and the link), but when each ended is seen in
 every step:
 
-    y' = y + (t_cpu - t_streamed) / (w_cpu / (1 - y) + w_streamed / y)
+    y' = y + (t_cpu - t_streamed) / (w_cpu / (1 - y) + (1 - r) w_streamed / (y + (1 - y) r))
 
 is where both would end together at the rates that they had: t is when each ended, w the time for which it worked. y is the streamed share
-of the parameters that rest on the host. Streamed states may stand on the lane behind new weights that the CPU is yet to update: then they
-end with the CPU, whatever the share, and how long they stood is what they would have ended earlier.
+of the parameters that rest on the host. Streamed states travel to the device on one lane with the new weights of what the CPU updates, of
+r times as many bytes: what is streamed more sends fewer of those. They may stand there behind new weights that the CPU is yet to update:
+then they end with the CPU, whatever the share, and how long they stood is what they would have ended earlier.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.pieces import joined, pieces_of
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
-from hytrain_fx.ir.task_graph import Unit
+from hytrain_fx.ir.task_graph import Unit, streamed_state_bytes
 
 TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
@@ -57,12 +58,19 @@ def streamed_share(plan: Plan) -> float:
     return streamed / (streamed + by_cpu) if streamed else 0.0
 
 
-def balanced_share(share: float, ends: Sequence[Ends], step_us: float, tolerance: float = TOLERANCE) -> float | None:
+def weights_ratio(units: Sequence[Unit]) -> float:
+    """r: bytes of new weights over those of streamed states of as many parameters, on the lane to the device."""
+    states = sum(streamed_state_bytes(unit.params, unit.grad_bytes) for unit in units)
+    return sum(unit.grad_bytes for unit in units) / states  # a weight has its gradient's dtype
+
+
+def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: float, tolerance: float = TOLERANCE) -> float | None:
     """The share under which both kinds of update end together; None where they do already.
 
     share      the share 0 < y < 1 of the steps that were seen
     ends       of each step
     step_us    length of a step
+    ratio      0 <= r < 1, of `weights_ratio`
     tolerance  share of a step by which the ends may differ; they may by what the steps' scatter explains, too
     """
     seen = _median(ends)
@@ -70,7 +78,8 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, tolerance
     if abs(seen.late_us) <= max(tolerance * step_us, _SURE * noise_us):
         return None
     cpu_us, streamed_us = _worked_us(seen.cpu_us, seen.begun_us), _worked_us(seen.streamed_us - seen.held_us, seen.begun_us)
-    change = seen.late_us / (cpu_us / (1 - share) + streamed_us / share)
+    lane = share + (1 - share) * ratio  # what it carries, in states of all that rests on the host
+    change = seen.late_us / (cpu_us / (1 - share) + (1 - ratio) * streamed_us / lane)
     return min(max(share + _DAMPING * change, 0.0), 1.0)
 
 

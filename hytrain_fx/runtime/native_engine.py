@@ -107,9 +107,9 @@ class NativeEngine:
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._pid = os.getpid()
+        self._rows: list[RowSpec] = []
         self._call("create", byref(options), byref(self._handle), with_handle=False)
         # The C++ side holds addresses only: these hold the memory.
-        self._rows: list[RowSpec] = []
         self._states: dict[int, RowStates] = {}
         self._staging: torch.Tensor | None = None
         self._shadow: HostSlab | None = None

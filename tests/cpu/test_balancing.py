@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 
 from hytrain_fx.balancing import Balancing
 from hytrain_fx.cost_model.balance import streamed_share, with_share
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.replan import Agenda
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
+from hytrain_fx.planning import Planning
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, FinishTimes, Stage
 
 from .engine_loop import EngineLoop
@@ -278,5 +282,57 @@ def test_a_refusal_counts_once_times_were_measured_anew(twins: Twins, monkeypatc
     assert looks[0] < measured[0] < looks[1] < looks[2] < measured[1] < looks[3]
     assert measured[0] - looks[0] == measured[1] - looks[2] == window + 1
     assert looks[2] - looks[1] == 8
+    monkeypatch.undo()
+    planning.profile = None
+
+
+def test_the_share_is_solved_anew_where_updates_come_to_begin_otherwise(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that works otherwise than the plan was solved for, in 8 steps in a row, has the next steps measured and its plan solved,
+    share and all, though balanced ends ask for nothing; a change that comes and goes has not, and a second one takes 16. No bit changes.
+    """
+    planning = twins.session.planning
+    window = twins.session.config.warmup_steps
+    early, late = Discipline(early_updates=True), Discipline(commit_at="backward_end")
+    works = [early]  # the last is in force
+    shares = {early: 0.25, late: 0.75}
+    solved: list[tuple[int, Discipline]] = []
+    step = 0
+
+    def made(share: float) -> Plan:
+        return prefix_plan(planning.units(), 0, source="windowed", reason=lambda unit: "test", share=share,
+                           streamed_reason=lambda unit: "test")
+
+    def solve(profile: object, *, discipline: Discipline, **within: object) -> Plan:
+        solved.append((step, discipline))
+        return replace(made(shares[discipline]), predicted={"step_us": 1.0})
+
+    monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(1e6, 1e6))
+    monkeypatch.setattr(Planning, "discipline", property(lambda self: works[-1]))
+    monkeypatch.setattr("hytrain_fx.planning.solve", solve)
+    monkeypatch.setattr("hytrain_fx.planning.streamed_k", lambda profile, **within: 0)
+    for name, value in {"_predict": lambda profile, plan: {"step_us": 1e12}, "_measure": planning._reader.take, "_move_us_per_byte": 0.0,
+                        "profile": SimpleNamespace(params=1, device="cpu"), "_solved_for": early}.items():
+        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr("hytrain_fx.planning.inputs_of", lambda profile, guard: {})
+    seen: list[float] = []
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        nonlocal step
+        losses: list[float] = []
+        if model is twins.ours:
+            planning._put_in_force(made(shares[early]))
+            monkeypatch.setattr(planning, "_agenda", AskedOnly(1000, window, None))
+        for step in range(80):
+            if model is twins.ours:
+                works.append(late if 6 <= step < 12 or 20 <= step < 50 else early)
+            losses += plain_loop(1)(model, optimizer, batches)
+            if model is twins.ours:
+                seen.append(streamed_share(planning.plan))
+        return losses
+
+    twins.agree(loop)
+    assert solved == [(20 + 8 + 1 + window, late), (50 + 16 + 1 + window, early)]
+    for (at, works_so), until in zip(solved, (solved[1][0], 80), strict=True):
+        assert seen[at:until] == pytest.approx([shares[works_so]] * (until - at), abs=0.02)
     monkeypatch.undo()
     planning.profile = None

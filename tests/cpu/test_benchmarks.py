@@ -449,6 +449,14 @@ def test_of_rows_on_one_gpu_each_is_timed_alone(tmp_path: Path) -> None:
     assert not waiting.is_alive()
 
 
+def test_waiting_for_other_rows_is_no_start_up() -> None:
+    """It falls between two steps of the warm-up, which is shorter by it; the other phases stay, and a mode without start-up has none."""
+    told = {"plan": {}, "startup": {"engine_us": 1e6, "warm_up_us": 9e6, "own_us": 10e6, "total_us": 30e6}}
+    assert steps._without_waiting(told, 8e6) == {
+        "plan": {}, "startup": {"engine_us": 1e6, "warm_up_us": 1e6, "own_us": 2e6, "total_us": 22e6}}
+    assert steps._without_waiting({"plan": {}}, 8e6) == {"plan": {}}
+
+
 def test_seats_share_the_cores_and_want_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many cores for each GPU, none twice, only visible GPUs; several rows of one GPU have the same, and are told so."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))

@@ -176,6 +176,33 @@ def test_a_copy_to_the_host_that_fails_is_the_backwards_error(trained: Trained, 
 # ---- surroundings ----
 
 
+def test_threads_that_the_system_refuses_are_an_error_that_says_so() -> None:
+    """The engine ends those that had started, the model stays plain, and compiles once fewer are asked for."""
+    run("""
+        import resource
+        from hytrain_fx.errors import EngineError
+        model, optimizer = make()
+        hytrain_fx.compile(model, optimizer, workers=1)  # the engine is built and loaded
+        hytrain_fx.close(model)
+        model, optimizer = make()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (200 << 20), most))
+        try:
+            hytrain_fx.compile(model, optimizer, workers=400, engine="native")
+        except EngineError as error:
+            assert "expected 402 (workers=400, and one for each direction of copies)" in str(error), error
+            assert "ask for fewer workers" in str(error), error
+        else:
+            raise SystemExit("400 threads of 8 MB in 200 MB")
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        assert all_ended(), threads()
+        model, optimizer = hytrain_fx.compile(model, optimizer, workers=2)
+        train(model, optimizer)
+        hytrain_fx.close(model)
+    """)
+
+
 def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the version found and the one needed; an untried version says to run the tests."""
     model, _ = mlp()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.balance import Ends, balance_reason, balanced_share, streamed_share, with_share
+from hytrain_fx.cost_model.balance import Ends, balance_reason, balanced_share, streamed_share, weights_ratio, with_share
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.task_graph import Unit
@@ -24,27 +26,29 @@ def made(units: list[Unit], k: int, share: float) -> Plan:
 
 
 @given(cpu_rate=st.floats(0.1, 10), stream_rate=st.floats(0.1, 10), slows=st.floats(0, 0.5), share=st.floats(0.05, 0.95),
-       waits=st.floats(0, 2), tied=st.booleans())
+       waits=st.floats(0, 2), tied=st.booleans(), ratio=st.sampled_from([0.0, 2 / 10, 4 / 12]))
 def test_rounds_lead_to_updates_that_end_together(
-    cpu_rate: float, stream_rate: float, slows: float, share: float, waits: float, tied: bool
+    cpu_rate: float, stream_rate: float, slows: float, share: float, waits: float, tied: bool, ratio: float
 ) -> None:
     """With rates that the machine does not tell, and that fall as both run at once, a few rounds bring both ends within 3% of the step:
-    also where updates wait for something after the commit, and where streamed ones stand behind the CPU's and so never end before them.
+    also where updates wait for something after the commit, where streamed ones stand behind the CPU's and so never end before them, and
+    where the lane that brings their states carries new weights besides.
     """
 
     begun_us = waits * 1e6 / (cpu_rate + stream_rate)
 
     def ends(share: float) -> Ends:
         beside = 1 + slows * min(share, 1 - share)
-        cpu_us, streamed_us = begun_us + 1e6 * (1 - share) * beside / cpu_rate, begun_us + 1e6 * share * beside / stream_rate
+        lane = share + (1 - share) * ratio
+        cpu_us, streamed_us = begun_us + 1e6 * (1 - share) * beside / cpu_rate, begun_us + 1e6 * lane * beside / stream_rate
         held_us = max(cpu_us - streamed_us, 0.0) if tied else 0.0
         return Ends(cpu_us, streamed_us + held_us, held_us, begun_us)
 
-    best = stream_rate / (cpu_rate + stream_rate)
+    best = (stream_rate - ratio * cpu_rate) / (stream_rate + (1 - ratio) * cpu_rate)
     assume(0.02 < best < 0.98)
     for _ in range(12):
         seen = ends(share)
-        found = balanced_share(share, [seen] * 4, max(seen.cpu_us, seen.streamed_us))
+        found = balanced_share(share, [seen] * 4, max(seen.cpu_us, seen.streamed_us), ratio)
         if found is None:
             break
         assert (found > share) == (best > share), "it goes the right way"
@@ -57,7 +61,7 @@ def test_rounds_lead_to_updates_that_end_together(
 @given(share=SHARE, odd=st.floats(0, 1e9))
 def test_one_odd_step_moves_nothing(share: float, odd: float) -> None:
     """Medians are taken: a single step that was held up by something else does not count."""
-    assert balanced_share(share, [Ends(1e5, 1e5), Ends(odd, 1e5), Ends(1e5, 1e5)], 1e5) is None
+    assert balanced_share(share, [Ends(1e5, 1e5), Ends(odd, 1e5), Ends(1e5, 1e5)], 1e5, 0.2) is None
 
 
 @given(share=SHARE, scatter=st.floats(0.2, 1.0))
@@ -66,8 +70,15 @@ def test_ends_that_scatter_more_than_they_differ_move_nothing(share: float, scat
     def ends(scatter: float) -> list[Ends]:
         return [Ends(1.1e5 + scatter * 1e5 * off, 1e5) for off in (-1, -0.5, 0, 0, 0.5, 1)]
 
-    assert balanced_share(share, ends(0.0), 1e5) is not None
-    assert balanced_share(share, ends(scatter), 1e5) is None
+    assert balanced_share(share, ends(0.0), 1e5, 0.2) is not None
+    assert balanced_share(share, ends(scatter), 1e5, 0.2) is None
+
+
+def test_new_weights_take_a_fifth_of_the_lane_that_streamed_states_take() -> None:
+    """bf16: 2 bytes beside 10, as half of the master stays on the device; fp32: 4 beside 12."""
+    for grad_bytes, ratio in ((2, 0.2), (4, 1 / 3)):
+        units = [Unit(i, f"layers.{i}", n, ("w",), grad_bytes * n, param_numels=(n,)) for i, n in enumerate((10, 30))]
+        assert math.isclose(weights_ratio(units), ratio)
 
 
 @given(sizes=SIZES, k=st.integers(0, 3), before=SHARE, share=st.floats(0, 1))

@@ -8,6 +8,8 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <system_error>
 
 namespace hytrain_fx {
 
@@ -18,23 +20,37 @@ Engine::Engine(const EngineOptions& options)
       worker_cores_(options.worker_cores, options.worker_cores ? options.worker_cores + options.workers : nullptr),
       ring_(options.ring, options.ring_bytes),
       running_(options.workers, -1) {
-  threads_.emplace_back([this] { guarded("copy to the host", &Engine::land); });
-  name_thread(threads_.back(), "hytrain-lander");
-  threads_.emplace_back([this] { guarded("copy to the device", &Engine::upload); });
-  name_thread(threads_.back(), "hytrain-upload");
+  try {
+    start_threads();
+  } catch (const std::system_error& error) {
+    stop_threads();  // those that run; the destructor of an engine that was not made is not called
+    throw std::runtime_error("the system gave " + std::to_string(threads_.size()) + " threads, expected " + std::to_string(options.workers + 2) +
+                             " (workers=" + std::to_string(options.workers) + ", and one for each direction of copies): " + error.what() +
+                             "; allow this process more threads or address space, or ask for fewer workers");
+  }
+}
+
+Engine::~Engine() { stop_threads(); }
+
+void Engine::start_threads() {
+  const auto start = [this](auto run, const std::string& name) {
+    threads_.emplace_back(run);
+    name_thread(threads_.back(), name);
+  };
+  start([this] { guarded("copy to the host", &Engine::land); }, "hytrain-lander");
+  start([this] { guarded("copy to the device", &Engine::upload); }, "hytrain-upload");
   for (int i = 0; i < options_.workers; ++i) {
-    threads_.emplace_back([this, i] {
+    start([this, i] {
       try {
         work(i);
       } catch (const std::exception& error) {
         fail(std::string("CPU update: ") + error.what());
       }
-    });
-    name_thread(threads_.back(), "hytrain-cpu-" + std::to_string(i));
+    }, "hytrain-cpu-" + std::to_string(i));
   }
 }
 
-Engine::~Engine() {
+void Engine::stop_threads() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

@@ -308,6 +308,8 @@ class Engine {
   int next_streamed(bool& ready);
   StagingSlot* free_staging_slot();
   StagingSlot* next_staging_slot();
+  void start_threads();
+  void stop_threads();
   void land();
   void work(int index);
   void upload();
