@@ -112,6 +112,15 @@ ROWS = (
              tokens=16384),
     Measured("AC", "forward and backward, 6.74 G", "llama-7b", None, 0.629, device_gb=49.8),
     Measured("AC", "ours, a quarter of the states, 6.74 G", "llama-7b", 8, 0.817, share=0.351, device_gb=70.9, host_gb=70.8),
+    Measured("AD", "all on the device", "llama-3.1b", 28, 0.345, device_gb=66.7),
+    Measured("AD", "ours, a quarter of the states", "llama-3.1b", 7, 0.367, share=0.315, device_gb=39.2, host_gb=33.5),
+    Measured("AD", "ours, every state on the host", "llama-3.1b", 0, 0.462, share=0.331, device_gb=29.9, host_gb=43.7),
+    Measured("AD", "ZeRO-Offload", "llama-3.1b", 0, 1.448, device_gb=29.7, barrier="zero_offload"),
+    Measured("AE", "ours, k solved there", "llama-3.1b", 14, 0.323, device_gb=48.4, host_gb=23.8),
+    Measured("AE", "all on the device, 16k tokens", "llama-3.1b", 28, 0.655, device_gb=89.4, tokens=16384),
+    Measured("AE", "ours, every state on the host, 16k tokens", "llama-3.1b", 0, 0.675, share=0.335, device_gb=52.6, host_gb=43.7,
+             tokens=16384),
+    Measured("AE", "ours, a quarter of the states, 6.74 G", "llama-7b", 8, 0.770, share=0.277, device_gb=69.3, host_gb=73.4),
 )
 
 
