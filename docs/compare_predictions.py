@@ -138,8 +138,8 @@ def predicted(row: Measured) -> Predicted:
     shape, device = read_shape(row.model), find_device("h200")
     profile = analytic_profile(shape, device, row.tokens, sequence=SEQUENCE)
     if row.k is None:
-        memory = footprint(shape, row.tokens, 0)
-        return Predicted((profile.forward_us + profile.backward_us) / 1e6, (memory.device_bytes - ring_bytes(shape)) / 1e9, 0.0)
+        device_bytes = footprint(shape, row.tokens, 0).device_bytes - ring_bytes(shape, streams=False)
+        return Predicted((profile.forward_us + profile.backward_us) / 1e6, device_bytes / 1e9, 0.0)
     made = plan(profile, k=row.k, stream=row.share, discipline=DISCIPLINES[row.barrier])
     memory = footprint(shape, row.tokens, row.k, streamed_params=made.numel(Placement.STREAM))
     return Predicted(made.predicted["step_us"] / 1e6, memory.device_bytes / 1e9, memory.host_bytes / 1e9)

@@ -39,7 +39,7 @@ class Config:
     pin_workers    keep each CPU update thread on a core of its own, where cores are known and free. Off: where other threads want those
                    cores too, one held-up worker holds up its unit (8% of a step on a virtual machine of 16 cores)
     ring_bytes     device memory for gradients on their way to the host, None = the least of four of the largest gradients, twice all of
-                   them, and 338 MB (640 MB with stream=0)
+                   them, and 640 MB (338 MB where states are streamed)
     autocast_copies  fp32 weights that a model under autocast reads in bf16 alone rest on the device as bf16 copies; their fp32 memory is
                    there only while the loop looks at them, weights and gradients travel in 16 bits, no bit of training changes
     timeout_s      seconds after which a wait on a worker or a copy is an error

@@ -126,7 +126,7 @@ class Session:
         self._probe = UpdateProbe(self.engine, parameters) if rule is None else RuleProbe(self.engine, parameters, rule)
         own_bytes = None if rule is None else [rule.own_bytes(row) for row in rows]
         states = StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
-        ring_bytes = ring_bytes_for(parameters, self.config)
+        ring_bytes = partial(ring_bytes_for, parameters, self.config)
         self.resources = Resources(parameters, amsgrad, ring_bytes, self._clock, own_bytes, states.copies)
         return states
 
@@ -134,6 +134,7 @@ class Session:
         self.resources.announce(placement)
         with self._clock.phase(Phase.MASTERS):
             self.states.allocate(placement, self.config.host_memory)
+        self._set_transit(placement)
         self._clock.pinned_bytes, pinning_us = pinning_of(self.states.slabs)
         self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
 
@@ -304,7 +305,13 @@ class Session:
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
             with self._clock.phase(Phase.MOVE), without_torch_function():
                 self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
+        self._set_transit(wanted)
         self.copies.moved()
+
+    def _set_transit(self, placement: Sequence[Placement]) -> None:
+        """What streaming does not need of the device's memory is lent to gradients on their way."""
+        streams = Placement.STREAM in placement
+        self.engine.set_transit(self.resources.ring_bytes(streams), streams)
 
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""

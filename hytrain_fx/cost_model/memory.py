@@ -22,7 +22,7 @@ GRAD_BYTES = 2
 STATE_BYTES = 12
 SLOT_BYTES = 2
 AUTOCAST_GRAD_BYTES = 4  # on the device and of a slot; on the link 2
-RING_BYTES = 640_000_000 - STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES  # gradients on their way, as in runtime/launch.py
+TRANSIT_BYTES = 640_000_000  # gradients on their way and streamed states, as in runtime/launch.py
 DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
 HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
 
@@ -62,9 +62,10 @@ def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) ->
     return sum(_kept_bytes(shape, tokens, recompute)) + _recomputed_bytes(shape, tokens, recompute)
 
 
-def ring_bytes(shape: ModelShape) -> int:
-    """Device memory for gradients on their way to the host."""
-    return min(RING_BYTES, 2 * GRAD_BYTES * shape.params)
+def ring_bytes(shape: ModelShape, streams: bool) -> int:
+    """Device memory for gradients on their way to the host: less where states are streamed, whose staging slots take the rest."""
+    staging = STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES if streams else 0
+    return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * shape.params)
 
 
 def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:
@@ -80,7 +81,8 @@ def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, s
     staging = STAGING_SLOTS * STAGING_PARAMS if streamed_params else 0
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1))
-    return Footprint(WEIGHT_BYTES * shape.params, gradients + (ring_bytes(shape) if by_cpu else 0), STATE_BYTES * (on_device + staging),
+    ring = ring_bytes(shape, streamed_params > 0) if by_cpu else 0
+    return Footprint(WEIGHT_BYTES * shape.params, gradients + ring, STATE_BYTES * (on_device + staging),
                      activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES * on_host, slot_bytes * by_cpu)
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,7 +28,7 @@ class Resources:
     parameters    the managed parameters by row
     amsgrad       by row
     own_bytes     by row: what another optimizer than Adam and AdamW keeps; None for these two
-    ring_bytes    what the engine's ring takes
+    ring_bytes    what the engine's ring takes, by whether states are streamed
     copied        rows of which the device has a bf16 copy, as they come
     """
 
@@ -36,7 +36,7 @@ class Resources:
         self,
         parameters: Sequence[torch.Tensor],
         amsgrad: Sequence[bool],
-        ring_bytes: int,
+        ring_bytes: Callable[[bool], int],
         clock: StartupClock,
         own_bytes: Sequence[int] | None = None,
         copied: Container[int] = (),
@@ -46,7 +46,7 @@ class Resources:
         self._sizes = [RowSize(p.numel(), p.element_size(), third, of) for p, third, of in zip(parameters, amsgrad, own, strict=True)]
         self._copied = copied
         self._device = parameters[0].device
-        self._ring_bytes = ring_bytes
+        self.ring_bytes = ring_bytes
 
     @property
     def _rows(self) -> list[RowSize]:
@@ -54,7 +54,8 @@ class Resources:
 
     def estimate(self, placement: Sequence[Placement]) -> MemoryEstimate:
         """Bytes by tier under this placement."""
-        return estimate_memory(self._rows, placement, ring_bytes=self._ring_bytes, pinned=self._device.type == "cuda")
+        ring_bytes = self.ring_bytes(Placement.STREAM in placement)
+        return estimate_memory(self._rows, placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
 
     def announce(self, placement: Sequence[Placement]) -> None:
         """Say what states will take, before they are allocated or moved."""
@@ -72,7 +73,7 @@ class Resources:
         return MemoryInUse(
             device_states_bytes=sum(nbytes for of in on_device for nbytes in _sizes(of)) - fp32_weights,
             host_bytes=host_bytes,
-            ring_bytes=self._ring_bytes,
+            ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             weights_bytes=sum(row.weight_bytes for row in self._rows),
             staging_bytes=estimate.staging_bytes,

@@ -36,27 +36,24 @@ def _cores_without_topology() -> int:
     return cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config) -> int:
-    """Device memory for gradients on their way: `ring_bytes`, or the least of four of the largest gradients, twice all of them, and 338 MB
-    (640 MB where no states are streamed).
+def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: bool) -> int:
+    """Device memory for gradients on their way: `ring_bytes`, or the least of four of the largest gradients, twice all of them, and 640 MB
+    (338 MB where states are streamed, which take the rest).
 
     At least what two pieces of one chunk need. A unit goes in one piece, behind the copies of the one before where it takes more than half;
     what does not fit goes in several, of half of it each.
 
     Why that is enough: in the ring is the backlog, gradients made less gradients carried. Where the backward makes them more slowly than
     the link carries them (3.1 G 16-bit parameters in 200 ms: 31 GB/s of 50), a backlog comes only from what is handed over at once, the
-    gradients of one unit, and the backward waits for what exceeds the ring: 1 ms for a unit of 200 M 16-bit parameters. Where
-    it makes them faster throughout (few tokens), the backlog grows all along the backward and no ring of a fixed size holds it;
-    then the link sets the length of the step, and a larger ring only moves the wait into the next forward.
+    gradients of one unit, and the backward waits for what exceeds the ring (measured: 5 ms a unit of 250 M 16-bit parameters with 338 MB,
+    20 times in a step: so what streaming does not need is lent). Where it makes them faster throughout (few tokens), the backlog grows all
+    along the backward and no ring of a fixed size holds it; then the link sets the length of the step, and a larger ring only moves the
+    wait into the next forward.
     """
     sizes = [p.numel() * p.element_size() for p in parameters]
     chunk = min(max(sizes), CHUNK_PARAMS * 4)
-    limit = TRANSIT_BYTES - (STAGING_BYTES if _may_stream(config) else 0)
+    limit = TRANSIT_BYTES - (STAGING_BYTES if streams else 0)
     return max(config.ring_bytes or min(4 * max(sizes), 2 * sum(sizes), limit), 2 * chunk + _RING_SLACK_BYTES)
-
-
-def _may_stream(config: Config) -> bool:
-    return config.stream != 0 or (config.plan is not None and config.plan.numel(Placement.STREAM) > 0)
 
 
 def torch_engine_config(config: Config, optimizer: str) -> Config:
@@ -80,7 +77,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     """
     device = parameters[0].device
     workers = config.workers or default_workers(device)
-    ring_bytes = ring_bytes_for(parameters, config)
+    ring_bytes = ring_bytes_for(parameters, config, streams=False)  # `Engine.set_transit`, where states come to be streamed
     if config.engine in ("auto", "native"):
         from hytrain_fx.runtime.native_engine import NativeEngine
 

@@ -192,6 +192,15 @@ class NativeEngine:
         self._call("set_staging", byref(CStagingMemory(staging.data_ptr(), shape[2], shape[1], shape[0])))
         self._staging = staging
 
+    def set_transit(self, ring_bytes: int, streams: bool) -> None:
+        if not streams and self._staging is not None:
+            self._call("set_staging", byref(CStagingMemory(None, 0, 0, 0)))
+            self._staging = None
+        if ring_bytes != self._ring.nbytes:
+            ring = torch.empty(ring_bytes, dtype=torch.uint8, device=self._device)
+            self._call("set_ring", c_void_p(ring.data_ptr()), c_uint64(ring_bytes))
+            self._ring = ring
+
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         for row, grad in zip(rows, grads, strict=True) if self._slot_dtypes else ():
             if self._slot_dtypes.get(row, grad.dtype) != grad.dtype:

@@ -136,6 +136,8 @@ class TorchEngine:
     def send_weight(self, row: int, on: bool) -> None:
         raise EngineError(f"the {self.name} engine does not stream optimizer states")
 
+    def set_transit(self, ring_bytes: int, streams: bool) -> None: ...  # it never streams, so what it has stays
+
     # ---- called by the nodes of the backward graph ----
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:

@@ -108,6 +108,25 @@ def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
         loop.check()
 
 
+def test_the_ring_changes_its_size_between_steps(make_engine: MakeEngine) -> None:
+    """Larger or smaller, with slow copies out of it: every bit is the reference's. A dropped gradient has left the old memory by then."""
+    small, large = 2 * (4 << 20) * 2 + (64 << 10), 40 << 20
+    with make_engine(ring_bytes=small) as engine:
+        loop = EngineLoop(engine, (9_000_000, 5_000_000), torch.bfloat16)
+        engine.set_delay(Stage.D2H, 10_000)
+        for ring_bytes in (large, small, large):
+            loop.step()
+            engine.drain([0, 1])
+            dropped = torch.randn(5_000_000).to(torch.bfloat16)
+            engine.grad_offload([1], [dropped])
+            engine.discard([1])
+            engine.set_transit(ring_bytes, streams=False)
+            slot = loop.states[1].slot
+            assert slot is not None
+            assert engine.name != "native" or torch.equal(slot, dropped)
+            loop.check()
+
+
 def test_gradients_that_stay_on_the_device_outlive_their_buffers(make_engine: MakeEngine) -> None:
     """Copies of any size and 16-bit or fp32 dtype, empty and odd ones and a view in the middle of a buffer among them."""
     with make_engine() as engine:

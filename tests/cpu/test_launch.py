@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.config import Config
-from hytrain_fx.cost_model.memory import RING_BYTES
-from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.cost_model.memory import ring_bytes
+from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.engine import CHUNK_PARAMS
 from hytrain_fx.runtime.launch import STAGING_BYTES, TRANSIT_BYTES, default_workers, ring_bytes_for
@@ -29,36 +29,37 @@ def parameter(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def test_ring_and_staging_take_no_more_than_640_mb(sizes: list[tuple[int, torch.dtype]]) -> None:
     """For any model; and two pieces of one chunk fit, so that any gradient passes."""
     parameters = [parameter(*size) for size in sizes]
-    ring = ring_bytes_for(parameters, Config())
     chunk = max(min(p.numel(), CHUNK_PARAMS) * p.element_size() for p in parameters)
-    assert ring + STAGING_BYTES <= 640_000_000
-    assert ring // 2 >= chunk
+    for streams, staging in ((True, STAGING_BYTES), (False, 0)):
+        ring = ring_bytes_for(parameters, Config(), streams)
+        assert ring + staging <= 640_000_000
+        assert ring // 2 >= chunk
 
 
 def test_where_nothing_is_streamed_the_ring_has_it_all() -> None:
-    """stream=0 leaves the staging area's share to the ring, unless a given plan streams."""
+    """The staging area's share is lent to the ring until states are streamed."""
     parameters = [parameter(1 << 30, torch.bfloat16)]
-    assert ring_bytes_for(parameters, Config(stream=0.0)) == TRANSIT_BYTES == 640_000_000
-    plan = Plan((PlanRow(0, "all", 0, 1 << 30, Placement.STREAM, ""),), k=0, source="loaded")
-    for config in (Config(), Config(stream=0.0, plan=plan)):
-        assert ring_bytes_for(parameters, config) == TRANSIT_BYTES - STAGING_BYTES
+    assert ring_bytes_for(parameters, Config(), streams=False) == TRANSIT_BYTES == 640_000_000
+    assert ring_bytes_for(parameters, Config(), streams=True) == TRANSIT_BYTES - STAGING_BYTES
 
 
 def test_a_small_model_takes_a_small_ring() -> None:
     """Twice all its gradients, beside the least that two pieces need."""
-    assert ring_bytes_for([parameter(1000, torch.float32)] * 3, Config()) <= 3 * 2 * 4000 + (64 << 10)
+    assert ring_bytes_for([parameter(1000, torch.float32)] * 3, Config(), streams=False) <= 3 * 2 * 4000 + (64 << 10)
 
 
 def test_offline_reports_count_the_ring_that_is_taken() -> None:
     """The cost model does not import the runtime; both have the same figure."""
-    assert ring_bytes_for([parameter(1 << 30, torch.bfloat16)], Config()) == RING_BYTES
+    for streams in (False, True):
+        assert ring_bytes_for([parameter(1 << 30, torch.bfloat16)], Config(), streams) == ring_bytes(read_shape("llama-3.1b"), streams)
 
 
 def test_a_wanted_ring_is_taken_down_to_the_least_that_works() -> None:
     """The option holds above the default's limit; below the least it is raised."""
     parameters = [parameter(1 << 30, torch.bfloat16)]
-    assert ring_bytes_for(parameters, Config(ring_bytes=5 << 30)) == 5 << 30
-    assert ring_bytes_for(parameters, Config(ring_bytes=1)) >= 2 * CHUNK_PARAMS * 2
+    for streams in (False, True):
+        assert ring_bytes_for(parameters, Config(ring_bytes=5 << 30), streams) == 5 << 30
+        assert ring_bytes_for(parameters, Config(ring_bytes=1), streams) >= 2 * CHUNK_PARAMS * 2
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 14), (2, 6), (8, 1)])

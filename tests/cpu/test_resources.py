@@ -14,11 +14,14 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.explain.resources import pinning_of
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime import launch
+from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.slabs import HostSlab, Pinning
 from hytrain_fx.runtime.startup import Phase
 
 from .explained import compiled
 from .models import Batches
+from .test_placements import plan_of
 
 WARMUP = 2
 COLD = 2
@@ -119,6 +122,34 @@ def test_the_estimate_follows_the_plan() -> None:
     assert before.device_states_bytes == after.host_bytes == 0
     assert after.estimate is not None
     assert after.device_states_bytes == after.estimate.device_states_bytes > 0
+
+
+def test_memory_for_streaming_is_lent_to_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the plan streams nothing the ring has what staging would take, and staging has nothing; each plan changes that, the estimate
+    knows, and weights stay those of a session whose plan never changed.
+    """
+    for name, nbytes in {"TRANSIT_BYTES": 60_000, "STAGING_BYTES": 20_000, "_RING_SLACK_BYTES": 0}.items():
+        monkeypatch.setattr(launch, name, nbytes)
+
+    def trained(plans: dict[int, Placement]) -> list[torch.Tensor]:
+        with compiled(wide, k=0) as (model, step):
+            session, sizes = session_of(model), {Placement.CPU: 60_000, Placement.STREAM: 40_000}
+            engine, streams = session.engine, Placement.CPU
+            assert isinstance(engine, NativeEngine)
+            for number in range(8):
+                if number in plans:
+                    streams = plans[number]
+                    session.place(plan_of(session, [Placement.CPU, streams]))
+                step()
+                memory = hytrain_fx.explain(model).memory
+                assert memory.estimate is not None
+                assert engine._ring.nbytes == memory.ring_bytes == memory.estimate.ring_bytes == sizes[streams]
+                assert (engine._staging is not None) == (memory.estimate.staging_bytes > 0) == (streams is Placement.STREAM)
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    plans = {2: Placement.STREAM, 4: Placement.CPU, 5: Placement.STREAM, 7: Placement.CPU}
+    for found, expected in zip(trained(plans), trained({}), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_pinning_counts_each_batch_once() -> None:

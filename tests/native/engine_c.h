@@ -12,6 +12,7 @@ int hytrain_place_on_host(hytrain_fx::Engine*, int, const hytrain_fx::HostStates
 int hytrain_place_on_device(hytrain_fx::Engine*, int, const hytrain_fx::DeviceStates*);
 int hytrain_place_streamed(hytrain_fx::Engine*, int, const hytrain_fx::HostStates*);
 int hytrain_set_staging(hytrain_fx::Engine*, const hytrain_fx::StagingMemory*);
+int hytrain_set_ring(hytrain_fx::Engine*, void*, uint64_t);
 int hytrain_set_shadow(hytrain_fx::Engine*, const hytrain_fx::ShadowMemory*);
 int hytrain_set_unit(hytrain_fx::Engine*, int, int);
 int hytrain_send_weight(hytrain_fx::Engine*, int, int);

@@ -222,6 +222,7 @@ class Run {
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
     check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));  // gradients that no commit has taken
+    if (chance(40)) move_ring();
     for (int number = 0; number < static_cast<int>(rows_.size()); ++number) {
       compare_states(rows_[number]);
       if (chance(40)) place(number, static_cast<Where>(random_() % 3));
@@ -232,6 +233,12 @@ class Run {
         rows_[number].weight = std::move(other);
       }
     }
+  }
+
+  void move_ring() {
+    std::vector<char> other(kLeastRing * (1 + random_() % 3));
+    check(hytrain_set_ring(engine_, other.data(), other.size()));
+    ring_.swap(other);
   }
 
   void delays() {
@@ -553,7 +560,8 @@ class Run {
 
   std::mt19937 random_;
   const bool half_on_host_;  // fp16 rows there keep the launching thread from running ahead
-  std::vector<char> ring_ = std::vector<char>(2 * 4 * (kChunk + 1024));
+  static constexpr size_t kLeastRing = 2 * 4 * (kChunk + 1024);
+  std::vector<char> ring_ = std::vector<char>(kLeastRing);
   Floats slots_ = Floats(2 * kFactorCapacity);
   Floats staging_ = Floats(kStagingSlots * 3 * kChunk);
   std::vector<char> shadow_ = std::vector<char>(kShadowSlots * kShadowArrays * (4 * kGranule + 17 * 64));

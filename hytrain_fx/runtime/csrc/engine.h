@@ -67,6 +67,7 @@ class Engine {
   void place_on_host(int row, const HostStates& states);
   void place_on_device(int row, const DeviceStates& states);
   void set_staging(const StagingMemory& memory);
+  void set_ring(void* memory, size_t bytes) { ring_.move_to(memory, bytes); }  // between steps: only grad_offload uses it besides
   void place_streamed(int row, const HostStates& states);  // no slot
   void send_weight(int row, bool on);  // streamed with masters in halves: whether the half that is the weight goes home in each step
   void set_shadow(const ShadowMemory& memory);             // once

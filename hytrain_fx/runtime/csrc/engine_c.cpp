@@ -56,6 +56,9 @@ int hytrain_place_on_device(Engine* engine, int row, const hytrain_fx::DeviceSta
 int hytrain_set_staging(Engine* engine, const hytrain_fx::StagingMemory* memory) {
   return guarded([&] { engine->set_staging(*memory); });
 }
+int hytrain_set_ring(Engine* engine, void* memory, uint64_t bytes) {
+  return guarded([&] { engine->set_ring(memory, bytes); });
+}
 int hytrain_set_shadow(Engine* engine, const hytrain_fx::ShadowMemory* memory) {
   return guarded([&] { engine->set_shadow(*memory); });
 }

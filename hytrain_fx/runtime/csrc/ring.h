@@ -17,6 +17,15 @@ class Ring {
   size_t largest() const { return bytes_ / kAlign * kAlign; }
   size_t half() const { return bytes_ / 2 / kAlign * kAlign; }
 
+  // Other memory from now on, once nothing is on its way through the present one; what the compute stream still does to that is in order.
+  void move_to(void* base, size_t bytes) {
+    for (const Region& region : used_) recorded(region.event, "ring").sync();
+    used_.clear();
+    base_ = static_cast<char*>(base);
+    bytes_ = bytes;
+    head_ = 0;
+  }
+
   // Memory for `bytes` (at most largest()), free as soon as the compute stream has passed this point.
   void* take(size_t bytes, Device& device, void* stream) {
     bytes = (bytes + kAlign - 1) / kAlign * kAlign;
