@@ -41,7 +41,8 @@ What is missed, and why:
   inside the run, which knows the rates in place, predicted 0.394 of 0.419 s (L), 0.526 of 0.541 s (M), 0.515 of 0.532 s (N) and 1.117
   of 1.100 s (O, 6.74 G), 0.605 of 0.583 s (AC), 0.445 of 0.462 s (AD).
 - **Host memory of 6.74 G** (O): states and slots were 68.5 GB by the program's own count, the process had 10 GB more. Not explained;
-  updates that begin before `step()` keep old states, and whether there were any was not noted. In AC the process has what is predicted, in AE 2 GB more.
+  updates that begin before `step()` keep old states, and whether there were any was not noted. In AC the process has what is
+  predicted, in AE 2 GB more.
 - **Every state on the host**, 4 to 8 % too short elsewhere: copies, updates and memory are taken to give their best at every moment. In
   the timeline of run K the link to the device gives 33 GB/s while the CPU works, and 51 when it does not.
 - **k solved**, 11 % too long in run K: without streaming the CPU updates faster than the 5.9 G parameters/s of `h200`.

@@ -28,7 +28,7 @@ def test_the_page_is_what_the_model_gives_now(compare: ModuleType) -> None:
 
 
 def test_misses_are_as_large_as_the_page_says(compare: ModuleType) -> None:
-    """At least fifteen steps are within 10%, none is off by more than a third; memory is within 6%, on the host within 4% and once within 14%."""
+    """At least fifteen steps are within 10%, none is off by more than a third; memory is within 6%, on the host 4% and once 14%."""
     near = far = 0
     for row in compare.ROWS:
         found = compare.predicted(row)
