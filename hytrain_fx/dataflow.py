@@ -8,6 +8,7 @@ made before the call.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,11 @@ class Order:
     def reaches(self, early: fx.Node, late: fx.Node) -> bool:
         """Whether `late` is `early` or needs its result, over any number of nodes."""
         return bool(self.ancestors[late] >> self.position[early] & 1)
+
+    def reached_from(self, early: Iterable[fx.Node]) -> frozenset[fx.Node]:
+        """The nodes that are one of `early` or need the result of one."""
+        wanted = functools.reduce(operator.or_, (1 << self.position[node] for node in early), 0)
+        return frozenset(node for node, mask in self.ancestors.items() if mask & wanted)
 
     def frontier(self, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """The fewest of `nodes` whose ancestors include all of them, in graph order."""

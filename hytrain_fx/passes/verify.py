@@ -135,11 +135,11 @@ def _end_after_all(scene: Scene) -> Iterator[str]:
     for end in ends:
         if end.args[2] != graph.index:
             yield f"{end.name} carries graph {end.args[2]}, expected {graph.index}"
-        held = [holder for row in graph.held_rows for holder in graph.holders(row)]
+        needs_held = scene.order.reached_from(holder for row in graph.held_rows for holder in graph.holders(row))
         for node in scene.module.graph.nodes:
             if node.op != "call_function" or not (node.users or node.is_impure()) or node.target in (*NO_READERS, ops.RELOAD):
                 continue
-            after = node.target is ops.GRAD_OFFLOAD or any(scene.order.reaches(h, node) for h in held)
+            after = node.target is ops.GRAD_OFFLOAD or node in needs_held
             if after and not scene.order.reaches(node, end):
                 yield f"{end.name} does not come after {node.name}"
 

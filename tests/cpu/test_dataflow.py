@@ -90,6 +90,17 @@ def test_the_frontier_needs_all_others() -> None:
     assert not order.reaches(nodes["mm"], nodes["mm_2"])
 
 
+def test_what_is_reached_needs_one_of_them() -> None:
+    """Two nodes: they, what needs either, and nothing else; of every node of a graph, as one pair after the other says."""
+    graph, nodes = traced(lambda x, w: (aten.mm(aten.mm(x, w), w), aten.mm(w, w), aten.mul(x, 2)), (3, 3), (3, 3))
+    order = dataflow.Order.of(graph)
+    early = [nodes["mm"], nodes["mm_2"]]
+    assert order.reached_from(early) == {node for node in graph.nodes if any(order.reaches(one, node) for one in early)}
+    assert nodes["mm_1"] in order.reached_from(early)
+    assert nodes["mul"] not in order.reached_from(early)
+    assert order.reached_from([]) == frozenset()
+
+
 def test_mutation_is_told_by_the_schema() -> None:
     """An in-place operator writes, a functional one does not."""
     _, nodes = traced(lambda x, w: aten.add_(x, aten.mul(w, 2)), (3,), (3,))
