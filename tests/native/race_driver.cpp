@@ -375,6 +375,7 @@ class Run {
   void one_backward(const std::vector<int>& rows, bool committed, const std::vector<CommitItem>& foreseen, bool other, bool again) {
     Fetched back;
     if (again) back = fetch_next(rows, 2);
+    std::vector<int32_t> at_the_end;  // as norms, whose readers Inductor may inline into any later kernel
     for (int unit = 2; unit >= 0; --unit) {
       finish_fetch(back, true);
       const std::vector<int32_t> of = of_unit(rows, unit);
@@ -400,8 +401,12 @@ class Run {
       check(hytrain_arm_cpu(engine_, of.data(), n));
       check(hytrain_arm_gpu(engine_, of.data(), n, stream()));
       check(hytrain_arm_reload(engine_, of.data(), n));
-      if (committed || !chance(5)) check(hytrain_release(engine_, of.data(), n, stream()));
+      if (!committed && chance(5)) continue;  // released by the commit
+      std::vector<int32_t> now;
+      for (int32_t r : of) (r % 5 == 2 ? at_the_end : now).push_back(r);
+      check(hytrain_release(engine_, now.data(), static_cast<int>(now.size()), stream()));
     }
+    check(hytrain_release(engine_, at_the_end.data(), static_cast<int>(at_the_end.size()), stream()));
   }
 
   // What a graph's own buffers hold, until it uses them again: the gradients of the step, or `other` ones.

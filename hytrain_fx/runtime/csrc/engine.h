@@ -156,6 +156,9 @@ class Engine {
     bool passed = false;          // PENDING, and wait() has let the launching thread go on: its next calls are of the next step
     bool next_gradient = false;   // passed, and the next gradient is on its way
     EventPtr landing, ready, released, weight;
+    uint64_t ready_mark = 0, released_mark = 0;  // of these two events: which came first on the compute stream
+    EventPtr open;                 // streamed: the later of the two, from which on it may be updated
+    uint64_t open_mark = 0;
     EventPtr stored;               // streamed: the last copy of its states back to the host
     const void* grad = nullptr;    // streamed: what the kernels read
     int streamed = 0;              // streamed: chunks sent on their way
@@ -341,7 +344,7 @@ class Engine {
   int flagged_rows_ = 0;  // with chunks whose copies stand behind flags
   int64_t streaming_params_ = 0, streamed_params_ = 0;  // of the last commit: streamed ones in all, and those that were sent on their way
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
-  uint64_t commits_ = 0, issues_ = 0, visits_ = 0, fetch_count_ = 0;
+  uint64_t commits_ = 0, issues_ = 0, visits_ = 0, marks_ = 0, fetch_count_ = 0;
   std::map<uint64_t, EventPtr> fetches_;  // not waited for yet, by number
   EventPtr last_fetch_;
   std::vector<char*> shadows_;  // free slots

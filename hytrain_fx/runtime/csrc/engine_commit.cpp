@@ -44,9 +44,13 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
     device_->copy(Lane::D2H, slots + i, factors[i], sizeof(float));
   }
   std::vector<const CommitItem*> on_device;
+  ++marks_;  // of `end`
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
-    if (items[i].at_end || !row.released) row.released = end;
+    if (items[i].at_end || !row.released) {
+      row.released = end;
+      row.released_mark = marks_;
+    }
     if (row.place == Place::DEVICE) {
       on_device.push_back(&items[i]);
       continue;
@@ -194,7 +198,12 @@ void Engine::commit_streamed(const CommitItem& item, const EventPtr& end, const 
   begin_update(row, item);
   row.grad = item.grad;
   row.skip = skip;
-  if (item.at_end || !row.ready || skip) row.ready = end;
+  if (item.at_end || !row.ready || skip) {
+    row.ready = end;
+    row.ready_mark = marks_;
+  }
+  row.open_mark = std::max(row.ready_mark, row.released_mark);
+  row.open = row.open_mark == row.ready_mark ? row.ready : row.released;
   row.issued = row.streamed = 0;
   streaming_.insert({row.spec.unit, item.row, 0});
   streaming_params_ += row.spec.numel;

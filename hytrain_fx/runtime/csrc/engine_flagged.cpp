@@ -32,6 +32,11 @@ bool Engine::may_send_rest() {
   if (waiting_ == 0 || !failure_.empty() || !ahead_.empty() || streams_long()) return false;
   bool any = !streaming_.empty();
   EventPtr asked;
+  for (const Key& key : streaming_) {
+    const EventPtr& open = rows_[key[1]].open;
+    if (open != asked && !open->done()) return false;
+    asked = open;
+  }
   for (const Row& row : rows_) {
     if (!awaits_copies(row)) continue;
     if (!may_flag_row(row)) return false;

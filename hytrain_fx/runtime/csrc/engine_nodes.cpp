@@ -139,9 +139,12 @@ void Engine::arm_cpu(const int32_t* rows, int n) {
 void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
   EventPtr event = device_->record_compute(stream);
   std::lock_guard<std::mutex> lock(mutex_);
+  ++marks_;
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
-    if (row.place != Place::HOST) row.ready = event;
+    if (row.place == Place::HOST) continue;
+    row.ready = event;
+    row.ready_mark = marks_;
   }
 }
 
@@ -157,7 +160,11 @@ void Engine::release(const int32_t* rows, int n, void* stream) {
   const double now_us = device_->now_us();
   launching_us_ += launched_since(now_us);
   launched_us_ = now_us;
-  for (int i = 0; i < n; ++i) at(rows[i]).released = event;
+  ++marks_;
+  for (int i = 0; i < n; ++i) {
+    at(rows[i]).released = event;
+    at(rows[i]).released_mark = marks_;
+  }
   if (!updated_.empty()) upload_cv_.notify_one();
 }
 
@@ -232,7 +239,7 @@ void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock
                              " chunks of its new weight were on their way after " + std::to_string(options_.timeout_s) + " s");
   }
   throw_if_failed();
-  row.released = row.ready = nullptr;
+  row.released = row.ready = row.open = nullptr;
   row.grad = nullptr;
   passed_us_ = launched_us_ = device_->now_us();
   launching_us_ = 0;

@@ -2,7 +2,7 @@
 //
 // Both go through one lane, in an order decided here: two streams would share the link as the hardware likes, which serves one of them
 // until it runs dry (seen on an H200: new weights waited for 200 ms behind streamed states). What comes next is decided when the lane
-// has room, not before: the lowest unit, as everywhere. Where nothing is due, states are brought for the gradient that comes next.
+// has room, not before: the lowest unit, as everywhere. Where nothing is due, states are brought for the update that may come next.
 #include <algorithm>
 #include <chrono>
 #include <tuple>
@@ -159,17 +159,19 @@ Engine::InFlight Engine::issue_ahead(const Upload& upload, std::unique_lock<std:
 
 // ---- streamed states ----
 
-// The row whose next chunk goes first and whether its gradient is there; -1 where none is committed.
+// The row whose next chunk goes first and whether it may be updated; -1 where none is committed. Where none may, that which may first: updates
+// run in the order in which their states are sent, and one that has to wait for the end of the backward, as a norm's, would hold up all others.
 int Engine::next_streamed(bool& ready) {
   EventPtr asked;
+  int first = -1;
   for (const Key& key : streaming_) {
-    const EventPtr& event = rows_[key[1]].ready;
-    if (event == asked) continue;  // the rows of a unit share one event, and it is not done
-    asked = event;
-    ready = asked->done();
+    const Row& row = rows_[key[1]];
+    if (row.open != asked) ready = row.open->done();  // the rows of a unit share one event
     if (ready) return key[1];
+    asked = row.open;
+    if (first < 0 || row.open_mark < rows_[first].open_mark) first = key[1];
   }
-  return streaming_.empty() ? -1 : (*streaming_.rbegin())[1];  // the highest unit: gradients come in that order
+  return first;
 }
 
 Engine::StagingSlot* Engine::free_staging_slot() {

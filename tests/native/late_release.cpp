@@ -1,0 +1,85 @@
+// Streamed rows of which one may be updated only at the end of the backward, as a norm's weight, which Inductor may read until then. Its unit
+// comes first in the backward; the compute stream is a queue that stands before that end. Prints "held up" where the updates of the other rows
+// wait for it too, else "in time". Compiled and run by tests/cpu/test_late_release.py.
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+
+#include "engine_c.h"
+#include "work_queue.h"
+
+using namespace hytrain_fx;
+
+namespace {
+
+constexpr int kRows = 3, kSlots = 2;  // row r is of unit kRows - 1 - r: gradients come in the order of rows
+constexpr int64_t kSize = 64;
+
+void check(int status) {
+  if (status == 0) return;
+  std::fprintf(stderr, "late_release: %s\n", hytrain_error());
+  std::exit(1);
+}
+
+struct Streamed {
+  std::vector<float> weight = std::vector<float>(kSize, 1.0f), master = weight, grad = std::vector<float>(kSize, 0.5f);
+  std::vector<float> m = std::vector<float>(kSize), v = m;
+};
+
+}  // namespace
+
+int main() {
+  std::vector<char> ring(1 << 16);
+  std::vector<float> factors(2), staging(kSlots * 3 * kSize);
+  int32_t nonfinite = 0;
+  EngineOptions options{};
+  options.workers = 1;
+  options.device_ordinal = -1;
+  options.timeout_s = 30;
+  options.ring = ring.data();
+  options.ring_bytes = ring.size();
+  options.factor_slots = factors.data();
+  options.factor_capacity = 1;
+  options.nonfinite = &nonfinite;
+  Engine* engine = nullptr;
+  check(hytrain_create(&options, &engine));
+  StagingMemory memory{staging.data(), kSize, 3, kSlots};
+  check(hytrain_set_staging(engine, &memory));
+  std::vector<Streamed> rows(kRows);
+  std::vector<CommitItem> items(kRows);
+  for (int r = 0; r < kRows; ++r) {
+    RowSpec spec{kSize, kRows - 1 - r, static_cast<int32_t>(Dtype::kF32), rows[r].weight.data()};
+    check(hytrain_add_row(engine, &spec));
+    HostStates states{rows[r].master.data(), nullptr, rows[r].m.data(), rows[r].v.data(), nullptr, nullptr};
+    check(hytrain_place_streamed(engine, r, &states));
+    items[r].row = r;
+    items[r].grad = rows[r].grad.data();
+    items[r].scalars = {1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};
+  }
+
+  WorkQueue compute;
+  auto begun = std::make_shared<CpuEvent>(), ended = std::make_shared<CpuEvent>();
+  compute.enqueue([begun] { begun->sync(); });
+  for (int32_t r = 0; r < kRows; ++r) {
+    check(hytrain_arm_gpu(engine, &r, 1, &compute));
+    if (r > 0) check(hytrain_release(engine, &r, 1, &compute));
+  }
+  compute.enqueue([ended] { ended->sync(); });
+  const int32_t late = 0, others[] = {1, 2};
+  check(hytrain_release(engine, &late, 1, &compute));
+  check(hytrain_commit(engine, items.data(), kRows, nullptr, 0, -1, &compute));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // states are brought while nothing may be updated yet
+  begun->fire();
+  auto waited = std::async(std::launch::async, [&] { check(hytrain_wait(engine, others, 2, nullptr)); });
+  const bool in_time = waited.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+  ended->fire();
+  waited.wait();
+  const int32_t all[] = {0, 1, 2};
+  check(hytrain_drain(engine, all, kRows));
+  for (const Streamed& row : rows) {
+    if (row.weight[0] >= 1.0f) std::exit((std::fprintf(stderr, "late_release: a row was not updated\n"), 1));
+  }
+  check(hytrain_destroy(engine));
+  std::printf(in_time ? "in time\n" : "held up\n");
+  return 0;
+}
