@@ -85,8 +85,8 @@ class Planning:
         self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
         self._saw_streaming = False  # in the steps that the profile was made of
         self._measured_anew = False  # under the plan in force, since another share was last refused
-        self._solved_for: Discipline | None = None  # how the runtime worked when the plan in force was last solved, share and all
-        self._otherwise, self._otherwise_needed, self._share_is_due = 0, _OTHERWISE_STEPS, False
+        self._solved_for: Discipline | None = None  # how the runtime worked when the plan was last solved, share and all; None: that is due
+        self._otherwise, self._otherwise_needed = 0, _OTHERWISE_STEPS
 
     @property
     def plan(self) -> Plan:
@@ -238,7 +238,7 @@ class Planning:
         """
         self._otherwise = self._otherwise + 1 if self.discipline != self._solved_for else 0
         if self._otherwise >= self._otherwise_needed and self._agenda.every:
-            self._otherwise, self._otherwise_needed, self._share_is_due = 0, 2 * self._otherwise_needed, True
+            self._otherwise, self._otherwise_needed, self._solved_for = 0, 2 * self._otherwise_needed, None
             self._agenda = self._agenda.soon(self._session.steps_done)
 
     def _with_prediction(self, plan: Plan) -> Plan:
@@ -272,10 +272,10 @@ class Planning:
             **self._bytes_per_param(),
         }
         try:
-            if self._balances and not self._share_is_due and streamed_k(profile, **within) == self.plan.k:
+            if self._balances and self._solved_for is not None and streamed_k(profile, **within) == self.plan.k:
                 self._stay(profile, f"k={self.plan.k} is still solved")
                 return None
-            self._solved_for, self._share_is_due = within["discipline"], False
+            self._solved_for = within["discipline"]
             new = solve(profile, rule=config.planner, stream=stream if self._may_stream else 0.0, **within)
         except PlanError:
             if self.awaits_times:

@@ -126,8 +126,8 @@ class Session:
         self._probe = UpdateProbe(self.engine, parameters) if rule is None else RuleProbe(self.engine, parameters, rule)
         own_bytes = None if rule is None else [rule.own_bytes(row) for row in rows]
         states = StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
-        ring_bytes = partial(ring_bytes_for, parameters, self.config)
-        self.resources = Resources(parameters, amsgrad, ring_bytes, self._clock, own_bytes, states.copies)
+        self._ring_bytes = partial(ring_bytes_for, parameters, self.config)
+        self.resources = Resources(parameters, amsgrad, self._ring_bytes, self._clock, own_bytes, states.copies)
         return states
 
     def _allocate(self, placement: Sequence[Placement]) -> None:
@@ -311,7 +311,7 @@ class Session:
     def _set_transit(self, placement: Sequence[Placement]) -> None:
         """What streaming does not need of the device's memory is lent to gradients on their way."""
         streams = Placement.STREAM in placement
-        self.engine.set_transit(self.resources.ring_bytes(streams), streams)
+        self.engine.set_transit(self._ring_bytes(streams), streams)
 
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.pieces import joined, pieces_of
-from hytrain_fx.cost_model.streaming import SMALL_SHARE
+from hytrain_fx.cost_model.streaming import least_streamed
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit, streamed_state_bytes
 
@@ -90,7 +90,7 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     why     the reason of the rows that are moved
     """
     rows: list[PlanRow] = []
-    least = SMALL_SHARE * max(piece.numel for unit in units for piece in pieces_of(plan, unit))
+    least = least_streamed(units)
     missing = 0.0  # parameters that should be streamed among the units so far and are not
     for unit in units:
         pieces = pieces_of(plan, unit)

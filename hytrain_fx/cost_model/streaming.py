@@ -18,7 +18,7 @@ from hytrain_fx.ir.task_graph import Unit
 
 LEAST_GAIN = 0.01  # of the step; a smaller one is lost to copies that come in another order than planned
 _FLAT = 0.001  # of the step: shares that differ by less are the same, the smaller is taken
-SMALL_SHARE = 1 / 1024  # of the largest parameter: below that one is not worth a staging slot (norms, biases)
+_SMALL_SHARE = 1 / 1024  # of the largest parameter: below that one is not worth a staging slot (norms, biases)
 _ROUNDS = 14
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -71,13 +71,17 @@ def least_of_convex(value: Callable[[float], float], low: float, high: float) ->
     return (low + high) / 2
 
 
+def least_streamed(units: Sequence[Unit | UnitProfile]) -> float:
+    """Elements below which a parameter of these units stays on the CPU."""
+    return _SMALL_SHARE * max((numel for unit in units for numel in unit.param_numels or (unit.params,)), default=0)
+
+
 def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tuple[int, int, Placement]]]:
     """Each unit as ranges (begin, end, placement), CPU or STREAM, whole parameters in order, equal neighbours merged.
 
     Of each unit those neighbouring parameters are streamed that bring the streamed part of all units so far nearest to `share`.
     """
-    split, wanted, streamed = [], 0.0, 0
-    least = SMALL_SHARE * max((numel for unit in units for numel in unit.param_numels or (unit.params,)), default=0)
+    split, wanted, streamed, least = [], 0.0, 0, least_streamed(units)
     for unit in units:
         numels = unit.param_numels or (unit.params,)
         wanted += share * unit.params

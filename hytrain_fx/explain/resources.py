@@ -46,7 +46,7 @@ class Resources:
         self._sizes = [RowSize(p.numel(), p.element_size(), third, of) for p, third, of in zip(parameters, amsgrad, own, strict=True)]
         self._copied = copied
         self._device = parameters[0].device
-        self.ring_bytes = ring_bytes
+        self._ring_bytes = ring_bytes
 
     @property
     def _rows(self) -> list[RowSize]:
@@ -54,7 +54,7 @@ class Resources:
 
     def estimate(self, placement: Sequence[Placement]) -> MemoryEstimate:
         """Bytes by tier under this placement."""
-        ring_bytes = self.ring_bytes(Placement.STREAM in placement)
+        ring_bytes = self._ring_bytes(Placement.STREAM in placement)
         return estimate_memory(self._rows, placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
 
     def announce(self, placement: Sequence[Placement]) -> None:

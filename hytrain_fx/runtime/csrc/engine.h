@@ -52,6 +52,20 @@ inline void sleep_us(double mean_us) {  // delays that tests set
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
 
+// Rows that come one after the other often share an event: the driver is asked for it once.
+class Asked {
+ public:
+  bool done(const EventPtr& event) {
+    if (event != event_) answer_ = event->done();
+    event_ = event;
+    return answer_;
+  }
+
+ private:
+  EventPtr event_;
+  bool answer_ = false;
+};
+
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
@@ -156,9 +170,8 @@ class Engine {
     bool passed = false;          // PENDING, and wait() has let the launching thread go on: its next calls are of the next step
     bool next_gradient = false;   // passed, and the next gradient is on its way
     EventPtr landing, ready, released, weight;
-    uint64_t ready_mark = 0, released_mark = 0;  // of these two events: which came first on the compute stream
-    EventPtr open;                 // streamed: the later of the two, from which on it may be updated
-    uint64_t open_mark = 0;
+    EventPtr open;                 // of ready and released that which was recorded last: from it on it may be updated
+    uint64_t open_mark = 0;        // its number: events of the compute stream come in the order in which they are recorded
     EventPtr stored;               // streamed: the last copy of its states back to the host
     const void* grad = nullptr;    // streamed: what the kernels read
     int streamed = 0;              // streamed: chunks sent on their way

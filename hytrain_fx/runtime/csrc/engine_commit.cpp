@@ -48,8 +48,8 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
     if (items[i].at_end || !row.released) {
-      row.released = end;
-      row.released_mark = marks_;
+      row.released = row.open = end;
+      row.open_mark = marks_;
     }
     if (row.place == Place::DEVICE) {
       on_device.push_back(&items[i]);
@@ -199,11 +199,9 @@ void Engine::commit_streamed(const CommitItem& item, const EventPtr& end, const 
   row.grad = item.grad;
   row.skip = skip;
   if (item.at_end || !row.ready || skip) {
-    row.ready = end;
-    row.ready_mark = marks_;
+    row.ready = row.open = end;
+    row.open_mark = marks_;
   }
-  row.open_mark = std::max(row.ready_mark, row.released_mark);
-  row.open = row.open_mark == row.ready_mark ? row.ready : row.released;
   row.issued = row.streamed = 0;
   streaming_.insert({row.spec.unit, item.row, 0});
   streaming_params_ += row.spec.numel;

@@ -31,17 +31,14 @@ constexpr auto kFollowing = std::chrono::microseconds(200);
 bool Engine::may_send_rest() {
   if (waiting_ == 0 || !failure_.empty() || !ahead_.empty() || streams_long()) return false;
   bool any = !streaming_.empty();
-  EventPtr asked;
+  Asked asked;
   for (const Key& key : streaming_) {
-    const EventPtr& open = rows_[key[1]].open;
-    if (open != asked && !open->done()) return false;
-    asked = open;
+    if (!asked.done(rows_[key[1]].open)) return false;
   }
   for (const Row& row : rows_) {
     if (!awaits_copies(row)) continue;
     if (!may_flag_row(row)) return false;
-    if (row.released != asked && !row.released->done()) return false;
-    asked = row.released;
+    if (!asked.done(row.released)) return false;
     any = any || std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return chunk.finished < chunk.granules; });
   }
   return any;

@@ -143,8 +143,8 @@ void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
     if (row.place == Place::HOST) continue;
-    row.ready = event;
-    row.ready_mark = marks_;
+    row.ready = row.open = event;
+    row.open_mark = marks_;
   }
 }
 
@@ -162,8 +162,9 @@ void Engine::release(const int32_t* rows, int n, void* stream) {
   launched_us_ = now_us;
   ++marks_;
   for (int i = 0; i < n; ++i) {
-    at(rows[i]).released = event;
-    at(rows[i]).released_mark = marks_;
+    Row& row = at(rows[i]);
+    row.released = row.open = event;
+    row.open_mark = marks_;
   }
   if (!updated_.empty()) upload_cv_.notify_one();
 }

@@ -84,16 +84,10 @@ Engine::Upload Engine::next_upload() {
 
 // The first whose weight nobody reads any more.
 const Engine::Key* Engine::next_of(const std::set<Key>& keys) const {
-  EventPtr asked;
-  bool answer = false;
+  Asked asked;
   for (const Key& key : keys) {
     const Row& row = rows_[key[1]];
-    if (!row.armed_reload || !row.released) continue;
-    if (row.released != asked) {
-      asked = row.released;
-      answer = asked->done();
-    }
-    if (answer) return &key;
+    if (row.armed_reload && row.released && asked.done(row.released)) return &key;
   }
   return nullptr;
 }
@@ -162,13 +156,12 @@ Engine::InFlight Engine::issue_ahead(const Upload& upload, std::unique_lock<std:
 // The row whose next chunk goes first and whether it may be updated; -1 where none is committed. Where none may, that which may first: updates
 // run in the order in which their states are sent, and one that has to wait for the end of the backward, as a norm's, would hold up all others.
 int Engine::next_streamed(bool& ready) {
-  EventPtr asked;
+  Asked asked;
   int first = -1;
   for (const Key& key : streaming_) {
     const Row& row = rows_[key[1]];
-    if (row.open != asked) ready = row.open->done();  // the rows of a unit share one event
+    ready = asked.done(row.open);
     if (ready) return key[1];
-    asked = row.open;
     if (first < 0 || row.open_mark < rows_[first].open_mark) first = key[1];
   }
   return first;
