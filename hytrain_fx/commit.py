@@ -42,12 +42,16 @@ class CommitBuilder:
     @property
     def steps(self) -> list[int]:
         """By row: steps that count. Waits for the word on the last one where that has not come yet. Raises EngineError."""
+        self.settle_steps()
+        return self._steps
+
+    def settle_steps(self) -> None:
+        """Wait for the word on whether the last step was left out, where it is in doubt: no commit may come before. Raises EngineError."""
         if self._in_doubt:
             if self._was_left_out():
                 for row in self._in_doubt:
                     self._steps[row] -= 1
             self._in_doubt = []
-        return self._steps
 
     def doubt(self, items: Iterable[CommitItem], was_left_out: Callable[[], bool]) -> None:
         """The commit of these items may be left out, which the function answers when it is known."""

@@ -316,6 +316,7 @@ class Session:
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""
         device = self.table.device
+        self.builder.settle_steps()  # its commits come after the word on whether the last one was left out
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):  # random numbers are the training's own
             return self._probe.us_per_param()
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, fields, replace
 from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.pieces import joined, pieces_of
-from hytrain_fx.cost_model.streaming import least_streamed
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit, streamed_state_bytes
 
@@ -29,6 +28,7 @@ TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
 _SURE = 2.0  # standard errors: ends that differ by less may be noise, and every move holds a step up
 _DAMPING = 0.7  # of the way: rates change with the share
+_SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: smaller ones stay (norms, biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,12 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     why     the reason of the rows that are moved
     """
     rows: list[PlanRow] = []
-    least = least_streamed(units)
     missing = 0.0  # parameters that should be streamed among the units so far and are not
     for unit in units:
         pieces = pieces_of(plan, unit)
         hosted = [i for i, piece in enumerate(pieces) if piece.placement is not Placement.GPU]
         missing += share * sum(pieces[i].numel for i in hosted) - sum(p.numel for p in pieces if p.placement is Placement.STREAM)
-        while (i := _nearest(pieces, missing, least)) is not None:
+        while (i := _nearest(pieces, missing)) is not None:
             streams = missing > 0
             missing -= pieces[i].numel if streams else -pieces[i].numel
             pieces[i] = replace(pieces[i], placement=Placement.STREAM if streams else Placement.CPU, reason=why)
@@ -121,9 +120,10 @@ def _worked_us(end_us: float, begun_us: float) -> float:
     return max(end_us - begun_us, end_us / 4)
 
 
-def _nearest(pieces: Sequence[PlanRow], missing: float, least: float) -> int | None:
-    """The parameter, of `least` elements or more, whose move brings the streamed part nearest to what is wanted; None where none does."""
+def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
+    """The parameter whose move brings the streamed part nearest to what is wanted; None where none brings it nearer."""
     source = Placement.CPU if missing > 0 else Placement.STREAM
+    least = _SMALL_SHARE * max(piece.numel for piece in pieces)
     large = [i for i, piece in enumerate(pieces) if piece.placement is source and piece.numel >= least]
     best = min(large, key=lambda i: abs(abs(missing) - pieces[i].numel), default=None)
     return best if best is not None and abs(abs(missing) - pieces[best].numel) < abs(missing) else None

@@ -18,7 +18,7 @@ from hytrain_fx.ir.task_graph import Unit
 
 LEAST_GAIN = 0.01  # of the step; a smaller one is lost to copies that come in another order than planned
 _FLAT = 0.001  # of the step: shares that differ by less are the same, the smaller is taken
-_SMALL_SHARE = 1 / 1024  # of the largest parameter: below that one is not worth a staging slot (norms, biases)
+_SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: below that a parameter is not worth a staging slot (norms, biases)
 _ROUNDS = 14
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -71,29 +71,24 @@ def least_of_convex(value: Callable[[float], float], low: float, high: float) ->
     return (low + high) / 2
 
 
-def least_streamed(units: Sequence[Unit | UnitProfile]) -> float:
-    """Elements below which a parameter of these units stays on the CPU."""
-    return _SMALL_SHARE * max((numel for unit in units for numel in unit.param_numels or (unit.params,)), default=0)
-
-
 def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tuple[int, int, Placement]]]:
     """Each unit as ranges (begin, end, placement), CPU or STREAM, whole parameters in order, equal neighbours merged.
 
     Of each unit those neighbouring parameters are streamed that bring the streamed part of all units so far nearest to `share`.
     """
-    split, wanted, streamed, least = [], 0.0, 0, least_streamed(units)
+    split, wanted, streamed = [], 0.0, 0
     for unit in units:
         numels = unit.param_numels or (unit.params,)
         wanted += share * unit.params
-        chosen = _nearest_run(numels, wanted - streamed, least) if share > 0 else frozenset()
+        chosen = _nearest_run(numels, wanted - streamed) if share > 0 else frozenset()
         streamed += sum(numels[i] for i in chosen)
         split.append(_ranges(numels, chosen))
     return split
 
 
-def _nearest_run(numels: Sequence[int], wanted: float, least: float) -> frozenset[int]:
-    """The positions of neighbouring parameters, those below `least` passed over, that sum nearest to `wanted`; of equals the last."""
-    large = [i for i, numel in enumerate(numels) if numel >= least]
+def _nearest_run(numels: Sequence[int], wanted: float) -> frozenset[int]:
+    """The positions of neighbouring parameters, small ones passed over, whose elements sum nearest to `wanted`; of equals the last."""
+    large = [i for i, numel in enumerate(numels) if numel >= _SMALL_SHARE * max(numels)]
     ends = list(accumulate((numels[i] for i in large), initial=0))
     runs = []
     for begin in reversed(range(len(ends))):

@@ -225,3 +225,15 @@ def test_scaled_fp16_gradients_are_refused_as_by_torch() -> None:
         scaler.step(optimizer)
     optimizer.step()
     hytrain_fx.close(model)
+
+
+def test_the_first_plan_waits_for_the_word_on_the_last_step() -> None:
+    """Where every state is streamed no update waits for it, and a probe on the device is a commit of its own."""
+    made = Twins(mlp, workers=2, timeout_s=30.0)
+    try:
+        made.session.place(plan_of(made.session, [Placement.STREAM]))
+        made.session.engine.set_delay(Stage.LANDING, 60_000)
+        made.agree(scaled_loop([False] * 9))
+        assert made.session.planning.profile is not None
+    finally:
+        made.close()

@@ -97,16 +97,6 @@ def test_the_new_plan_streams_the_share(sizes: list[list[int]], k: int, before: 
         assert abs(streamed - share * hosted) <= max(max(of) for of in sizes)
 
 
-@given(layers=st.integers(1, 6), before=SHARE, share=st.floats(0, 1))
-def test_a_unit_of_small_parameters_alone_stays_on_the_cpu(layers: int, before: float, share: float) -> None:
-    """A final norm: a staging slot is too much for it, and its update has to wait for the end of the backward."""
-    units = units_of([*([2000, 3_000_000, 3_000_000] for _ in range(layers)), [2000], [3_000_000]])
-    for plan in (made(units, 0, before), with_share(made(units, 0, before), units, share, "after")):
-        rows = [row for unit in units for row in plan.shares(unit.index)]
-        assert all(row.numel > 2000 for row in rows if row.placement is Placement.STREAM)
-        assert [row.placement for row in plan.shares(layers)] == [Placement.CPU]
-
-
 @given(sizes=SIZES, share=SHARE)
 def test_what_is_balanced_stays(sizes: list[list[int]], share: float) -> None:
     """Asked for the share that it has of each prefix, a plan keeps its rows; moved ones say why."""
