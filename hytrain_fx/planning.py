@@ -154,7 +154,11 @@ class Planning:
             return
         begin_s = time.perf_counter()
         if self._due:
-            self._measure()
+            try:
+                self._measure()
+            except BaseException:
+                self._due = False  # what was read is gone: the next steps are measured
+                raise
             self.read_us = (time.perf_counter() - begin_s) * 1e6
             begin_s = time.perf_counter()
         new = self._next_plan()

@@ -158,8 +158,8 @@ class Session:
 
     def enter_forward(self) -> None:
         """Before the compiled call."""
-        self._depth += 1
-        if self._depth > 1:
+        if self._depth > 0:
+            self._depth += 1
             return
         self.touched |= self._writes.follow_memory()
         self.copies.enter_forward(self.touched)
@@ -173,6 +173,7 @@ class Session:
         self.marks.mark(Mark.FORWARD_BEGIN)
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
+        self._depth = 1  # not before: after an error in here the next forward begins anew, and is no inner one
 
     def must_capture_anew(self) -> bool:
         """Whether the call to come needs graphs other than those that there are."""

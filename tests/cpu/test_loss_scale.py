@@ -237,3 +237,18 @@ def test_the_first_plan_waits_for_the_word_on_the_last_step() -> None:
         assert made.session.planning.profile is not None
     finally:
         made.close()
+
+
+def test_an_error_before_a_forward_leaves_the_next_ones_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Solving the first plan fails once: later steps have the reference's bits, and the plan is solved from them."""
+    made = Twins(mlp, workers=2, timeout_s=30.0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(made.session, "probe_device_update_us_per_param", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                made.agree(scaled_loop([False] * 9))
+        for _ in range(3):
+            made.agree(scaled_loop([False, True, False, False]))
+        assert made.session.planning.profile is not None
+    finally:
+        made.close()
