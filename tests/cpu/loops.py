@@ -168,11 +168,12 @@ def compare(
     hyper: dict[str, Any] | None = None,
     groups: Callable[[Any], list[dict[str, Any]]] | None = None,
     rtol: float = 0.0,
+    plain_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[float]:
     """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone.
 
-    `groups` makes the optimizer's groups, where it is to have more than one.
+    `groups` makes the optimizer's groups, where it is to have more than one. `plain_options` are Inductor's, for the plain model.
     `rtol` is for models whose gradients themselves differ in the last bits, because Inductor fuses the two graphs differently.
     """
     hyper = {**HYPER, **(hyper or {})}
@@ -187,7 +188,7 @@ def compare(
         if ours:
             hytrain_fx.compile(model, optimizer, **options)
         else:
-            model.compile(dynamic=options.get("dynamic"))
+            model.compile(dynamic=options.get("dynamic"), options=plain_options)
         torch.manual_seed(1)
         results.append((loop(model, optimizer, batches), weights(model)))
         if ours:

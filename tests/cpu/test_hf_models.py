@@ -54,6 +54,11 @@ def images(seed: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator), "labels": torch.tensor([0, 2])}
 
 
+# A weight of a convolution is not copied to channels-last ahead of its wait, and on some CPUs oneDNN's convolutions of the two layouts
+# have other last bits. So the plain model keeps layouts too, as the documentation tells who compares losses.
+KEPT_LAYOUTS: dict[Any, dict[str, Any]] = {vit: {"layout_optimization": False}}
+
+
 @pytest.mark.parametrize(
     ("make", "batch"), [(llama, text), (llama_checkpointed, text), (gpt2, text), (bert, text), (vit, images)], ids=lambda f: f.__name__
 )
@@ -74,4 +79,4 @@ def test_a_transformers_model_trains_with_the_bits_of_the_plain_one(
             losses += [float(loss.detach()), float(norm)]
         return losses
 
-    compare(lambda: (make(), []), loop, k=1)
+    compare(lambda: (make(), []), loop, plain_options=KEPT_LAYOUTS.get(make), k=1)
