@@ -22,7 +22,7 @@ import psutil
 from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
-from benchmarks.turns import Ask, Memory, Seat, on_cores
+from benchmarks.turns import Ask, Memory, Seat, entered, on_cores
 from hytrain_fx.runtime.memory import available_host_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,13 +81,14 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
                 time.sleep(_POLL_S)
                 continue
             try:
-                if not run_row(seat, *job):
-                    return
+                with _place(seat, launch) as turn:
+                    if not run_row(seat, turn, *job):
+                        return
             finally:
                 with writing:
                     memory.give(gpu, job[2])
 
-    def run_row(seat: Seat | None, number: int, case: Case, ask: Ask) -> bool:
+    def run_row(seat: Seat | None, turn: int | None, number: int, case: Case, ask: Ask) -> bool:
         """Whether there is time for more."""
         known = results.get(case)
         name = f"{number}/{len(cases)} {case.key}"
@@ -96,7 +97,7 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
             return True
         left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
         limited = replace(launch, limit_s=min(launch.limit_s, left_s), extra=(*launch.extra, *ask.extra))
-        row = run_case(case, limited, seat) if left_s > 0 else None
+        row = run_case(case, limited, seat, turn) if left_s > 0 else None
         if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
             tell(f"{name}: the {launch.total_s:g} s for all rows are over; call again for the rest")
             return False
@@ -116,6 +117,11 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
             raise
 
 
+def _place(seat: Seat | None, launch: Launch) -> contextlib.AbstractContextManager[int | None]:
+    """Among rows side by side: entered when none of them is timed alone."""
+    return contextlib.nullcontext() if seat is None else entered(launch.logs / "turn")
+
+
 def _memory_here() -> Memory:
     here = machine()
     return Memory(_MOST_OF_MEMORY * (here["gpu_memory_gb"] or 0.0), _MOST_OF_MEMORY * here["host_memory_gb"], _host_gb_free)
@@ -130,13 +136,13 @@ def _host_gb_free(asked_gb: float) -> float:
     return available_host_bytes() / 1e9 - max(asked_gb - taken_gb, 0.0)
 
 
-def run_case(case: Case, launch: Launch, seat: Seat | None = None) -> Row:
-    """The row of a case, or its fields with `error`: why there is none."""
+def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | None = None) -> Row:
+    """The row of a case, or its fields with `error`: why there is none. On a seat it has a `turn` (`benchmarks.turns.entered`)."""
     launch.logs.mkdir(parents=True, exist_ok=True)
     log = launch.logs / (re.sub(r"[^\w.=-]+", "_", case.key) + ".log")
     began = time.perf_counter()
     with log.open("w") as file:
-        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch, seat)
+        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch, seat, turn)
     printed = log.read_text(errors="replace")
     wall_s = round(time.perf_counter() - began, 1)
     row = _row_in(printed) if status in (0, None) else None  # a row that was printed counts, even if its process did not end
@@ -146,17 +152,18 @@ def run_case(case: Case, launch: Launch, seat: Seat | None = None) -> Row:
     return {**case.values(), "machine": machine(), "error": why, "wall_s": wall_s}
 
 
-def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None) -> int | None:
+def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None, turn: int | None) -> int | None:
     """The exit status; None where the time was up. The processes it started end with it."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if launch.cache is not None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
     own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if seat is not None:
-        command = [*command, "--turn", str(launch.logs / "turn"), *(["--shares-gpu"] if seat.shared else [])]
+        command = [*command, "--turn", str(turn), *(["--shares-gpu"] if seat.shared else [])]
         env["CUDA_VISIBLE_DEVICES"], own = seat.gpu, on_cores(seat.cores)
     with own:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True,
+                                   pass_fds=() if turn is None else (turn,))
     try:
         with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")

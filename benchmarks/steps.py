@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--barrier", action="store_true",
                         help="ours: wait before step() and for all updates after it, as ZeRO-Offload (--option k=0 --option stream=0)")
     parser.add_argument("--recording", action="store_true", help="ours: time windows with and without recording, in turn")
-    parser.add_argument("--turn", type=Path, default=None, metavar="FILE",
-                        help="other rows compile on this machine: be timed alone (a lock on FILE, which all rows name)")
+    parser.add_argument("--turn", type=int, default=None, metavar="DESCRIPTOR",
+                        help="other rows compile on this machine: be timed alone (by the lock that benchmarks/turns.py took for this row)")
     parser.add_argument("--shares-gpu", action="store_true", help="with --turn: rows of the same GPU are among those; wait in any mode")
     parser.add_argument("--explain", action="store_true", help="ours: print hytrain_fx.explain at the end")
 

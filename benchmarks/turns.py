@@ -1,8 +1,9 @@
 """Rows side by side on the GPUs of one machine: they compile together, and are timed one at a time.
 
 The host's memory is one, and a row whose states are there is bound by it. So such a row waits, compiled, until no other row compiles or is
-timed (an exclusive lock on a file that all rows name); rows with everything on the GPU hold the lock shared, from beginning to end. Where
-several rows have one GPU, so that more of them compile at once, each of them waits.
+timed (an exclusive lock on a file); rows with everything on the GPU hold the lock shared, from beginning to end. Where several rows have
+one GPU, so that more of them compile at once, each of them waits. A row's process is started with the lock, as reading torch and what it
+needs takes seconds of cores that another row may have.
 """
 
 from __future__ import annotations
@@ -64,16 +65,25 @@ class Memory:
         self._taken[gpu].remove(ask)
 
 
+@contextmanager
+def entered(path: Path) -> Iterator[int]:
+    """Wait until no row is timed alone; a descriptor of the lock, held shared, for the row that is started meanwhile and keeps it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield file.fileno()
+
+
 class Turn:
-    """One row's place among the others. `path` None: it is alone.
+    """One row's place among the others: the lock that `entered` took for it. None: it is alone.
 
     Closing the file, also by the process's end, gives the lock back.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("w")
-        if self._file:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+    def __init__(self, descriptor: int | None) -> None:
+        self._file = None if descriptor is None else os.fdopen(descriptor, "w")
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)  # of the processes that this one starts none is to keep the lock
 
     def wait_to_be_alone(self, mode: str, shares_gpu: bool = False) -> None:
         """Return when no other row compiles or is timed; at once for a mode that leaves the host alone, on a GPU of its own."""

@@ -31,7 +31,7 @@ from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import ROOT, Launch, measure, run_case
 from benchmarks.trainer import Trainer
-from benchmarks.turns import Seat, Turn, seats
+from benchmarks.turns import Seat, Turn, entered, seats
 from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.explain.intervals import Interval, length, union
 from hytrain_fx.explain.timeline import read_trace
@@ -411,6 +411,38 @@ def test_rows_run_side_by_side_each_on_its_own_gpu_and_cores(tmp_path: Path) -> 
     assert all(row["cores"] == [core] for row in rows)
 
 
+def turn_at(path: Path) -> Turn:
+    """That of a row which is there already, as its process has it."""
+    with entered(path) as descriptor:
+        return Turn(os.dup(descriptor))
+
+
+def test_no_row_starts_beside_one_that_is_timed_alone(tmp_path: Path) -> None:
+    """From its lock to its end no process of another row begins, though seats are free; all rows come to their turn."""
+    script, log = tmp_path / "row.py", tmp_path / "log"
+    script.write_text(textwrap.dedent(f"""
+        import json, sys, time
+        def note(what):
+            with open({str(log)!r}, "a") as file:
+                file.write(f"{{what}} {{sys.argv[1]}} {{sys.argv[3]}}\\n")
+        note("begins")
+        from benchmarks.turns import Turn
+        turn = Turn(int(sys.argv[sys.argv.index("--turn") + 1]))
+        turn.wait_to_be_alone(sys.argv[1], "--shares-gpu" in sys.argv)
+        note("alone")
+        time.sleep(0.5)
+        note("over")
+        print(json.dumps({row_of(TINY[0], 1.0)!r}))
+    """))
+    core = min(os.sched_getaffinity(0))
+    rows = [Case("floor", "tiny", batch, 32) for batch in range(1, 6)]
+    launch = Launch(tmp_path / "logs", limit_s=60.0, command=(sys.executable, str(script)), seats=(Seat("0", (core,), True),) * 3)
+    measure(rows, Results(tmp_path / "results.json"), launch, tell=lambda _: None)
+    noted = [line.split()[0] for line in log.read_text().splitlines()]
+    assert noted.count("begins") == noted.count("over") == len(rows)
+    assert [follows for what, follows in itertools.pairwise(noted) if what == "alone"] == ["over"] * len(rows)
+
+
 def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
     """It waits for every other row to end or to wait too, and no other begins meanwhile; a row without host states never waits."""
     path = tmp_path / "turn"
@@ -423,7 +455,7 @@ def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
                 return True
             return False
 
-    ours, floor = Turn(path), Turn(path)
+    ours, floor = turn_at(path), turn_at(path)
     floor.wait_to_be_alone("floor")
     waiting = threading.Thread(target=ours.wait_to_be_alone, args=("ours",))
     waiting.start()
@@ -439,7 +471,7 @@ def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
 
 def test_of_rows_on_one_gpu_each_is_timed_alone(tmp_path: Path) -> None:
     """One that leaves the host alone waits too, until the other's process has ended."""
-    floor, other = Turn(tmp_path / "turn"), Turn(tmp_path / "turn")
+    floor, other = turn_at(tmp_path / "turn"), turn_at(tmp_path / "turn")
     waiting = threading.Thread(target=floor.wait_to_be_alone, args=("floor", True))
     waiting.start()
     waiting.join(0.2)
