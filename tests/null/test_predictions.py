@@ -28,16 +28,18 @@ def test_the_page_is_what_the_model_gives_now(compare: ModuleType) -> None:
 
 
 def test_misses_are_as_large_as_the_page_says(compare: ModuleType) -> None:
-    """At least fifteen steps are within 10%, none is off by more than a third; memory is within 6%, on the host 4% and once 14%."""
+    """At least thirty steps are within 10%, none of ours is off by more than a third and ZeRO-Offload by no more than 37% (it has a kernel of
+    its own); memory is within 6%, on the host 4% and once 14%.
+    """
     near = far = 0
     for row in compare.ROWS:
         found = compare.predicted(row)
-        assert 0.66 <= found.step_s / row.step_s <= 1.12
+        assert (0.63 if row.barrier == "zero_offload" else 0.66) <= found.step_s / row.step_s <= 1.12
         near += abs(found.step_s / row.step_s - 1) <= 0.1
         assert row.device_gb is None or found.device_gb == pytest.approx(row.device_gb, rel=0.06)
         assert row.host_gb is None or found.host_gb == pytest.approx(row.host_gb, rel=0.14)
         far += row.host_gb is not None and found.host_gb != pytest.approx(row.host_gb, rel=0.04)
-    assert near >= 15
+    assert near >= 30
     assert far == 1
 
 
