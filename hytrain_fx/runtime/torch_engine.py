@@ -59,7 +59,6 @@ class TorchEngine:
     def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)
         self.name = update.name
-        self._timeout_s = timeout_s
         self._pipeline = Pipeline(device, timeout_s, update)
         self._lanes = self._pipeline.lanes
         self._staging = Staging(self._lanes, staging_bytes)
@@ -296,9 +295,9 @@ class TorchEngine:
             if row.phase is not Phase.PENDING:
                 return None, None
             chunks = len(row.chunks)
-            if not pipeline.issued_cv.wait_for(lambda: row.issued == chunks or pipeline.failure is not None, self._timeout_s):
+            if not pipeline.issued_cv.wait_for(lambda: row.issued == chunks or pipeline.failure is not None, pipeline.timeout_s):
                 raise EngineError(
-                    f"row {index}: {row.issued} of {chunks} chunks of its new weight were on their way after {self._timeout_s} s"
+                    f"row {index}: {row.issued} of {chunks} chunks of its new weight were on their way after {pipeline.timeout_s} s"
                 )
             pipeline.throw_if_failed()
             read = (row.grad, row.replaced)

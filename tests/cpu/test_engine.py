@@ -201,6 +201,18 @@ def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
         assert loop.step_count == 0
 
 
+@pytest.mark.parametrize("timeout_s", [1e10, 1e300, float("inf")])
+def test_a_time_out_may_be_longer_than_any_clock(make_engine: MakeEngine, timeout_s: float) -> None:
+    """Its end would lie past what clocks count to: waits last until what they wait for has come, and do not end at once."""
+    with make_engine(timeout_s=timeout_s) as engine:
+        loop = EngineLoop(engine, SIZES, torch.float32, on_device=frozenset({0}))
+        engine.set_delay(Stage.H2D, 5_000)
+        engine.set_delay(Stage.CPU_UPDATE, 5_000)
+        for _ in range(3):
+            loop.step()
+        loop.check()
+
+
 @pytest.mark.parametrize(("left_out", "missing"), [("arm_cpu", "cpu_step"), ("arm_reload", "reload")])
 def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine, left_out: str, missing: str) -> None:
     """An offloaded row whose step or reload node was dropped is refused, not trained without."""

@@ -20,6 +20,7 @@ Engine::Engine(const EngineOptions& options)
       worker_cores_(options.worker_cores, options.worker_cores ? options.worker_cores + options.workers : nullptr),
       ring_(options.ring, options.ring_bytes),
       running_(options.workers, -1) {
+  options_.timeout_s = std::min(options.timeout_s, kLongestWaitS);
   try {
     start_threads();
   } catch (const std::system_error& error) {

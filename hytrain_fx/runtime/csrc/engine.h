@@ -44,6 +44,9 @@ constexpr int64_t kLeastGuessed = 64 << 10;   // a row of fewer is not worth a s
 #endif
 constexpr int64_t kCopyBytes = 32 << 20;  // of gradients in one copy: few enough copies that no stream's queue fills up and blocks the launching thread
 
+// Waits of this length, 31 years, have an end that clocks can hold. Of a longer one it would overflow, into the past.
+constexpr double kLongestWaitS = 1e9;
+
 // Byte offsets into untyped memory.
 inline const char* offset(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
 inline char* offset(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
