@@ -111,6 +111,7 @@ class _LaneThread(threading.Thread):
             time.sleep(self._random.uniform(0, 2 * self.mean_delay_us) * 1e-6)
 
     def run(self) -> None:
+        torch.set_flush_denormal(False)  # a thread begins with the settings of the one that started it
         with torch.no_grad():
             while (task := self.tasks.get()) is not None:
                 try:

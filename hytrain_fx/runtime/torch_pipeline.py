@@ -108,6 +108,7 @@ class Pipeline:
         self.lanes.close()
 
     def _guarded(self, who: str, loop: Callable[[], None]) -> None:
+        torch.set_flush_denormal(False)  # a thread begins with the settings of the one that started it
         try:
             with torch.no_grad():
                 loop()

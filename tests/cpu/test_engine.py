@@ -213,6 +213,34 @@ def test_a_time_out_may_be_longer_than_any_clock(make_engine: MakeEngine, timeou
         loop.check()
 
 
+@pytest.mark.parametrize("row", [0, 1], ids=["host", "device"])
+def test_updates_keep_denormals_though_the_thread_that_compiles_flushes_them(make_engine: MakeEngine, row: int) -> None:
+    """Threads begin with the settings of the one that starts them; the engine's set their own, so the bits are the reference's."""
+    torch.set_flush_denormal(True)
+    try:
+        with make_engine() as engine:
+            torch.set_flush_denormal(False)  # only the engine's threads could flush now
+            loop = EngineLoop(engine, (300, 300), torch.float32, on_device=frozenset({1}))
+            rested = [loop.states[0], device_states(loop.weights[1])]
+            engine.place_on_device(1, rested[1])
+            scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+            grads = [torch.full((300,), 1e-20) for _ in range(2)]
+            engine.grad_offload([0], grads[:1])
+            engine.arm_cpu([0])
+            engine.arm_reload([0])
+            engine.arm_gpu([1])
+            engine.release([0, 1])
+            engine.commit([CommitItem(0, scalars), CommitItem(1, scalars, grad=grads[1])])
+            engine.drain([0, 1])
+            expected = loop.reference[row]
+            adamw_(grads[row], expected.master, expected.exp_avg, expected.exp_avg_sq, None, scalars)
+            assert 0 < float(expected.exp_avg_sq[0]) < torch.finfo(torch.float32).tiny
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                assert torch.equal(getattr(rested[row], name), getattr(expected, name)), name
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize(("left_out", "missing"), [("arm_cpu", "cpu_step"), ("arm_reload", "reload")])
 def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine, left_out: str, missing: str) -> None:
     """An offloaded row whose step or reload node was dropped is refused, not trained without."""

@@ -16,10 +16,25 @@
 
 #include "split_adamw.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace hytrain_fx {
 
 // As `top -H`, profilers and debuggers show it; at most 15 characters.
 inline void name_thread(std::thread& thread, const std::string& name) { pthread_setname_np(thread.native_handle(), name.c_str()); }
+
+// Rounding to nearest, denormals kept: what the kernels are written for, and what a GPU does. A thread begins with the settings of the one that
+// started it, which the loop may have changed (torch.set_flush_denormal): each thread that updates sets its own.
+inline void set_arithmetic() {
+#if defined(__SSE2__)
+  constexpr unsigned kInitialMxcsr = 0x1F80;
+  _mm_setcsr(kInitialMxcsr);
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+#endif
+}
 
 enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3, STREAM_UPDATE = 4, STREAM_OUT = 5 };
 constexpr int kLanes = 6;

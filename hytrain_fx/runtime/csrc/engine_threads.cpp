@@ -62,6 +62,7 @@ void Engine::land() {
 }
 
 void Engine::work(int index) {
+  set_arithmetic();
   if (!worker_cores_.empty()) pin_thread(worker_cores_[index]);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {

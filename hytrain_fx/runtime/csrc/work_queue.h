@@ -64,6 +64,7 @@ class WorkQueue {
 
  private:
   void run() {
+    set_arithmetic();
     while (!stop_) {
       std::function<void()> work;
       {
