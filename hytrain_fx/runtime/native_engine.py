@@ -6,6 +6,7 @@ The library has no dependency on torch's binaries, so it builds in seconds and s
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from hytrain_fx.errors import EngineError
+from hytrain_fx.errors import EngineError, HostMemoryError
 from hytrain_fx.runtime import build
 from hytrain_fx.runtime.engine import (
     MAX_FACTORS,
@@ -59,6 +60,7 @@ _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weig
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
 _bytes_of = property_reader("nbytes")
+_log = logging.getLogger("hytrain_fx")
 
 
 class NativeEngine:
@@ -114,6 +116,7 @@ class NativeEngine:
         self._staging: torch.Tensor | None = None
         self._shadow: HostSlab | None = None
         self._shadow_bytes = shadow_bytes
+        self._shadow_was_asked_for = False
         self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}  # nodes pass the same rows in every step
         self._keep: deque[list[object]] = deque(maxlen=2)  # by commit: factors that the lane to the host may still read
         self._skips: dict[int, torch.Tensor] = {}
@@ -254,13 +257,21 @@ class NativeEngine:
         skip_at = -1 if skip is None else factors.index(skip)
         sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
         self._keep.append(factors.keep)
-        if factors.keep and self._shadow is None:
+        if factors.keep:
             self._make_shadow()
         self._call("commit", packed, len(items), sources, len(factors.sources), skip_at, self._stream())
 
     def _make_shadow(self) -> None:
-        """Pages come as slots are first used."""
-        self._shadow = HostSlab(available_host_bytes() // 2 if self._shadow_bytes is None else self._shadow_bytes)
+        """Once. Pages come as slots are first used. Where the system refuses the memory, no update begins on a guess."""
+        if self._shadow_was_asked_for:
+            return
+        self._shadow_was_asked_for = True
+        try:
+            self._shadow = HostSlab(available_host_bytes() // 2 if self._shadow_bytes is None else self._shadow_bytes)
+        except HostMemoryError as error:
+            _log.warning("updates by the CPU wait for step() and for the factors of clipping and loss scaling, as there is no memory for states "
+                         "beside the old ones: %s. Less is asked for with shadow_memory=BYTES", error)
+            return
         base = self._shadow.take(self._shadow.nbytes, torch.uint8).data_ptr()
         arrays = 3 if all(states.max_exp_avg_sq is None for states in self._states.values()) else 4
         self._call("set_shadow", byref(CShadowMemory(base, self._shadow.nbytes, arrays)))
@@ -281,8 +292,7 @@ class NativeEngine:
         return FinishTimes(*(getattr(out, field.name) for field in fields(FinishTimes)))
 
     def commit_early(self, items: Sequence[CommitItem]) -> None:
-        if self._shadow is None:
-            self._make_shadow()
+        self._make_shadow()
         self._call("commit_early", _packed(items), len(items))
 
     def expect(self, items: Sequence[CommitItem]) -> None:

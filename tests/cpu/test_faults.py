@@ -17,11 +17,13 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hytrain_fx
 from hytrain_fx import errors
@@ -106,6 +108,40 @@ def test_memory_that_runs_out_in_a_move_loses_no_state(
     assert plain_loop(3)(model, optimizer, batches) == plain_loop(3)(expected_model, reference, batches)
     assert_same(weights(model), weights(expected_model))
     hytrain_fx.close(expected_model)
+
+
+def test_a_step_needs_no_memory_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses shadow memory, steps that would have begun early train on, counted once each, bit for bit."""
+    wide = partial(nn.Linear, 300, 300)  # of more parameters than the least that is worth a shadow
+    torch.manual_seed(0)
+    model: Any
+    model, expected = wide(), wide()
+    expected.load_state_dict(model.state_dict())
+    batches = [torch.randn(4, 300) for _ in range(5)]
+    real = mmap.mmap
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    def train(of: Any, *, refusing: bool) -> dict[int, Any]:
+        torch._dynamo.reset()
+        _, optimizer = hytrain_fx.compile(of, torch.optim.AdamW(of.parameters(), **HYPER), k=0, speculate=True, engine="native")
+        for batch in batches:
+            monkeypatch.setattr(mmap, "mmap", refuse if refusing else real)
+            of(batch).square().sum().backward()
+            for p in of.parameters():  # a factor that is a tensor, as clip_grad_norm_ and GradScaler leave on a GPU
+                object.__getattribute__(p.grad, "grad_state").factors = (torch.tensor(0.5),)
+            optimizer.step()
+            optimizer.zero_grad()
+            monkeypatch.setattr(mmap, "mmap", real)
+        found: dict[int, Any] = optimizer.state_dict()["state"]
+        hytrain_fx.close(of)
+        return found
+
+    states = train(expected, refusing=False), train(model, refusing=True)
+    for state in (*states[0].values(), *states[1].values()):
+        assert int(state["step"]) == len(batches)
+    assert_same(weights(model), weights(expected))
 
 
 def test_a_move_keeps_the_memory_that_a_dropped_gradient_goes_to(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

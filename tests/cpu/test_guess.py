@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -248,3 +249,23 @@ def test_without_shadow_memory_updates_wait() -> None:
             loop.step(1.0, 2000)
         loop.check()
         assert loop.engine.guess_counts() == GuessCounts()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_memory_to_be_had_updates_wait(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Shadow memory that the system refuses is asked for once, and told in the log: nothing is guessed, and every bit is the reference's."""
+    with running(dtype, 40 * SLOT_BYTES) as loop:
+        asked = []
+
+        def refuse(*args: object, **kwargs: object) -> mmap.mmap:
+            asked.append(args)
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(mmap, "mmap", refuse)
+        for _ in range(6):
+            loop.step(1.0, 2000)
+        monkeypatch.undo()
+        loop.check()
+        assert len(asked) == 1
+        assert loop.engine.guess_counts() == GuessCounts()
+    assert "shadow_memory" in caplog.text
