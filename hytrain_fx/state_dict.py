@@ -139,7 +139,7 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     if (own := _own_entries(session)) is not None:
         own.load(row, saved)
         return
-    states, parameter = session.states[row], session.table.parameters[row]
+    states, parameter = session.states.in_memory(row), session.table.parameters[row]
     if saved is None:
         session.builder.steps[row] = 0
         for name in _MOMENTS:

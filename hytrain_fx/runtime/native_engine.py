@@ -269,8 +269,8 @@ class NativeEngine:
         try:
             self._shadow = HostSlab(available_host_bytes() // 2 if self._shadow_bytes is None else self._shadow_bytes)
         except HostMemoryError as error:
-            _log.warning("updates by the CPU wait for step() and for the factors of clipping and loss scaling, as there is no memory for states "
-                         "beside the old ones: %s. Less is asked for with shadow_memory=BYTES", error)
+            _log.warning("updates by the CPU wait for step() and for the factors of clipping and loss scaling, as there is no memory "
+                         "for states beside the old ones: %s. Less is asked for with shadow_memory=BYTES", error)
             return
         base = self._shadow.take(self._shadow.nbytes, torch.uint8).data_ptr()
         arrays = 3 if all(states.max_exp_avg_sq is None for states in self._states.values()) else 4

@@ -70,6 +70,7 @@ class HostSlab:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
         self._pinned_on: torch.device | None = None
+        self._kept_by: int | None = None  # the process that alone has the block; None: forked children have it too
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next `numel` elements of this slab as a flat tensor."""
@@ -96,7 +97,7 @@ class HostSlab:
 
         Forked children do not have the block: the kernel would copy all of it for each of them, as the driver holds its pages.
         """
-        self._map.madvise(mmap.MADV_DONTFORK)
+        self.keep_from_children()
         with torch.cuda.device(device):
             result = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         if result != 0:
@@ -104,19 +105,33 @@ class HostSlab:
                 f"pinning {self.nbytes / 2**30:.2f} GiB of host memory failed (CUDA error {result}); "
                 "raise the limit on locked memory (ulimit -l) or keep more states on the device (gpu_states=...)"
             )
-        self._pinned_on, self._pinned_by = device, os.getpid()
+        self._pinned_on = device
 
     def unpin(self) -> None:
         """Take the registration back; nothing may be copying from or to the block."""
         if self._pinned_on is not None:
             with torch.cuda.device(self._pinned_on):
                 torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._pinned_on = None
+            self._pinned_on = self._kept_by = None
             self._map.madvise(mmap.MADV_DOFORK)
+
+    def keep_from_children(self) -> None:
+        """Processes that are forked from now on do not have the block: reading it there would end them."""
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._kept_by = os.getpid()
+
+    def require_here(self) -> None:
+        """Raise EngineError in a forked child that does not have the block."""
+        if self._kept_by not in (None, os.getpid()):
+            raise EngineError(
+                "this process was forked from the one that compiled the model, and does not have the optimizer's states: their memory is "
+                "registered with the GPU's driver, and forked processes get none of it. Read the states in the parent (state_dict() before "
+                "the fork, and hand on what it gives)"
+            )
 
     def __del__(self) -> None:
         # A slab that is dropped while registered would leave the driver a stale mapping. In a forked child it is not ours.
-        if getattr(self, "_pinned_on", None) is not None and self._pinned_by == os.getpid():
+        if getattr(self, "_pinned_on", None) is not None and self._kept_by == os.getpid():
             self.unpin()
 
 

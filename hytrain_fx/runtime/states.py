@@ -73,14 +73,24 @@ class StateStore:
     def __getitem__(self, row: int) -> RowStates:
         return self._states[row]
 
+    def in_memory(self, row: int) -> RowStates:
+        """The states, for whoever reads or writes their values. Raises EngineError in a forked child that does not have them."""
+        if row in self._slabs:
+            self._slabs[row].require_here()
+        return self._states[row]
+
     def whole(self, row: int) -> RowStates:
-        """The states with the master as one fp32 tensor: for reading, copies in part. The weight must be as the last update left it."""
+        """The states with the master as one fp32 tensor: for reading, copies in part. The weight must be as the last update left it.
+
+        Raises EngineError as `in_memory` does.
+        """
+        states = self.in_memory(row)
         self._bring_weight_home(row)
-        return whole_states(self._states[row], self._weights[row].device)
+        return whole_states(states, self._weights[row].device)
 
     def write(self, row: int, values: RowStates) -> None:
         """Write states, master in one piece, into those of an idle row; a 16-bit weight becomes the master's rounding."""
-        states, weight = self._states[row], flat_memory(self._weights[row])
+        states, weight = self.in_memory(row), flat_memory(self._weights[row])
         copy_states(values, states, weight.device)
         if weight.dtype != torch.float32:
             weight.copy_(states.master)
@@ -168,13 +178,14 @@ class StateStore:
     def fill_weight(self, row: int) -> None:
         """Have the fp32 memory of a row with a copy, at rest, show its master."""
         if not self.copies[row].current and self.placement[row] is not Placement.GPU:
-            self.copies.fill(row, self._states[row])
+            self.copies.fill(row, self.in_memory(row))
 
     def _follow_copied(self, row: int) -> None:
         """What was written to the fp32 memory becomes master and copy; nothing can have been where it does not show the weight."""
-        of, states = self.copies[row], self._states[row]
+        of = self.copies[row]
         if not of.current:
             return
+        states = self.in_memory(row)
         if self.placement[row] is not Placement.GPU:
             split_into(states, replace(states, master=flat_memory(of.weight), low=None), of.copy.device)
         of.copy.copy_(of.weight.detach())
@@ -195,7 +206,7 @@ class StateStore:
 
     def _bring_weight_home(self, row: int) -> None:
         if self._leaves_weight(row):
-            self._states[row].master.copy_(flat_memory(self._weights[row]))
+            self.in_memory(row).master.copy_(flat_memory(self._weights[row]))
 
     def follow_weight(self, row: int) -> None:
         """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits,
@@ -203,7 +214,7 @@ class StateStore:
         """
         if row in self.copies:
             return self._follow_copied(row)
-        weight, states = flat_memory(self._weights[row]), self._states[row]
+        weight, states = flat_memory(self._weights[row]), self.in_memory(row)
         if weight.dtype == torch.float32 or self._leaves_weight(row):
             self._load_master(row)
             return
@@ -238,7 +249,7 @@ class StateStore:
             place[self.placement[row]](row, self._states[row])
 
     def _load_master(self, row: int) -> None:
-        states = self._states[row]
+        states = self.in_memory(row)
         load_masters([(states.master, flat_memory(self._weights[row]))])
         if states.low is not None:
             states.low.zero_()

@@ -317,6 +317,43 @@ def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engin
     assert "spawn" in out
 
 
+@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -> None:
+    """Registered host memory is not in a forked child: reading and writing states there is an error that says why, and no crash.
+
+    Weights can be read there, and the parent trains on and reads its states.
+    """
+    out = run(f"""
+        model, optimizer = make()
+        model.to(torch.{dtype})
+        model, optimizer = hytrain_fx.compile(model, optimizer, k=0, engine="{engine}", timeout_s=60.0)
+        batch = torch.ones(2, 4, dtype=torch.{dtype})
+        def step():
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        step()
+        saved = optimizer.state_dict()
+        for slab in session_of(model).states.slabs:
+            slab.keep_from_children()  # as `pin` does on a GPU
+        pid = os.fork()
+        if pid == 0:
+            seen = [float(p.detach().sum()) for p in model.parameters()]
+            for call in (optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+                try:
+                    call()
+                    os._exit(4)
+                except hytrain_fx.errors.EngineError as error:
+                    print(error, flush=True)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        step()
+        assert all(int(state["step"]) == 2 for state in optimizer.state_dict()["state"].values())
+    """)
+    assert out.count("Read the states in the parent") == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_its_checkpoint_and_nothing_else(number: signal.Signals, tmp_path: Path) -> None:
     """Killed with updates in flight, it ends at once; what it had saved after a step holds that step's weights and states, whole."""

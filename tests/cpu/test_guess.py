@@ -252,8 +252,10 @@ def test_without_shadow_memory_updates_wait() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_memory_to_be_had_updates_wait(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Shadow memory that the system refuses is asked for once, and told in the log: nothing is guessed, and every bit is the reference's."""
+def test_without_memory_to_be_had_updates_wait(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shadow memory that the system refuses is asked for once, and told in the log: nothing is guessed, every bit is the reference's."""
     with running(dtype, 40 * SLOT_BYTES) as loop:
         asked = []
 
