@@ -22,7 +22,8 @@ def test_a_probe_leaves_one_row_without_memory(optimizer: Any, engine: str, monk
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)  # which `compiled` makes
     with compiled(mlp, k=0, engine=engine, replan_every=0) as (model, step):
         session = session_of(model)
-        rows, seen = [], []
+        rows: list[int] = []
+        seen: list[StorageWeakRef] = []
         add_row, place_on_device = session.engine.add_row, session.engine.place_on_device
 
         def note(*tensors: torch.Tensor) -> None:
