@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 
 CSRC = Path(__file__).with_name("csrc")
 
@@ -104,7 +105,7 @@ def _compile(compiler: str, sources: tuple[str, ...], flags: tuple[str, ...], pa
         raise _unwritable(path.parent, error) from error
     with directory as scratch:
         objects = {source: str(Path(scratch) / f"{number}.o") for number, source in enumerate(sources)}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with threads_on(allowed_cpus()), ThreadPoolExecutor(len(allowed_cpus())) as pool:
             list(pool.map(lambda source: _run([compiler, *flags, "-c", str(CSRC / source), "-o", objects[source]], source), sources))
         output = Path(scratch) / "library.so"
         _run([compiler, *flags, *objects.values(), "-o", str(output), *LINK], ", ".join(sources))

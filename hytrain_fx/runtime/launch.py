@@ -14,6 +14,7 @@ import torch
 from hytrain_fx.config import Config
 from hytrain_fx.errors import EngineError, UnsupportedError
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores, worker_cores
 
@@ -32,7 +33,7 @@ def default_workers(device: torch.device | None = None) -> int:
 
 
 def _cores_without_topology() -> int:
-    cores = min(len(os.sched_getaffinity(0)), psutil.cpu_count(logical=False) or 1)
+    cores = min(len(allowed_cpus()), psutil.cpu_count(logical=False) or 1)
     return cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -73,21 +74,22 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     """The engine that `config.engine` names. "auto" takes the native one and, where it cannot be built, says so and takes torch's.
 
-    Raises EngineError when the named engine cannot be had.
+    Its threads, and the compiler, may run on all CPUs of the process. Raises EngineError when the named engine cannot be had.
     """
     device = parameters[0].device
     workers = config.workers or default_workers(device)
     ring_bytes = ring_bytes_for(parameters, config, streams=False)  # `Engine.set_transit`, where states come to be streamed
-    if config.engine in ("auto", "native"):
-        from hytrain_fx.runtime.native_engine import NativeEngine
+    cores = worker_cores(workers, device) if config.pin_workers else None
+    with threads_on(allowed_cpus()):
+        if config.engine in ("auto", "native"):
+            from hytrain_fx.runtime.native_engine import NativeEngine
 
-        try:
-            cores = worker_cores(workers, device) if config.pin_workers else None
-            return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores, config.shadow_memory)
-        except EngineError as error:
-            if config.engine == "native":
-                raise
-            warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
-    from hytrain_fx.runtime.torch_engine import TorchEngine
+            try:
+                return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores, config.shadow_memory)
+            except EngineError as error:
+                if config.engine == "native":
+                    raise
+                warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
+        from hytrain_fx.runtime.torch_engine import TorchEngine
 
-    return TorchEngine(device, ring_bytes, config.timeout_s, adam=config.engine)
+        return TorchEngine(device, ring_bytes, config.timeout_s, adam=config.engine)

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
+from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.topology import cores_of_rank, read_topology
 
@@ -152,7 +153,7 @@ def pin_slabs(slabs: Sequence[HostSlab], device: torch.device) -> Pinning | None
     begin_s = time.perf_counter()
     _populate_all(slabs, device)
     populated_s = time.perf_counter()
-    with ThreadPoolExecutor(_REGISTER_THREADS) as pool:
+    with threads_on(allowed_cpus()), ThreadPoolExecutor(_REGISTER_THREADS) as pool:
         list(pool.map(lambda slab: slab.pin(device), slabs))
     done_s = time.perf_counter()
     pinning = Pinning(sum(slab.nbytes for slab in slabs), (populated_s - begin_s) * 1e6, (done_s - populated_s) * 1e6)
@@ -167,7 +168,7 @@ def _populate_all(slabs: Sequence[HostSlab], device: torch.device) -> None:
     """A page comes from the NUMA node of the core that makes it: each thread keeps to one of the cores that the workers will run on."""
     topology = read_topology(device)
     cpus: SimpleQueue[int | None] = SimpleQueue()
-    numbers = [None] * len(os.sched_getaffinity(0)) if topology is None else [cpu.number for cpu in cores_of_rank(topology)]
+    numbers = [None] * len(allowed_cpus()) if topology is None else [cpu.number for cpu in cores_of_rank(topology)]
     for number in numbers or [None]:
         cpus.put(number)
 
@@ -178,7 +179,7 @@ def _populate_all(slabs: Sequence[HostSlab], device: torch.device) -> None:
                 os.sched_setaffinity(0, {number})  # of this thread alone
 
     pieces = [(slab, begin, end) for slab in slabs for begin, end in slab.pieces()]
-    with ThreadPoolExecutor(max(1, len(numbers)), initializer=keep_to_one) as pool:
+    with threads_on(allowed_cpus()), ThreadPoolExecutor(max(1, len(numbers)), initializer=keep_to_one) as pool:
         list(pool.map(lambda piece: piece[0].populate(piece[1], piece[2]), pieces))
 
 

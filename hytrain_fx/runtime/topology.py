@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hytrain_fx.runtime.affinity import allowed_cpus
+
 # Physical cores left to the thread that launches the backward, the autograd thread, and the engine's two copy threads.
 LAUNCHING_CORES = 2
 SYS = Path("/sys")
@@ -89,7 +91,7 @@ def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topol
     """This process's topology from sysfs under `root` and the variables LOCAL_RANK and LOCAL_WORLD_SIZE; None where it cannot be read."""
     try:
         nodes = _node_of_cpu(root)
-        cpus = tuple(_logical_cpu(root, number, nodes.get(number, 0)) for number in sorted(os.sched_getaffinity(0)))
+        cpus = tuple(_logical_cpu(root, number, nodes.get(number, 0)) for number in sorted(allowed_cpus()))
     except (OSError, ValueError):
         return None
     ranks = max(1, _variable("LOCAL_WORLD_SIZE", 1))
