@@ -128,17 +128,20 @@ class StepMarks:
         for marks in self._finished:
             last = marks[-1][2]
             if isinstance(last, torch.cuda.Event):
-                last.synchronize()  # not the device: copies and updates of the last step may run on
+                with torch.cuda.device(self._device):  # see _reached
+                    last.synchronize()  # not the device: copies and updates of the last step may run on
 
     def _reached(self) -> list[list[tuple[Mark, int, float | torch.cuda.Event]]]:
         """The finished steps that the device is through with, oldest first; waits for the first alone, so that there is one."""
         reached: list[list[tuple[Mark, int, float | torch.cuda.Event]]] = []
         for marks in self._finished:
             last = marks[-1][2]
-            if isinstance(last, torch.cuda.Event) and not last.query():
-                if reached:
-                    break
-                last.synchronize()
+            if isinstance(last, torch.cuda.Event):
+                with torch.cuda.device(self._device):  # torch asks as the thread's own device: a context would be made on that
+                    if not last.query():
+                        if reached:
+                            break
+                        last.synchronize()
             reached.append(marks)
         return reached
 
@@ -149,8 +152,9 @@ class StepMarks:
         if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device; and of a priority of
             self._clock_stream = torch.cuda.Stream(self._device, priority=-1)  # its own: streams of one share a few queues to the device
         now = torch.cuda.Event(enable_timing=True)
-        now.record(self._clock_stream)
-        now.synchronize()
+        with torch.cuda.device(self._device):
+            now.record(self._clock_stream)
+            now.synchronize()
         now_us = time.perf_counter() * 1e6
         return lambda mark: now_us - _elapsed_us(mark, now)
 

@@ -65,9 +65,8 @@ def adamw_(
     values: list[Any] = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
     values += [ctypes.c_longlong(n), scalars.c_struct, pointers]
     parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    with torch.cuda.device(grad.device):
-        handle = function(torch.cuda.current_device(), grad.dtype, grad.dtype if out is None else out.dtype)
-        cuda_module.use_primary_context(driver, torch.cuda.current_device())
+    handle = function(grad.device.index, grad.dtype, grad.dtype if out is None else out.dtype)
+    with torch.cuda.device(grad.device), cuda_module.primary_context(driver, grad.device.index):
         stream = torch.cuda.current_stream().cuda_stream
         grid = -(-n // ELEMENTS_PER_BLOCK)
         launched = driver.cuLaunchKernel(handle, grid, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0)

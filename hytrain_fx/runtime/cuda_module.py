@@ -6,9 +6,11 @@ NVRTC and the driver come from `cuda.bindings`, which torch's CUDA wheels bring;
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,8 +31,8 @@ def function(ordinal: int, source_name: str, name: str) -> int:
     Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
     """
     driver = binding("driver")
-    use_primary_context(driver, ordinal)
-    return int(checked(driver, driver.cuModuleGetFunction(_module(ordinal, source_name), name.encode()), f"find {name}"))
+    with primary_context(driver, ordinal):
+        return int(checked(driver, driver.cuModuleGetFunction(_module(ordinal, source_name), name.encode()), f"find {name}"))
 
 
 def cubin(source_name: str, architecture: str) -> bytes:
@@ -72,10 +74,16 @@ def _module(ordinal: int, source_name: str) -> Any:
     return checked(driver, driver.cuModuleLoadData(cubin(source_name, f"sm_{major}{minor}")), f"load the cubin of {source_name}")
 
 
-def use_primary_context(driver: ModuleType, ordinal: int) -> None:
-    """Makes torch's context of the device current on this thread; retained until the process ends, as torch does."""
+@contextlib.contextmanager
+def primary_context(driver: ModuleType, ordinal: int) -> Iterator[None]:
+    """Within, torch's context of the device is current on this thread, whose own device is left alone; retained until the process ends, as
+    torch does."""
     checked(driver, driver.cuInit(0), "initialise the driver")
-    checked(driver, driver.cuCtxSetCurrent(_primary_context(ordinal)), "set the context")
+    checked(driver, driver.cuCtxPushCurrent(_primary_context(ordinal)), "set the context")
+    try:
+        yield
+    finally:
+        checked(driver, driver.cuCtxPopCurrent(), "set the context back")
 
 
 @functools.cache

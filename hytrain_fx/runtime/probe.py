@@ -81,7 +81,7 @@ def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
         timed = []
         for stream, (target, source) in zip(streams, ways, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with torch.cuda.stream(stream):
+            with torch.cuda.device(device), torch.cuda.stream(stream):  # leaving a stream of another device makes a context on this one
                 begin.record(stream)
                 for _ in range(copies):
                     target.copy_(source, non_blocking=True)

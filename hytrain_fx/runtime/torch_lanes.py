@@ -186,25 +186,31 @@ class _Epoch:
         self.at_us = 0.0
 
     def take(self) -> None:
-        self.event.record(self._stream)
-        self.event.synchronize()
+        with torch.cuda.device(self._stream.device):
+            self.event.record(self._stream)
+            self.event.synchronize()
         self.at_us = now_us()
 
 
 class _CudaEvent:
-    __slots__ = ("_epoch", "event")
+    """Its device is made the current one before it is asked for: else torch asks in the name of the thread's own device, and where the
+    process has not used that, the driver makes a context there."""
+
+    __slots__ = ("_device", "_epoch", "event")
 
     def __init__(self, stream: torch.cuda.Stream, epoch: _Epoch) -> None:
         # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back (csrc/cuda_device.cpp).
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
+        self._device = stream.device
         self._epoch = epoch
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        with torch.cuda.device(self._device):
+            return bool(self.event.query())
 
     def sync(self) -> None:
-        while not self.event.query():
+        while not self.done():
             time.sleep(_POLL_S)  # synchronize() would spin, on a core of the worker
 
     def time_us(self) -> float:
@@ -235,7 +241,7 @@ class CudaLanes:
         self._streams[lane].wait_event(_cuda(event))
 
     def run(self, lane: Lane, task: Callable[[], object]) -> None:
-        with torch.no_grad(), torch.cuda.stream(self._streams[lane]):
+        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(self._streams[lane]):
             task()
 
     def set_delay(self, lane: Lane, mean_us: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -219,6 +220,7 @@ def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle" if priority < 0 else "shares a queue")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(measure, "current_stream_of", lambda device: lambda: 7)
     marks = StepMarks(torch.device("cuda"))
     for _ in range(3):

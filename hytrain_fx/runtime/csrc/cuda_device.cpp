@@ -42,6 +42,9 @@ struct Driver {
   CUresult (*retain)(CUcontext*, int);
   CUresult (*release)(int);
   CUresult (*set_current)(CUcontext);
+  CUresult (*get_current)(CUcontext*);
+  CUresult (*push_current)(CUcontext);
+  CUresult (*pop_current)(CUcontext*);
   CUresult (*priorities)(int*, int*);
   CUresult (*stream_create)(CUstream*, unsigned, int);
   CUresult (*stream_destroy)(CUstream);
@@ -73,6 +76,9 @@ struct Driver {
     load(retain, "cuDevicePrimaryCtxRetain");
     load(release, "cuDevicePrimaryCtxRelease_v2");
     load(set_current, "cuCtxSetCurrent");
+    load(get_current, "cuCtxGetCurrent");
+    load(push_current, "cuCtxPushCurrent_v2");
+    load(pop_current, "cuCtxPopCurrent_v2");
     load(priorities, "cuCtxGetStreamPriorityRange");
     load(stream_create, "cuStreamCreateWithPriority");
     load(stream_destroy, "cuStreamDestroy_v2");
@@ -100,6 +106,29 @@ struct Driver {
   }
 };
 
+// A context, on this thread, for as long as this lives: the loop's own thread may have another device as its current one, or none yet, and
+// keeps that. Events are made in the current context, and kernels are launched in it.
+class Current {
+ public:
+  Current(const Driver& driver, CUcontext context) : driver_(driver) {
+    CUcontext before = nullptr;
+    driver_.check(driver_.get_current(&before), "ask for the context");
+    if (before == context) return;
+    driver_.check(driver_.push_current(context), "set the context");
+    pushed_ = true;
+  }
+  ~Current() {
+    CUcontext popped = nullptr;
+    if (pushed_) driver_.pop_current(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
 // Events are pooled: about a thousand are recorded in a step.
 class EventPool {
  public:
@@ -107,7 +136,7 @@ class EventPool {
   ~EventPool() {
     for (CUevent event : free_) driver_.event_destroy(event);
   }
-  CUevent take() {
+  CUevent take() {  // the device's context is current
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!free_.empty()) {
@@ -134,6 +163,7 @@ class EventPool {
 // What events share; outlives the device while an event is held.
 struct CudaShared {
   Driver driver;
+  CUcontext context = nullptr;
   EventPool pool{driver};
   CUevent epoch = nullptr;
   double epoch_us = 0;
@@ -144,6 +174,7 @@ class CudaEvent : public Event {
   explicit CudaEvent(std::shared_ptr<CudaShared> shared) : shared_(std::move(shared)), event_(shared_->pool.take()) {}
   ~CudaEvent() override { shared_->pool.give(event_); }
   bool done() override {
+    const Current current(shared_->driver, shared_->context);
     CUresult result = shared_->driver.event_query(event_);
     if (result == kNotReady) return false;
     shared_->driver.check(result, "query an event");
@@ -156,6 +187,7 @@ class CudaEvent : public Event {
     while (!done()) std::this_thread::sleep_for(kPollInterval);
   }
   double time_us() override {
+    const Current current(shared_->driver, shared_->context);
     float elapsed_ms = 0;
     shared_->driver.check(shared_->driver.event_elapsed(&elapsed_ms, event_, shared_->epoch), "time an event");
     return shared_->epoch_us - 1e3 * elapsed_ms;
@@ -182,8 +214,8 @@ class CudaDevice : public Device {
     std::copy(adamw_functions, adamw_functions + adamw_.size(), adamw_.begin());
     const Driver& d = shared_->driver;
     d.check(d.init(0), "initialise the driver");
-    d.check(d.retain(&context_, ordinal), "retain the primary context");
-    bind_thread();
+    d.check(d.retain(&shared_->context, ordinal), "retain the primary context");
+    const Current current = make_current();
     for (CUstream& stream : streams_) d.check(d.stream_create(&stream, kStreamNonBlocking, 0), "create a stream");
     int least = 0, greatest = 0;
     d.check(d.priorities(&least, &greatest), "ask for priorities");
@@ -192,16 +224,18 @@ class CudaDevice : public Device {
   }
   ~CudaDevice() override {
     const Driver& d = shared_->driver;
-    d.set_current(context_);
+    d.push_current(shared_->context);
     d.stream_destroy(clock_stream_);
     for (CUstream stream : streams_) {
       d.stream_sync(stream);
       d.stream_destroy(stream);
     }
     for (void* words : flags_) d.host_free(words);
+    CUcontext popped = nullptr;
+    d.pop_current(&popped);
     d.release(ordinal_);
   }
-  void bind_thread() override { shared_->driver.check(shared_->driver.set_current(context_), "set the context"); }
+  void bind_thread() override { shared_->driver.check(shared_->driver.set_current(shared_->context), "set the context"); }
   EventPtr record_compute(void* stream) override { return record_on(stream); }
   void compute_wait(void* stream, const EventPtr& event) override { wait_on(stream, event); }
   void gather(void* stream, const std::vector<DeviceCopy>& copies) override;
@@ -209,6 +243,7 @@ class CudaDevice : public Device {
   void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
     const Driver& d = shared_->driver;
+    const Current current = make_current();
     if (goes_to_host(lane)) {
       d.check(d.d2h(dst, address(src), bytes, stream(lane)), "copy to the host");
     } else {
@@ -222,12 +257,14 @@ class CudaDevice : public Device {
   }
   void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
     const Driver& d = shared_->driver;
+    const Current current = make_current();
     d.check(d.wait_value(stream(lane), address(flag), value, kWaitUntilReached), "make a stream wait for a flag");
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
   void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
   void take_epoch() override {
     const Driver& d = shared_->driver;
+    const Current current = make_current();
     d.check(d.event_record(shared_->epoch, clock_stream_), "record the epoch");
     d.check(d.stream_sync(clock_stream_), "record the epoch");
     shared_->epoch_us = clock_us();
@@ -236,7 +273,9 @@ class CudaDevice : public Device {
 
  private:
   CUstream stream(Lane lane) const { return streams_[static_cast<int>(lane)]; }
+  Current make_current() const { return Current(shared_->driver, shared_->context); }
   EventPtr record_on(CUstream on) {
+    const Current current = make_current();
     auto event = std::make_shared<CudaEvent>(shared_);
     shared_->driver.check(shared_->driver.event_record(event->handle(), on), "record an event");
     return event;
@@ -246,7 +285,7 @@ class CudaDevice : public Device {
     int unified = 0;
     d.check(d.attribute(&unified, kUnifiedAddresses, ordinal_), "ask for an attribute of the device");
     if (!d.wait_value || !unified) return false;
-    bind_thread();
+    const Current current = make_current();
     void* words = nullptr;
     d.check(d.host_alloc(&words, n * sizeof(uint32_t), kPortable), "allocate flags");
     flags_.push_back(words);
@@ -256,11 +295,11 @@ class CudaDevice : public Device {
     return true;
   }
   void wait_on(CUstream on, const EventPtr& event) {
+    const Current current = make_current();
     shared_->driver.check(shared_->driver.stream_wait(on, handle(event, "stream"), 0), "make a stream wait");
   }
   int ordinal_;
   std::shared_ptr<CudaShared> shared_;
-  CUcontext context_ = nullptr;
   std::array<CUstream, kLanes> streams_{};
   std::vector<void*> flags_;
   uint32_t* next_flag_ = nullptr;
@@ -283,6 +322,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     NonFinite nonfinite;
     const float* skip;
   };
+  const Current current = make_current();
   for (size_t first = 0; first < rows.size(); first += kUpdateRows) {
     Row packed[kUpdateRows]{};
     const size_t n = std::min<size_t>(kUpdateRows, rows.size() - first);
@@ -304,6 +344,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
 
 // Parameters and launch shape as gather.cu lists them.
 void CudaDevice::gather(void* stream, const std::vector<DeviceCopy>& copies) {
+  const Current current = make_current();
   for (size_t first = 0; first < copies.size(); first += kGatherParts) {
     struct Parts {
       void* dst[kGatherParts];
