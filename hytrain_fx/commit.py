@@ -61,7 +61,7 @@ class CommitBuilder:
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
         """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
 
-        Nothing is counted or changed where it raises. Raises GradientConsumedError when a gradient was used by an earlier `step()`,
+        Nothing is counted (`committed` does that once the engine has them), and nothing changed where it raises. Raises GradientConsumedError when a gradient was used by an earlier `step()`,
         UnsupportedError for a parameter that was added after `compile` and for a sparse gradient.
         """
         items: list[CommitItem] = []
@@ -88,11 +88,14 @@ class CommitBuilder:
                     items.append(CommitItem(row, by_step[step], grad, row in touched))
                 else:
                     items.append(self._item(row, grad, by_step[step], row in touched))
+        return items
+
+    def committed(self, items: Iterable[CommitItem]) -> None:
+        """The engine has taken these items: count their steps and hold the gradients that updates on the device read."""
         for item in items:
-            steps[item.row] += 1
+            self._steps[item.row] += 1
             if item.grad is not None:
                 self._gradients.hold(item.row, item.grad)
-        return items
 
     def groups_by_row(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """The group of each row."""

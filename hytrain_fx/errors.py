@@ -10,6 +10,7 @@
     ├── EngineError            the runtime failed: build, worker, copy, time-out
     │   ├── DroppedNodeError   an inserted node did not run
     │   └── NonFiniteGradientError  step() was given a gradient with NaN or infinities
+    ├── StatesError            loading optimizer states ended half-way, so they are a mixture of old and new ones
     └── GradientConsumedError  `.grad` was read after `step()` had used its memory
 
 Each message says what was found, what was expected and what to do.
@@ -54,6 +55,10 @@ class DroppedNodeError(EngineError):
 
 class NonFiniteGradientError(EngineError):
     """`step()` was given a gradient with NaN or infinite values; the weights after it would all be NaN."""
+
+
+class StatesError(HytrainError, RuntimeError):
+    """Loading optimizer states ended in an error half-way; they cannot be trained with or saved until they are loaded again."""
 
 
 class GradientConsumedError(HytrainError, RuntimeError):

@@ -27,6 +27,7 @@ from hytrain_fx.call_gate import CallGate
 from hytrain_fx.commit import CommitBuilder
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.measure import Mark, StepMarks
+from hytrain_fx.errors import StatesError
 from hytrain_fx.explain.resources import Resources, pinning_of
 from hytrain_fx.foresight import Foresight, Speculate
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
@@ -79,6 +80,7 @@ class Session:
         self._last_step_s: float | None = None
         self._hooks: list[RemovableHandle] = []
         self.closed = False
+        self._half_loaded: BaseException | None = None  # what ended the last loading of states
         with self._clock.phase(Phase.ENGINE):
             self.engine: Engine = make_engine(config, self.table.parameters)
         try:
@@ -209,6 +211,7 @@ class Session:
 
         `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step counts stay as they are.
         """
+        self.require_whole_states()
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
             if self.nodes.gradients.parts.open:
@@ -217,8 +220,10 @@ class Session:
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             if skip is None:
                 self.engine.commit(items)
+                self.builder.committed(items)
             else:
                 self.engine.commit_unless(items, skip)
+                self.builder.committed(items)
                 self.builder.doubt(items, self.engine.skipped)
             self.foresight.stepped(items)
             rows = [item.row for item in items]
@@ -325,6 +330,25 @@ class Session:
         """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
         if not self.closed:
             self.touched |= self._writes.follow(self.touched)
+
+    @contextmanager
+    def loading(self, *, all_states: bool) -> Iterator[None]:
+        """While optimizer states are overwritten: after an error inside, they are a mixture until all of them have been loaded."""
+        before = None if all_states else self._half_loaded
+        try:
+            yield
+        except BaseException as error:
+            self._half_loaded = error
+            raise
+        self._half_loaded = before
+
+    def require_whole_states(self) -> None:
+        """Raises StatesError where the states are a mixture of a checkpoint and what was there before."""
+        if self._half_loaded is not None:
+            raise StatesError(
+                f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a mixture "
+                "of old and new ones; call optimizer.load_state_dict() again, and load the model's weights again before it"
+            ) from self._half_loaded
 
     def _guard_all(self) -> None:
         guard_all(self.table.parameters, self._guarded)

@@ -48,12 +48,15 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
         _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
-        _load_row(self._session, row, entry)
+        with self._session.loading(all_states=False):
+            _load_row(self._session, row, entry)
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
-        _load_row(self._session, self._at_rest(parameter), None)
+        row = self._at_rest(parameter)
+        with self._session.loading(all_states=False):
+            _load_row(self._session, row, None)
 
     def clear(self) -> None:
         """Make every parameter as before its first step; the weights stay."""
@@ -61,6 +64,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
             del self[parameter]
 
     def _at_rest(self, parameter: torch.Tensor) -> int:
+        self._session.require_whole_states()
         row = self._session.table.row_of[id(parameter)]
         self._session.drain()
         self._session.follow_written_weights()
@@ -69,6 +73,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Every entry of `ParameterStates` as copies of its own. The session must be drained."""
+    session.require_whole_states()
     session.follow_written_weights()
     rows = filter(partial(_has_entry, session), range(len(session.table)))
     return {session.table.parameters[row]: _read_row(session, row) for row in rows}
@@ -104,7 +109,8 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Write a checkpoint's states and group options into a drained session and the groups of its optimizer.
 
-    Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
+    Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match. After an error while they are
+    written, memory that runs out say, nothing is trained or saved until all have been loaded (`Session.require_whole_states`).
     """
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
@@ -122,10 +128,11 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
         if entry is not None:
             _check_row(session, row, entry, group_of_row[row])
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
-    for group, saved in zip(groups, saved_groups, strict=True):
-        _load_options(group, saved, optimizer.defaults)
-    for row, entry in saved_of_row.items():
-        _load_row(session, row, entry)
+    with session.loading(all_states=True):
+        for group, saved in zip(groups, saved_groups, strict=True):
+            _load_options(group, saved, optimizer.defaults)
+        for row, entry in saved_of_row.items():
+            _load_row(session, row, entry)
 
 
 def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:

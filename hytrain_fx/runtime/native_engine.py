@@ -59,6 +59,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
+_FETCHES = 8  # under way at once: the next node's and one read by hand are two; older ones were left by an error
 _bytes_of = property_reader("nbytes")
 _log = logging.getLogger("hytrain_fx")
 
@@ -122,6 +123,7 @@ class NativeEngine:
         self._skips: dict[int, torch.Tensor] = {}
         self._skipped = False
         self._slot_dtypes: dict[int, torch.dtype] = {}  # rows with copies: of the gradient that came last
+        self._fetching: dict[int, torch.Tensor] = {}  # where gradients come to that nobody has waited for, by number
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
         function = getattr(self._library, f"hytrain_{name}")
@@ -310,10 +312,15 @@ class NativeEngine:
     def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int:
         number = c_uint64()
         self._call("fetch", self._rows_array(rows), len(rows), c_void_p(out.data_ptr()), c_int64(out.nbytes), self._stream(), byref(number))
+        # An error between here and `fetched` must not free memory that the lane writes to.
+        self._fetching[number.value] = out
+        if len(self._fetching) > _FETCHES:
+            self.fetched(next(iter(self._fetching)))
         return number.value
 
     def fetched(self, fetch: int) -> None:
         self._call("fetched", c_uint64(fetch), self._stream())
+        self._fetching.pop(fetch, None)
 
     def discard(self, rows: Sequence[int]) -> None:
         self._call("discard", self._rows_array(rows), len(rows))
@@ -358,6 +365,7 @@ class NativeEngine:
             self._rows, self._states = [], {}
             self._keep.clear()
             self._skips.clear()
+            self._fetching.clear()
 
 
 def _no_stream() -> None:

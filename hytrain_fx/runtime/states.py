@@ -10,11 +10,13 @@ fp32 rows that the device has in 16 bits (`copied_weights.py`): their weight her
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
+from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.copied_weights import CopiedWeights
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
@@ -129,8 +131,9 @@ class StateStore:
         self._tell_engine({*rows, *self._arrange_slots(rows)})
 
     def move(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
-        """Move the states of idle rows; their bits do not change. Raises HostMemoryError, and EngineError where memory cannot be pinned;
-        then all are where they were.
+        """Move the states of idle rows; their bits do not change.
+
+        Raises HostMemoryError, torch.OutOfMemoryError, and EngineError where memory cannot be pinned; then all are where they were.
         """
         rows = [row for row in rows if self.placement[row] is not place]
         if not rows:
@@ -141,8 +144,8 @@ class StateStore:
         if place is not Placement.GPU:
             new_slots = sum(map(self._slot_bytes, rows)) if place is Placement.CPU else 0
             require_host_memory(sum(map(self._state_bytes, before)) + new_slots, limit_bytes)
-        held = (self.placement[:], self._states.copy(), self._slabs.copy())
-        slots = self._slot_slabs.copy()  # dropped gradients may be on their way there until the engine has been told
+        held = (self.placement[:], self._states.copy(), self._slabs.copy(), self._slot_rows.copy(), self._slot_slabs.copy())
+        to_tell = set(rows)
         try:
             if place is not Placement.GPU:
                 self._allocate_host(list(before))
@@ -154,12 +157,14 @@ class StateStore:
                 copy_states(states, self._states[row], self._weights[row].device)
                 if row in self.copies and place is Placement.GPU:
                     self.copies[row].current = True
-            to_tell = {*rows, *self._arrange_slots(rows)}
+            to_tell.update(self._arrange_slots(rows))
+            self._tell_engine(to_tell)
         except BaseException:
-            self.placement[:], self._states, self._slabs = held
+            self.placement[:], self._states, self._slabs, self._slot_rows, self._slot_slabs = held
+            with contextlib.suppress(EngineError):  # an engine that has failed says so at every later call
+                self._tell_engine(to_tell)  # some of them may have been told of the new places
             raise
-        self._tell_engine(to_tell)
-        slots.clear()
+        del held  # until here: dropped gradients may be on their way to the old slots while the engine has not been told
         if place is Placement.GPU:
             for row in rows:
                 self._slabs.pop(row)  # the last row of a slab frees it

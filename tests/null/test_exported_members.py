@@ -14,7 +14,7 @@ from hytrain_fx import errors
 FUNCTIONS = ["close", "compile", "explain", "inspect", "record"]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
-    "HytrainError", "NonFiniteGradientError", "PlanError", "UnsupportedError",
+    "HytrainError", "NonFiniteGradientError", "PlanError", "StatesError", "UnsupportedError",
 }
 
 

@@ -1,0 +1,205 @@
+"""A loop in which a fault may hit any call, and what is left after it: the step whole, or none of it.
+
+    python -m tests.cpu.fault_loop        prints the table of docs/faults.md
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import hytrain_fx
+from hytrain_fx.errors import StatesError
+from hytrain_fx.ir.plan import Placement
+
+from .faults import KINDS, Faults, Place
+from .loops import Twins, weights
+from .models import Batches, gpt
+from .test_placements import plan_of
+
+_MOST_TIMES = 2  # one line is tried so often for each call of the loop: what was reached twice is reached alike a third time
+_START = [Placement.CPU, Placement.STREAM, Placement.GPU]
+_MOVES = {
+    "move of states": [Placement.GPU, Placement.CPU, Placement.STREAM],
+    "move of all states to the host": [Placement.CPU],
+    "move back": _START,
+}
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one fault did.
+
+    error   the class of what the call raised, empty where it raised nothing
+    left    "before": as if the step had not been; "after": the whole step; "load again": refused until states are loaded; else a defect
+    """
+
+    place: Place
+    error: str
+    left: str
+
+
+class FaultLoop:
+    """One compiled model with states in all three places, put back to the start for each fault."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        def make() -> tuple[torch.nn.Module, Batches]:
+            model, batches = gpt()
+            return model.to(dtype), batches
+
+        self._make = make
+        self._compile()
+
+    def _compile(self) -> None:
+        self.twins = Twins(self._make, k=0, workers=2, timeout_s=20.0)
+        reference = self._restart()
+        expected = []
+        for _ in range(3):
+            expected.append(weights(self.twins.plain))
+            self._train(self.twins.plain, reference, None)
+        self._other = self._checkpoint = self.twins.optimizer.state_dict()
+        self.states: list[State] = []
+        for _ in range(2):  # captures every graph; the second round is what counts
+            self._restart()
+            self.states = [self._state()]
+            for _ in range(2):
+                self._run(None)
+                self.states.append(self._state())
+                self._checkpoint, self._other = self._other, self.twins.optimizer.state_dict()
+        for state, weights_of_plain in zip(self.states, expected, strict=True):
+            for name, value in weights_of_plain.items():
+                assert torch.equal(state[name], value), f"without a fault {name} differs from the plain loop's"
+
+    def places(self, kind: str) -> list[Place]:
+        """Every place that a fault of this kind can hit."""
+        self._restart()
+        faults = Faults(kind)
+        with faults.counted() as found:
+            self._run(faults)
+        times: Counter[tuple[str, str]] = Counter()
+        return [place for place in found if self._is_early(times, place)]
+
+    @staticmethod
+    def _is_early(times: Counter[tuple[str, str]], place: Place) -> bool:
+        times[place.call, place.line] += 1
+        return times[place.call, place.line] <= _MOST_TIMES
+
+    def outcome(self, kind: str, place: Place) -> Outcome:
+        """Run the loop with the fault at `place`, go on as a user would who drops the batch, and look at what is left."""
+        self._restart()
+        faults, error = Faults(kind), ""
+        try:
+            with faults.at(place):
+                self._run(faults)
+        except Exception as raised:  # whatever it is, it is looked at
+            error = type(raised).__name__
+            assert "injected" in str(raised), f"{place}: the error does not name its cause: {raised}"
+        assert faults.raised, f"{place} was not reached again"
+        try:
+            left = self._left()
+        except Exception as raised:
+            left = f"then {type(raised).__name__}: {raised}"
+        if left not in ("before", "after", "load again"):
+            self.close()
+            self._compile()
+        return Outcome(place, error, left)
+
+    def close(self) -> None:
+        self.twins.close()
+
+    def _left(self) -> str:
+        optimizer = self.twins.optimizer
+        optimizer.zero_grad()
+        left = ""
+        try:
+            found = self._state()
+        except StatesError:
+            left = "load again"
+            self.twins.ours.load_state_dict({name: self.states[1][name] for name in weights(self.twins.plain)})
+            optimizer.load_state_dict(self._checkpoint)
+            found = self._state()
+        same = [step for step in (0, 1) if _same(found, self.states[step])]
+        if not same:
+            return f"torn: {_different(found, self.states[0])} differ from before, {_different(found, self.states[1])} from after"
+        self._run(None)
+        if not _same(self._state(), self.states[same[0] + 1]):
+            return f"then wrong: {_different(self._state(), self.states[same[0] + 1])}"
+        return left or ("before", "after")[same[0]]
+
+    def _restart(self) -> Any:
+        self.twins.optimizer.zero_grad()
+        self.twins.session.place(plan_of(self.twins.session, _START))
+        return self.twins.restart()[0]
+
+    def _state(self) -> State:
+        saved = self.twins.optimizer.state_dict()["state"]
+        states = {f"{row}.{name}": torch.as_tensor(value).clone() for row, entry in saved.items() for name, value in entry.items()}
+        return weights(self.twins.ours) | states
+
+    def _train(self, model: Any, optimizer: Any, faults: Faults | None) -> None:
+        """One step of two micro-batches, clipped, and an evaluation."""
+        call = _caller(faults)
+        call("zero_grad()", optimizer.zero_grad)
+        for batch in self.twins.batches[:2]:
+            loss = call("forward", lambda batch=batch: model(*batch))
+            call("backward()", loss.backward)
+        call("clip_grad_norm_()", lambda: clip_grad_norm_(model.parameters(), 0.05))
+        call("step()", optimizer.step)
+        with torch.no_grad():
+            call("evaluation", lambda: model(*self.twins.batches[0]))
+
+    def _run(self, faults: Faults | None) -> None:
+        """A step, and what else a loop does with model and optimizer; in the end all is where it was, one step on."""
+        model, optimizer, call = self.twins.ours, self.twins.optimizer, _caller(faults)
+        self._train(model, optimizer, faults)
+        saved_weights = call("model.state_dict()", lambda: weights(model))
+        saved = call("optimizer.state_dict()", optimizer.state_dict)
+        call("optimizer.load_state_dict()", lambda: optimizer.load_state_dict(self._other))
+        model.load_state_dict(saved_weights)
+        call("optimizer.load_state_dict()", lambda: optimizer.load_state_dict(saved))
+        for name, places in _MOVES.items():
+            call(name, lambda places=places: self.twins.session.place(plan_of(self.twins.session, places)))
+        call("explain()", lambda: str(hytrain_fx.explain(model)))
+
+
+def _caller(faults: Faults | None) -> Callable[[str, Callable[[], Any]], Any]:
+    def call(name: str, what: Callable[[], Any]) -> Any:
+        if faults is not None:
+            faults.call = name
+        return what()
+
+    return call
+
+
+def _same(found: State, expected: State) -> bool:
+    return not _different(found, expected)
+
+
+def _different(found: State, expected: State) -> list[str]:
+    names = sorted(found.keys() | expected.keys())
+    return [n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n])][:4]
+
+
+def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
+    """A Markdown row for each kind of fault and call of the loop: places tried, the errors, what was left."""
+    rows = ["| fault | in | places | error | what is left |", "|---|---|---|---|---|"]
+    for kind, found in outcomes.items():
+        calls = dict.fromkeys(outcome.place.call for outcome in found)
+        for call in calls:
+            of_call = [outcome for outcome in found if outcome.place.call == call]
+            errors = ", ".join(sorted({f"`{outcome.error}`" if outcome.error else "none" for outcome in of_call}))
+            left = ", ".join(sorted({outcome.left for outcome in of_call}))
+            rows.append(f"| {kind} | `{call}` | {len(of_call)} | {errors} | {left} |")
+    return rows
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    loop = FaultLoop(torch.bfloat16)
+    print("\n".join(table({kind: [loop.outcome(kind, place) for place in loop.places(kind)] for kind in KINDS})))
