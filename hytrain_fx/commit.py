@@ -61,8 +61,9 @@ class CommitBuilder:
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
         """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
 
-        Nothing is counted (`committed` does that once the engine has them), and nothing changed where it raises. Raises GradientConsumedError when a gradient was used by an earlier `step()`,
-        UnsupportedError for a parameter that was added after `compile` and for a sparse gradient.
+        Nothing is counted (`committed` does that once the engine has them), and nothing changed where it raises. Raises
+        GradientConsumedError when a gradient was used by an earlier `step()`, UnsupportedError for a parameter that was added after
+        `compile` and for a sparse gradient.
         """
         items: list[CommitItem] = []
         row_of, placement, steps = self._table.row_of, self._states.placement, self.steps

@@ -346,8 +346,8 @@ class Session:
         """Raises StatesError where the states are a mixture of a checkpoint and what was there before."""
         if self._half_loaded is not None:
             raise StatesError(
-                f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a mixture "
-                "of old and new ones; call optimizer.load_state_dict() again, and load the model's weights again before it"
+                f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a "
+                "mixture of old and new ones; call optimizer.load_state_dict() again, and load the model's weights again before it"
             ) from self._half_loaded
 
     def _guard_all(self) -> None:

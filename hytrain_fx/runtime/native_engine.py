@@ -355,6 +355,10 @@ class NativeEngine:
         """The copy of this row's next new weight to the device fails; tests only."""
         self._call("fail_next_copy", row)
 
+    def fail_device_after(self, operations: int) -> None:
+        """The device, which must be the CPU, does so many more copies, events and updates, then none; tests only."""
+        self._call("fail_device_after", operations)
+
     def close(self) -> None:
         if self._handle:
             with suppress(EngineError):

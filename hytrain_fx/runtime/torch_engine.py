@@ -61,7 +61,11 @@ class TorchEngine:
         self.name = update.name
         self._pipeline = Pipeline(device, timeout_s, update)
         self._lanes = self._pipeline.lanes
-        self._staging = Staging(self._lanes, staging_bytes)
+        try:
+            self._staging = Staging(self._lanes, staging_bytes)
+        except BaseException:
+            self._pipeline.stop()  # an engine that cannot be made keeps no threads
+            raise
         self._fetches: dict[int, Event] = {}  # not waited for yet, by number
         self._last_fetch: Event | None = None
         self._fetch_count = 0

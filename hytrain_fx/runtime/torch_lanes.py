@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
 from queue import SimpleQueue
@@ -95,6 +95,19 @@ class CpuEvent:
         return self._time_us
 
 
+def start_all(threads: Sequence[threading.Thread], stop: Callable[[], None]) -> None:
+    """Start these threads. Where the system refuses one, `stop` has to end those that run. Raises EngineError."""
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        stop()
+        raise EngineError(
+            f"the system refused the torch engine a thread ({error}); allow this process more threads (ulimit -u, the container's limit), "
+            "or compile with engine=\"native\""
+        ) from error
+
+
 class _LaneThread(threading.Thread):
     """Runs tasks in order. A task that raises is reported and the next ones still run: their events must fire."""
 
@@ -104,7 +117,6 @@ class _LaneThread(threading.Thread):
         self.mean_delay_us = 0.0
         self._on_failure = on_failure
         self._random = random.Random(12345)
-        self.start()
 
     def delay(self) -> None:
         if self.mean_delay_us > 0:
@@ -126,6 +138,7 @@ class CpuLanes:
     def __init__(self, timeout_s: float, on_failure: Callable[[str, Exception], None]) -> None:
         self._timeout_s = timeout_s
         self._threads = [_LaneThread(lane, on_failure) for lane in Lane]
+        start_all(self._threads, self.close)
 
     def compute_stream(self) -> None:
         return None
@@ -171,7 +184,8 @@ class CpuLanes:
         for thread in self._threads:
             thread.tasks.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
 
 
 _POLL_S = 20e-6

@@ -20,7 +20,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import RowStates, Stage, TaskRecord
 from hytrain_fx.runtime.host_updates import HostUpdate
-from hytrain_fx.runtime.torch_lanes import Event, Lane, copy, make_lanes, now_us
+from hytrain_fx.runtime.torch_lanes import Event, Lane, copy, make_lanes, now_us, start_all
 from hytrain_fx.runtime.torch_rows import Landing, Phase, Row, part_of
 
 Key = tuple[int, int, int]
@@ -69,8 +69,7 @@ class Pipeline:
         self.lanes = make_lanes(device, self.timeout_s, self.fail)
         loops = (("copy to the host", self._land), ("CPU update", self._work), ("copy to the device", self._reload))
         self._threads = [threading.Thread(target=self._guarded, args=loop, name=f"hytrain_fx-{loop[0]}", daemon=True) for loop in loops]
-        for thread in self._threads:
-            thread.start()
+        start_all(self._threads, self.stop)
 
     def queue_ready(self, row: Row) -> None:
         """Hand the chunks of `row` that can be updated to the worker. The lock is held."""
@@ -104,7 +103,8 @@ class Pipeline:
             for condition in (self.landed_cv, self.work_cv, self.reload_cv, self.issued_cv):
                 condition.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
         self.lanes.close()
 
     def _guarded(self, who: str, loop: Callable[[], None]) -> None:

@@ -41,6 +41,7 @@ int hytrain_discard(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_pending(hytrain_fx::Engine*, int, int*);
 int hytrain_factor_slots(hytrain_fx::Engine*, float**);
 int hytrain_set_delay(hytrain_fx::Engine*, int, double);
+int hytrain_fail_device_after(hytrain_fx::Engine*, int);
 int hytrain_fail_next_copy(hytrain_fx::Engine*, int);
 int hytrain_record(hytrain_fx::Engine*, int);
 int hytrain_take_records(hytrain_fx::Engine*, hytrain_fx::TaskRecord*, int, int*);

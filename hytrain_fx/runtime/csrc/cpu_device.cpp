@@ -3,6 +3,8 @@
 // The compute stream is the calling thread, so its events are done when recorded and a compute wait blocks the caller; or, for a stream that
 // is not null, the WorkQueue that it points to.
 #include <array>
+#include <atomic>
+#include <climits>
 #include <cstring>
 
 #include "finite.h"
@@ -12,40 +14,48 @@ namespace hytrain_fx {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::microseconds(20);
+constexpr int kEndless = INT_MAX;
 
 class CpuDevice : public Device {
  public:
   void bind_thread() override {}
   EventPtr record_compute(void* stream) override {
+    begin_operation();
     auto event = std::make_shared<CpuEvent>();
     on(stream, [event] { event->fire(); });
     return event;
   }
   void compute_wait(void* stream, const EventPtr& event) override {
+    begin_operation();
     recorded(event, "compute");
     on(stream, [event] { event->sync(); });
   }
   void gather(void* stream, const std::vector<DeviceCopy>& copies) override {
+    begin_operation();
     on(stream, [copies] {
       for (const DeviceCopy& copy : copies) std::memcpy(copy.dst, copy.src, static_cast<size_t>(copy.bytes));
     });
   }
   EventPtr record(Lane lane) override {
+    begin_operation();
     auto event = std::make_shared<CpuEvent>();
     thread(lane).enqueue([event] { event->fire(); });
     return event;
   }
   void wait(Lane lane, const EventPtr& event) override {
+    begin_operation();
     recorded(event, "lane");
     thread(lane).enqueue([event] { event->sync(); });
   }
   uint32_t* flags(size_t n) override { return flags_.emplace_back(std::make_unique<uint32_t[]>(n)).get(); }
   void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
+    begin_operation();
     thread(lane).enqueue([=] {
       while (!is_raised(flag, value)) std::this_thread::sleep_for(kPollInterval);
     });
   }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
+    begin_operation();
     WorkQueue* on = &thread(lane);
     on->enqueue([=] {
       on->delay();
@@ -53,6 +63,7 @@ class CpuDevice : public Device {
     });
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override {
+    begin_operation();
     WorkQueue* on = &thread(lane);
     on->enqueue([=] {
       on->delay();
@@ -69,6 +80,7 @@ class CpuDevice : public Device {
     });
   }
   void set_delay(Lane lane, double mean_us) override { thread(lane).delay_us = mean_us; }
+  void fail_after(int operations) override { operations_left_ = operations; }
   void take_epoch() override {}  // events are timed by the host
   double now_us() override { return clock_us(); }
 
@@ -81,7 +93,14 @@ class CpuDevice : public Device {
       work();
     }
   }
+  void begin_operation() {
+    if (operations_left_ == kEndless) return;
+    if (operations_left_.fetch_sub(1) > 0) return;
+    operations_left_ = 0;
+    throw DeviceError("injected device error");
+  }
   WorkQueue& thread(Lane lane) { return lanes_[static_cast<int>(lane)]; }
+  std::atomic<int> operations_left_{kEndless};
   std::vector<std::unique_ptr<uint32_t[]>> flags_;
   std::array<WorkQueue, kLanes> lanes_;  // last: their work uses the rest
 };

@@ -102,7 +102,7 @@ struct Driver {
     if (result == kSuccess) return;
     const char* text = nullptr;
     error_string(result, &text);
-    throw std::runtime_error(std::string(what) + ": CUDA error " + std::to_string(result) + " (" + (text ? text : "unknown") + ")");
+    throw DeviceError(std::string(what) + ": CUDA error " + std::to_string(result) + " (" + (text ? text : "unknown") + ")");
   }
 };
 
@@ -261,6 +261,7 @@ class CudaDevice : public Device {
     d.check(d.wait_value(stream(lane), address(flag), value, kWaitUntilReached), "make a stream wait for a flag");
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
+  void fail_after(int) override { throw std::logic_error("only the CPU as the device can be made to fail"); }
   void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
   void take_epoch() override {
     const Driver& d = shared_->driver;

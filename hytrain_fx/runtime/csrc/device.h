@@ -57,6 +57,12 @@ inline Event& recorded(const EventPtr& event, const char* what) {
   return *event;
 }
 
+// What the driver, or a lane, has refused. Nothing that the device does after it can be relied on: the engine fails as a whole.
+class DeviceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // Whether a flag is `value` or later, as numbers go round.
 inline bool is_raised(const uint32_t* flag, uint32_t value) {
   return static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) >= 0;
@@ -107,6 +113,7 @@ class Device {
   virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until is_raised
   virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
+  virtual void fail_after(int operations) = 0;            // so many more succeed, then none does; tests only
   // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to be taken from an epoch close by.
   // It may wait for work of the device, so no lock is to be held that such work may be waiting for.
   virtual void take_epoch() = 0;

@@ -119,6 +119,8 @@ class Engine {
   void set_delay(int stage, double mean_us);
   void fail_next_update(int row) { fail_row_ = row; }
   void fail_next_copy(int row) { fail_copy_row_ = row; }  // of its new weight to the device
+  void fail_device_after(int operations) { device_->fail_after(operations); }
+  void fail(const std::string& message);  // no call succeeds from now on
   void record(bool on);
   int take_records(TaskRecord* out, int capacity);
   GuessCounts guess_counts();
@@ -334,7 +336,6 @@ class Engine {
   void work(int index);
   void upload();
   void guarded(const char* who, void (Engine::*loop)());
-  void fail(const std::string& message);
   void note_failure(const std::string& message);  // with the lock held
   void throw_if_failed();
   double launched_since(double now_us) const;
