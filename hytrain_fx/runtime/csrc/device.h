@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -45,9 +46,21 @@ inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::
 class Event {
  public:
   virtual ~Event() = default;
-  virtual bool done() = 0;
+  // Whether it has come. Asks the driver, which may take milliseconds while another thread launches: not with the engine's lock held.
+  bool done() {
+    if (!known_done() && query()) known_.store(true, std::memory_order_release);
+    return known_done();
+  }
+  // Whether done() has said so. An event that has come stays so.
+  bool known_done() const { return known_.load(std::memory_order_acquire); }
   virtual void sync() = 0;
   virtual double time_us() = 0;
+
+ protected:
+  virtual bool query() = 0;
+
+ private:
+  std::atomic<bool> known_{false};
 };
 using EventPtr = std::shared_ptr<Event>;
 

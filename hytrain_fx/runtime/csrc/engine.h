@@ -55,20 +55,6 @@ inline void sleep_us(double mean_us) {  // delays that tests set
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
 
-// Rows that come one after the other often share an event: the driver is asked for it once.
-class Asked {
- public:
-  bool done(const EventPtr& event) {
-    if (event != event_) answer_ = event->done();
-    event_ = event;
-    return answer_;
-  }
-
- private:
-  EventPtr event_;
-  bool answer_ = false;
-};
-
 class Engine {
  public:
   explicit Engine(const EngineOptions& options);
@@ -293,7 +279,8 @@ class Engine {
     StagingSlot* slot = nullptr;  // of states
   };
   // engine_flagged.cpp
-  bool may_send_rest();
+  bool rest_is_near() const;
+  bool may_send_rest() const;
   bool streams_long() const;
   static bool awaits_copies(const Row& row);
   static bool may_flag_row(const Row& row);
@@ -320,6 +307,7 @@ class Engine {
   void carry_all_home(std::unique_lock<std::mutex>& lock);
   void carry_home(std::unique_lock<std::mutex>& lock);  // one piece
   const Key* next_of(const std::set<Key>& keys) const;
+  void ask_events(std::unique_lock<std::mutex>& lock) const;
   Upload next_upload();
   InFlight issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock);
   InFlight issue_ahead(const Upload& upload, std::unique_lock<std::mutex>& lock);

@@ -27,21 +27,24 @@ constexpr auto kFollowing = std::chrono::microseconds(200);
 
 }  // namespace
 
-// Whether the rest of the step can be put on the lane now: someone waits for it, and nothing is between but what the engine does by itself.
-bool Engine::may_send_rest() {
+// Whether the rest of the step can be put on the lane as soon as the compute stream is so far: someone waits for it, and nothing is between but
+// what the engine does by itself.
+bool Engine::rest_is_near() const {
   if (waiting_ == 0 || !failure_.empty() || !ahead_.empty() || streams_long()) return false;
   bool any = !streaming_.empty();
-  Asked asked;
-  for (const Key& key : streaming_) {
-    if (!asked.done(rows_[key[1]].open)) return false;
-  }
   for (const Row& row : rows_) {
     if (!awaits_copies(row)) continue;
     if (!may_flag_row(row)) return false;
-    if (!asked.done(row.released)) return false;
     any = any || std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return chunk.finished < chunk.granules; });
   }
   return any;
+}
+
+// Whether that is known to be so.
+bool Engine::may_send_rest() const {
+  return rest_is_near() &&
+         std::all_of(streaming_.begin(), streaming_.end(), [this](const Key& key) { return rows_[key[1]].open->known_done(); }) &&
+         std::none_of(rows_.begin(), rows_.end(), [](const Row& row) { return awaits_copies(row) && !row.released->known_done(); });
 }
 
 // Whether what is left to be streamed will take much longer than launching a backward, at the rate of this step so far.

@@ -19,10 +19,15 @@ constexpr auto kPoll = std::chrono::microseconds(100);
 }  // namespace
 
 void Engine::set_staging(const StagingMemory& memory) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (StagingSlot& slot : staging_) {
+  std::vector<StagingSlot> slots;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    slots = staging_;
+  }
+  for (const StagingSlot& slot : slots) {  // no row is in flight: nobody begins another visit
     if (slot.stored) slot.stored->sync();
   }
+  std::lock_guard<std::mutex> lock(mutex_);
   staging_.assign(memory.slots, {});
   for (int s = 0; s < memory.slots; ++s) {
     for (int a = 0; a < memory.arrays; ++a) staging_[s].at[a] = memory.base + (s * memory.arrays + a) * memory.slot_params;
@@ -35,8 +40,9 @@ void Engine::upload() {
   int64_t bytes = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty() || may_send_rest(); });
+    upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty() || rest_is_near(); });
     if (stop_) return;
+    ask_events(lock);
     if (may_send_rest()) {
       if (send_rest(lock)) {
         in_flight.clear();
@@ -67,6 +73,43 @@ void Engine::upload() {
   }
 }
 
+// Asks for the events that the choice of what comes next goes by, as far as it does. Without the lock: the driver may take milliseconds, and
+// whoever launches would wait for the lock meanwhile. The choice itself is made with the lock, by what is known: an event that a row was given
+// in between counts as one that has not come, and is asked for the next time.
+void Engine::ask_events(std::unique_lock<std::mutex>& lock) const {
+  enum { kRest, kReleased, kOpen, kStored, kChoices };
+  std::array<std::vector<EventPtr>, kChoices> asked;
+  auto add = [&asked](int choice, const EventPtr& event) {  // rows that come one after the other often share an event
+    std::vector<EventPtr>& events = asked[choice];
+    if (!event->known_done() && (events.empty() || events.back() != event)) events.push_back(event);
+    return event->known_done();
+  };
+  if (rest_is_near()) {
+    for (const Key& key : streaming_) add(kRest, rows_[key[1]].open);
+    for (const Row& row : rows_) {
+      if (awaits_copies(row)) add(kRest, row.released);
+    }
+  }
+  for (const Key& key : updated_.empty() ? ahead_ : updated_) {
+    const Row& row = rows_[key[1]];
+    if (row.armed_reload && row.released && add(kReleased, row.released)) break;
+  }
+  for (const Key& key : streaming_) {
+    if (add(kOpen, rows_[key[1]].open)) break;
+  }
+  for (const StagingSlot& slot : staging_) {
+    if (streaming_.empty() || !slot.stored || add(kStored, slot.stored)) break;
+  }
+  if (std::all_of(asked.begin(), asked.end(), [](const auto& events) { return events.empty(); })) return;
+  lock.unlock();
+  for (int choice = 0; choice < kChoices; ++choice) {
+    for (const EventPtr& event : asked[choice]) {
+      if (event->done() == (choice != kRest)) break;  // of the rest all must have come, else the first that has is taken
+    }
+  }
+  lock.lock();
+}
+
 Engine::Upload Engine::next_upload() {
   bool ready = false;
   StagingSlot* slot = streaming_.empty() ? nullptr : free_staging_slot();
@@ -84,10 +127,9 @@ Engine::Upload Engine::next_upload() {
 
 // The first whose weight nobody reads any more.
 const Engine::Key* Engine::next_of(const std::set<Key>& keys) const {
-  Asked asked;
   for (const Key& key : keys) {
     const Row& row = rows_[key[1]];
-    if (row.armed_reload && row.released && asked.done(row.released)) return &key;
+    if (row.armed_reload && row.released && row.released->known_done()) return &key;
   }
   return nullptr;
 }
@@ -156,11 +198,10 @@ Engine::InFlight Engine::issue_ahead(const Upload& upload, std::unique_lock<std:
 // The row whose next chunk goes first and whether it may be updated; -1 where none is committed. Where none may, that which may first: updates
 // run in the order in which their states are sent, and one that has to wait for the end of the backward, as a norm's, would hold up all others.
 int Engine::next_streamed(bool& ready) {
-  Asked asked;
   int first = -1;
   for (const Key& key : streaming_) {
     const Row& row = rows_[key[1]];
-    ready = asked.done(row.open);
+    ready = row.open->known_done();
     if (ready) return key[1];
     if (first < 0 || row.open_mark < rows_[first].open_mark) first = key[1];
   }
@@ -169,7 +210,7 @@ int Engine::next_streamed(bool& ready) {
 
 Engine::StagingSlot* Engine::free_staging_slot() {
   for (StagingSlot& slot : staging_) {
-    if (!slot.stored || slot.stored->done()) return &slot;
+    if (!slot.stored || slot.stored->known_done()) return &slot;
   }
   return nullptr;
 }

@@ -21,7 +21,6 @@ inline double clock_us() {
 
 class CpuEvent : public Event {
  public:
-  bool done() override { return fired_.load(std::memory_order_acquire); }
   void sync() override {
     std::unique_lock<std::mutex> lock(mutex_);
     fired_cv_.wait(lock, [this] { return done(); });
@@ -35,6 +34,8 @@ class CpuEvent : public Event {
   }
 
  private:
+  bool query() override { return fired_.load(std::memory_order_acquire); }
+
   std::mutex mutex_;
   std::condition_variable fired_cv_;
   std::atomic<bool> fired_{false};
