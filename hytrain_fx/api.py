@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.state_dict import load_states
 from hytrain_fx.torch_private import compiled_call, require_release, set_compiled_call
+from hytrain_fx.torch_private_options import known_options
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,6 +41,7 @@ def compile(model: M, optimizer: torch.optim.Optimizer, **options: Any) -> tuple
     """
     require_release()
     config = Config.from_options(**options)
+    config = replace(config, options=known_options(config.mode, config.options))
     if isinstance(model, nn.Module) and find_session(model) is not None:
         raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it anew")
     if isinstance(model, nn.Module) and compiled_call(model) is not None:

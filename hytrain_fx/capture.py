@@ -35,6 +35,7 @@ from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.flops import node_flops
 from hytrain_fx.layers import Unit, unit_of_rows
 from hytrain_fx.runtime.startup import Phase
+from hytrain_fx.torch_private_options import mode_options
 from hytrain_fx.torch_private_trace import look_at, traced_form
 
 R = TypeVar("R")
@@ -189,7 +190,7 @@ class Capture(Generic[R]):
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compile one Dynamo graph; `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it."""
-        patches = {**(torch_private.mode_options(mode) if mode else {}), **(options or {})}
+        patches = {**(mode_options(mode) if mode else {}), **(options or {})}
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
         pair = _Pair(self._pairs, self._rows_of_inputs(example_inputs))
         self._pairs += 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +20,7 @@ Planner = Literal["seed", "cotrain", "windowed"]
 class Config:
     """Options of `compile`. Raises ConfigError naming the option, what was found and what is accepted.
 
-    k              units updated on the device: "auto" solves it from measured times, 0 = every unit on the CPU
+    k              units updated on the device, at most all of them: "auto" solves it from measured times, 0 = every unit on the CPU
     plan           a saved Plan to obey instead of solving one
     planner        which rule solves k: "windowed" (each layer's own window), "seed" (HyTrainDNN's equation) or "cotrain"
     stream         share 0..1 of the parameters not resident on the device whose states are brought there each step instead of being
@@ -35,18 +38,20 @@ class Config:
                    0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
     engine         which engine runs the updates of Adam and AdamW; other optimizers run on "torch"
-    workers        CPU update threads, None = physical cores less the launching threads
+    workers        CPU update threads, None = physical cores less the launching threads; more than there are cores is a warning
     pin_workers    keep each CPU update thread on a core of its own, where cores are known and free. Off: where other threads want those
                    cores too, one held-up worker holds up its unit (8% of a step on a virtual machine of 16 cores)
     ring_bytes     device memory for gradients on their way to the host, None = the least of four of the largest gradients, twice all of
                    them, and 640 MB (338 MB where states are streamed)
     autocast_copies  fp32 weights that a model under autocast reads in bf16 alone rest on the device as bf16 copies; their fp32 memory is
                    there only while the loop looks at them, weights and gradients travel in 16 bits, no bit of training changes
-    timeout_s      seconds after which a wait on a worker or a copy is an error
-    dump           folder that receives each graph's text before and after each pass
+    timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
+    dump           folder that receives each graph's text before and after each pass; one that cannot be written any more is a warning
     dynamic        handed on to torch.compile
-    options        Inductor options handed on to torch.compile
+    options        Inductor options handed on to torch.compile; not together with mode
     mode           handed on to torch.compile; "reduce-overhead" is refused (CUDA graphs are not shown to work)
+
+    Numbers may be numpy's. `compile` checks besides what only the model and the installed torch can tell.
     """
 
     k: int | Literal["auto"] = "auto"
@@ -65,32 +70,49 @@ class Config:
     ring_bytes: int | None = None
     autocast_copies: bool = True
     timeout_s: float = 120.0
-    dump: Path | None = None
+    dump: str | Path | None = None
     dynamic: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        _require(self.k == "auto" or (_is_int(self.k) and self.k >= 0), "k", self.k, '"auto" or an int >= 0')
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        _require(_is_auto(self.k) or _is_int(self.k, least=0), "k", self.k, '"auto" or an int >= 0')
         _require(self.plan is None or isinstance(self.plan, Plan), "plan", self.plan, "a hytrain_fx Plan or None")
         _require(self.plan is None or self.k == "auto", "plan", "a plan and k", "one of the two: a plan already fixes k")
-        _require(self.planner in get_args(Planner), "planner", self.planner, f"one of {get_args(Planner)}")
-        _require(self.stream == "auto" or _is_share(self.stream), "stream", self.stream, '"auto" or a number between 0 and 1')
+        _require(_is_one_of(self.planner, get_args(Planner)), "planner", self.planner, f"one of {get_args(Planner)}")
+        _require(_is_auto(self.stream) or _is_share(self.stream), "stream", self.stream, '"auto" or a number between 0 and 1')
         _require(_valid_gpu_states(self.gpu_states), "gpu_states", self.gpu_states,
                  '"auto", a float between 0 and 1 (fraction of the states), or an int >= 0 (bytes)')
-        _require(_is_none_or_positive(self.host_memory), "host_memory", self.host_memory, "None or a positive int (bytes)")
-        _require(self.speculate == "auto" or isinstance(self.speculate, bool), "speculate", self.speculate, '"auto", True or False')
-        _require(self.shadow_memory in (None, 0) or _is_none_or_positive(self.shadow_memory), "shadow_memory", self.shadow_memory,
-                 "None or an int >= 0 (bytes)")
-        _require(_is_int(self.replan_every) and self.replan_every >= 0, "replan_every", self.replan_every, "an int >= 0")
-        _require(_is_int(self.warmup_steps) and self.warmup_steps >= 1, "warmup_steps", self.warmup_steps, "an int >= 1")
-        _require(self.engine in get_args(EngineName), "engine", self.engine, f"one of {get_args(EngineName)}")
-        _require(_is_none_or_positive(self.workers), "workers", self.workers, "None or a positive int")
+        _require(_is_none_or_int(self.host_memory, least=1), "host_memory", self.host_memory, "None or a positive int (bytes)")
+        _require(_is_auto(self.speculate) or isinstance(self.speculate, bool), "speculate", self.speculate, '"auto", True or False')
+        _require(_is_none_or_int(self.shadow_memory, least=0), "shadow_memory", self.shadow_memory, "None or an int >= 0 (bytes)")
+        _require(_is_int(self.replan_every, least=0), "replan_every", self.replan_every, "an int >= 0")
+        _require(_is_int(self.warmup_steps, least=1), "warmup_steps", self.warmup_steps, "an int >= 1")
+        _require(_is_one_of(self.engine, get_args(EngineName)), "engine", self.engine, f"one of {get_args(EngineName)}")
+        _require(self.workers is None or (_is_int(self.workers, least=1) and self.workers <= MOST_WORKERS), "workers", self.workers,
+                 f"None or an int from 1 to {MOST_WORKERS}")
         _require(isinstance(self.pin_workers, bool), "pin_workers", self.pin_workers, "True or False")
+        _require(_is_none_or_int(self.ring_bytes, least=1), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
         _require(isinstance(self.autocast_copies, bool), "autocast_copies", self.autocast_copies, "True or False")
-        _require(_is_none_or_positive(self.ring_bytes), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
-        _require(isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0")
-        _require(self.mode != "reduce-overhead" and self.mode != "max-autotune", "mode", self.mode,
+        _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
+        object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
+        _require(self.dump is None or (isinstance(self.dump, str | Path) and str(self.dump) != ""), "dump", self.dump,
+                 "None, or a folder as a str or a Path")
+        _require(self.dynamic is None or isinstance(self.dynamic, bool), "dynamic", self.dynamic, "None, True or False")
+        self._check_inductor()
+
+    def _check_inductor(self) -> None:
+        """Which names and values Inductor knows is asked of the installed torch, in `compile`."""
+        options = {} if self.options is None else self.options
+        _require(isinstance(options, Mapping) and all(isinstance(name, str) for name in options), "options", self.options,
+                 "a dict of Inductor options by name")
+        object.__setattr__(self, "options", dict(options))
+        _require(self.mode is None or isinstance(self.mode, str), "mode", self.mode, "None or the name of a mode")
+        _require(self.mode is None or not self.options, "mode", "a mode and options",
+                 "one of the two: a mode stands for Inductor options")
+        _require(self.mode not in ("reduce-overhead", "max-autotune"), "mode", self.mode,
                  'a mode without CUDA graphs: None, "default" or "max-autotune-no-cudagraphs"')
 
     @classmethod
@@ -103,26 +125,56 @@ class Config:
         return cls(**options)
 
 
+_NUMBERS = ("k", "stream", "gpu_states", "host_memory", "shadow_memory", "replan_every", "warmup_steps", "workers", "ring_bytes",
+            "timeout_s")
+MOST_WORKERS = 4096
+"""More threads than any host has cores for: such a number is a slip."""
+
+
 def _require(holds: bool, name: str, found: object, expected: str) -> None:
     if not holds:
         raise ConfigError(f"option {name}={found!r}: expected {expected}")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _plain(value: Any) -> Any:
+    """A number of another library (numpy's) as Python's own; anything else stays."""
+    if isinstance(value, bool) or type(value) in (int, float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
 
 
-def _is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
-def _is_none_or_positive(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+def _is_one_of(value: object, names: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value in names
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_none_or_int(value: object, least: int) -> bool:
+    return value is None or _is_int(value, least)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
 
 
 def _valid_gpu_states(value: object) -> bool:
-    if value == "auto":
-        return True
-    if isinstance(value, float):
-        return 0.0 <= value <= 1.0
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return _is_auto(value) or (isinstance(value, float) and 0.0 <= value <= 1.0) or _is_int(value, least=0)
+
+
+def _seconds(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int that no float holds
+        return math.inf

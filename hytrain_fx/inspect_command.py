@@ -2,7 +2,7 @@
 
     python -m hytrain_fx inspect train.py --html graphs.html -- --steps 20      # everything behind -- is the script's
     python -m hytrain_fx inspect train.py --layer model.layers.0                # the nodes that act for one layer
-    python -m hytrain_fx inspect dumped --diff                                  # what compile(..., dump=Path("dumped")) wrote
+    python -m hytrain_fx inspect dumped --diff                                  # what compile(..., dump="dumped") wrote
 
 While the script runs, `hytrain_fx.compile` also hands its models to a `Witness`, which keeps them alive until they are inspected: when
 the script closes them, or when it ends. Nothing else of the script changes; what it prints goes to stderr.

@@ -20,6 +20,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.grad_destinations import GradDestinations, with_gradients
 from hytrain_fx.layers import Unit
 from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.runtime.engine import Engine
@@ -34,6 +35,7 @@ class SessionGraphs:
     session    number by which the nodes find it
     plain      entered while a compiled backward runs: what it reads of weights is no touch by eager code
     phase      times the parts of a compilation
+    dump       folder for the texts of graphs; one that cannot be written raises ConfigError
     copies     whose 16-bit weights the graphs may read, None where they never do
     """
 
@@ -47,7 +49,7 @@ class SessionGraphs:
         plain: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
-        dump: Path | None,
+        dump: str | Path | None,
     ) -> None:
         self._session = session
         self._table = table
@@ -55,7 +57,7 @@ class SessionGraphs:
         self._engine = engine
         self._nodes = nodes
         self._plain = plain
-        self._dump = dump
+        self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return

@@ -218,11 +218,6 @@ def layouts_kept() -> Iterator[None]:
         yield
 
 
-def mode_options(mode: str) -> dict[str, Any]:
-    """The Inductor options that a `torch.compile(mode=...)` name stands for."""
-    return dict(_private("torch._inductor", "list_mode_options")(mode))
-
-
 def plain_input(desc: object) -> int | None:
     """The position in the backend's example inputs that a placeholder's `meta["desc"]` names, or None."""
     plain = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")

@@ -1,6 +1,6 @@
 """Lists a dump folder (`Config.dump`): graphs in the order of capture, passes in the order they ran, and what each inserted.
 
-File names are those that `passes.pipeline.write_texts` gives: `01.backward.02.insert_steps.after.txt`.
+File names are those that `passes.graph_dump` gives: `01.backward.02.insert_steps.after.txt`.
 """
 
 from __future__ import annotations

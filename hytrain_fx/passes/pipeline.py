@@ -4,8 +4,7 @@
                           -> insert_backward_end -> drop_grad_outputs
     forward, inference    annotate_units -> insert_waits
 
-With a dump folder each pass leaves `<graph>.<kind>.<NN>.<pass>.before.txt` and `.after.txt` (`01.backward.02.insert_steps.after.txt`),
-so that a sorted listing of the folder is the story.
+With a dump folder each pass leaves its text before and after (`passes.graph_dump`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import fx
 
@@ -25,6 +23,7 @@ from hytrain_fx.ops import ALL_OPS
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import Fact, NodeNote, Pass, PassContext, PassRecord, note
 from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
+from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_backward_end import InsertBackwardEnd
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
 from hytrain_fx.passes.insert_release import InsertRelease
@@ -67,7 +66,7 @@ def rewrite(
     *,
     session: int,
     units: Sequence[Unit],
-    dump: Path | None = None,
+    dump: GraphDump | None = None,
     passes: Sequence[Pass] | None = None,
 ) -> PipelineRecord:
     """Run the passes (by default those for this kind of graph) on `graph.module`, in place.
@@ -85,7 +84,7 @@ def rewrite(
         text = record.after
         records.append(record)
         if dump is not None:
-            write_texts(dump, number, graph, record)
+            dump.write(graph.name, number, record.name, record.before, record.after)
     graph.module.recompile()
     return PipelineRecord(tuple(records), {node.name: note(node) for node in graph.module.graph.nodes})
 
@@ -113,13 +112,6 @@ def check_contracts(passes: Sequence[Pass]) -> None:
 def readable(module: fx.GraphModule) -> str:
     """The graph as Python text, with dtypes and shapes."""
     return str(module.print_readable(print_output=False))
-
-
-def write_texts(folder: Path, number: int, graph: CapturedGraph, record: PassRecord) -> None:
-    """Write a pass's two texts into `folder`, which is made if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for side, text in (("before", record.before), ("after", record.after)):
-        (folder / f"{graph.name}.{number:02}.{record.name}.{side}.txt").write_text(text + "\n")
 
 
 def _run(one: Pass, context: PassContext, facts: set[Fact], before: str) -> PassRecord:

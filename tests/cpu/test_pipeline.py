@@ -13,6 +13,7 @@ from hytrain_fx.capture import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.ops import GRAD_OFFLOAD
 from hytrain_fx.passes.base import Fact, Notes, Pass, PassContext, PassContract
+from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES, DEFAULT_FORWARD_PASSES, check_contracts, default_passes, rewrite
 from tests.cpu.pass_contexts import SESSION, context
 
@@ -88,7 +89,7 @@ def test_texts_are_dumped_in_the_order_of_the_story(tmp_path: Path) -> None:
     """A sorted listing of the dump folder goes through graphs and passes in order, before and after each."""
     for kind in (GraphKind.FORWARD, GraphKind.BACKWARD):
         ctx = context(kind, "mlp")
-        rewrite(ctx.graph, session=SESSION, units=ctx.units, dump=tmp_path / "dump")
+        rewrite(ctx.graph, session=SESSION, units=ctx.units, dump=GraphDump(tmp_path / "dump"))
     names = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert names[:4] == [
         "00.forward.00.annotate_units.after.txt",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,10 @@ def test_defaults_are_accepted_and_fixed() -> None:
     {"host_memory": 1}, {"replan_every": 10}, {"engine": "torch"}, {"workers": 2}, {"ring_bytes": 1 << 20}, {"timeout_s": 0.5},
     {"mode": "default"}, {"stream": "auto"}, {"stream": 0.5}, {"stream": 1}, {"speculate": True}, {"speculate": False},
     {"speculate": "auto"}, {"shadow_memory": 0}, {"dynamic": True}, {"options": {"max_autotune": False}},
-    {"autocast_copies": False}, {"autocast_copies": True},
+    {"autocast_copies": False}, {"autocast_copies": True}, {"timeout_s": float("inf")}, {"mode": "lite"},
+    {"dump": "folder"}, {"dump": Path("folder")}, {"k": np.int64(3)}, {"k": np.uint8(3)}, {"workers": np.int32(2)},
+    {"gpu_states": np.float32(0.25)}, {"gpu_states": np.int64(1000)}, {"stream": np.float16(0.5)}, {"timeout_s": np.float32(2.0)},
+    {"host_memory": np.int64(1 << 40)}, {"warmup_steps": np.int64(2)},
 ])
 def test_accepted(options: dict[str, Any]) -> None:
     """Each option takes what its description says, and keeps it."""
@@ -44,6 +49,16 @@ def test_accepted(options: dict[str, Any]) -> None:
     ("stream", 1.5), ("stream", -0.1), ("stream", "all"), ("stream", True), ("stream", float("nan")),
     ("mode", "reduce-overhead"), ("mode", "max-autotune"), ("speculate", "always"), ("speculate", 1), ("speculate", None),
     ("autocast_copies", None), ("autocast_copies", 0), ("autocast_copies", "auto"),
+    ("dump", 3), ("dump", ""), ("dump", b"folder"), ("dynamic", "yes"), ("dynamic", 1), ("mode", 3), ("mode", True),
+    ("options", "max_autotune"), ("options", ["max_autotune"]), ("options", {3: True}), ("options", 0), ("timeout_s", True),
+    ("timeout_s", float("nan")), ("timeout_s", -1.0), ("timeout_s", None), ("timeout_s", "120"), ("shadow_memory", False),
+    ("shadow_memory", -1), ("shadow_memory", 0.5), ("shadow_memory", "all"), ("host_memory", "1 GB"), ("host_memory", True),
+    ("host_memory", float("nan")), ("gpu_states", float("inf")), ("gpu_states", None), ("gpu_states", [0.5]), ("k", None), ("k", [1]),
+    ("k", float("nan")), ("workers", 2.0), ("workers", 5000), ("workers", "all"), ("ring_bytes", 0), ("ring_bytes", True),
+    ("pin_workers", 1), ("pin_workers", "yes"), ("engine", None), ("engine", ["native"]), ("planner", None), ("planner", 1),
+    ("replan_every", 2.0), ("replan_every", None), ("warmup_steps", True), ("warmup_steps", "5"), ("stream", None), ("k", np.bool_(True)),
+    *((name, np.array([1, 2])) for name in ("k", "planner", "stream", "gpu_states", "host_memory", "speculate", "shadow_memory", "engine",
+                                            "workers", "timeout_s", "mode", "options", "dynamic", "dump", "ring_bytes")),
 ])
 def test_refused(name: str, value: object) -> None:
     """A wrong type or range is an error that names the option and what was found; it is a ValueError and one of ours."""
@@ -68,6 +83,28 @@ def test_plan_and_k_exclude_each_other() -> None:
     """A plan already fixes k, so giving both is an error."""
     with pytest.raises(ConfigError, match="a plan already fixes k"):
         Config(plan=EMPTY_PLAN, k=2)
+
+
+def test_mode_and_options_exclude_each_other() -> None:
+    """A mode stands for Inductor options, so giving both is an error here, as it is in torch.compile."""
+    with pytest.raises(ConfigError, match="one of the two"):
+        Config(mode="default", options={"max_autotune": True})
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    """What comes of a Config is printed, saved and handed to C: a plain int or float."""
+    config = Config.from_options(k=np.int64(3), gpu_states=np.float64(0.5), timeout_s=np.float32(2.0))
+    assert [type(value) for value in (config.k, config.gpu_states, config.timeout_s)] == [int, float, float]
+    assert Config(timeout_s=10**400).timeout_s == float("inf")  # more than a float holds
+
+
+def test_options_are_a_copy() -> None:
+    """The dict that was given may be changed afterwards, and None is torch.compile's way to say none."""
+    given = {"max_autotune": True}
+    config = Config.from_options(options=given)
+    given.clear()
+    assert config.options == {"max_autotune": True}
+    assert Config.from_options(options=None).options == {}
 
 
 def test_unknown_names_are_refused() -> None:
