@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.reasons import given_share_reason
+from hytrain_fx.errors import ConfigError, HostMemoryError
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.memory import host_budget_bytes
@@ -20,10 +23,38 @@ def given_share(config: Config) -> float:
 
 
 def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
-    """The first k units on the device, for a k that was given."""
+    """The first k units on the device, for a k that was given. Raises ConfigError where there are fewer units."""
     k = int(config.k)
-    return prefix_plan(units, min(k, len(units)), source="fixed k", reason=lambda unit: f"k={k} was given", share=given_share(config),
+    if k > len(units):
+        raise ConfigError(f'option k={k}: expected "auto" or at most {len(units)}, the number of units of this model')
+    return prefix_plan(units, k, source="fixed k", reason=lambda unit: f"k={k} was given", share=given_share(config),
                        streamed_reason=lambda unit: given_share_reason(unit, k))
+
+
+def require_room(
+    config: Config, units: Sequence[Unit], device_bytes_per_param: float, host_bytes_per_param: float, *, slots: bool
+) -> None:
+    """Raise where `gpu_states` and the host's memory together hold no plan: ConfigError for an option, HostMemoryError for the machine.
+
+    With gpu_states="auto" nothing is known before steps have run.
+    slots    whether every unit on the host has a slot for its gradient; streamed ones have none
+    """
+    if config.gpu_states == "auto":
+        return
+    total = device_bytes_per_param * sum(unit.params for unit in units)
+    on_device = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
+    most = sum(nbytes <= on_device for nbytes in accumulate(device_bytes_per_param * unit.params for unit in units))
+    needed = sum(host_bytes_per_param * unit.params + (unit.grad_bytes if slots else 0) for unit in units[most:])
+    limit = host_budget_bytes(config.host_memory)
+    if needed <= limit:
+        return
+    why = (f"gpu_states={config.gpu_states} leaves the states of {len(units) - most} of {len(units)} units to the host, "
+           f"{math.ceil(needed)} bytes")
+    if config.host_memory is None:
+        raise HostMemoryError(f"no plan fits the memory: {why}; the host has {limit} bytes for them. Keep more of them on the device "
+                              "(gpu_states=...), or set host_memory where that figure is known to be wrong")
+    raise ConfigError(f"option host_memory={config.host_memory} and gpu_states={config.gpu_states}: no plan fits; {why}; expected "
+                      "more of one of the two")
 
 
 def plan_until_measured(config: Config, units: Sequence[Unit], host_bytes: Callable[[Unit], int]) -> Plan:

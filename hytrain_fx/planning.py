@@ -20,7 +20,7 @@ from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard, repays
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError, UnsupportedError
-from hytrain_fx.first_plan import FIRST_STEPS, fixed_plan, given_share, plan_until_measured
+from hytrain_fx.first_plan import FIRST_STEPS, fixed_plan, given_share, plan_until_measured, require_room
 from hytrain_fx.foresight import Foresight
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
@@ -114,6 +114,8 @@ class Planning:
         elif session.config.k != "auto":
             plan = fixed_plan(session.config, units)
         else:
+            require_room(session.config, units, self._sizes.device_bytes_per_param(), self._sizes.host_bytes_per_param(),
+                         slots=not self._may_stream)
             plan = plan_until_measured(session.config, units, lambda unit: session.states.host_bytes(self.units.rows_of(unit)))
         if plan.numel(Placement.STREAM) and not session.engine.can_stream:
             asked = f"stream={session.config.stream!r}" if session.config.plan is None else "the given plan"
@@ -258,7 +260,7 @@ class Planning:
             return fixed_plan(config, units)
         if config.plan is not None:
             return replace(self.plan, predicted=self._predict(self.profile, self.plan))
-        return solve(self.profile, k=min(int(config.k), len(units)), stream=given_share(config), discipline=self.discipline,
+        return solve(self.profile, k=int(config.k), stream=given_share(config), discipline=self.discipline,
                      **self._bytes_per_param())
 
     def _solve(self, profile: Profile) -> Plan | None:

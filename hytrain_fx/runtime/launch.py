@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from hytrain_fx.config import Config
-from hytrain_fx.errors import EngineError, UnsupportedError
+from hytrain_fx.errors import ConfigError, EngineError, UnsupportedError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
@@ -41,8 +41,8 @@ def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: 
     """Device memory for gradients on their way: `ring_bytes`, or the least of four of the largest gradients, twice all of them, and 640 MB
     (338 MB where states are streamed, which take the rest).
 
-    At least what two pieces of one chunk need. A unit goes in one piece, behind the copies of the one before where it takes more than half;
-    what does not fit goes in several, of half of it each.
+    At least what two pieces of one chunk need; a smaller `ring_bytes` raises ConfigError. A unit goes in one piece, after the copies of the
+    one before where it takes more than half; what does not fit goes in several, of half of it each.
 
     Why that is enough: in the ring is the backlog, gradients made less gradients carried. Where the backward makes them more slowly than
     the link carries them (3.1 G 16-bit parameters in 200 ms: 31 GB/s of 50), a backlog comes only from what is handed over at once, the
@@ -54,7 +54,13 @@ def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: 
     sizes = [p.numel() * p.element_size() for p in parameters]
     chunk = min(max(sizes), CHUNK_PARAMS * 4)
     limit = TRANSIT_BYTES - (STAGING_BYTES if streams else 0)
-    return max(config.ring_bytes or min(4 * max(sizes), 2 * sum(sizes), limit), 2 * chunk + _RING_SLACK_BYTES)
+    least = 2 * chunk + _RING_SLACK_BYTES
+    if config.ring_bytes is None:
+        return max(min(4 * max(sizes), 2 * sum(sizes), limit), least)
+    if config.ring_bytes < least:
+        raise ConfigError(f"option ring_bytes={config.ring_bytes}: expected at least {least} for this model's largest gradient, "
+                          f"of {max(sizes)} bytes, or None")
+    return config.ring_bytes
 
 
 def torch_engine_config(config: Config, optimizer: str) -> Config:
@@ -78,6 +84,10 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     """
     device = parameters[0].device
     workers = config.workers or default_workers(device)
+    cpus = len(allowed_cpus())
+    if config.workers is not None and workers > cpus:
+        warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "
+                      f"None takes {default_workers(device)}", stacklevel=4)
     ring_bytes = ring_bytes_for(parameters, config, streams=False)  # `Engine.set_transit`, where states come to be streamed
     cores = worker_cores(workers, device) if config.pin_workers else None
     with threads_on(allowed_cpus()):

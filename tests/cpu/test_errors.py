@@ -200,7 +200,7 @@ class Looked(nn.Module):
         return self.head(x).sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("k", [0, 9])
+@pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("eager", [False, True])
 def test_sparse_gradients_are_refused(eager: bool, k: int) -> None:
     """The gradient of an embedding with sparse=True is an error at backward() or step() that names it, not an update left out."""

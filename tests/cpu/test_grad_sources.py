@@ -96,7 +96,7 @@ def test_a_loan_that_ends_keeps_no_gradient_alive() -> None:
         assert standin is None or torch.equal(standin + 0, gradient())
 
 
-@pytest.fixture(scope="module", params=[0, 9], ids=["states on the host", "states on the device"])
+@pytest.fixture(scope="module", params=[0, 4], ids=["states on the host", "states on the device"])
 def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     made = Twins(mlp, k=request.param, workers=2, timeout_s=20.0)
     yield made

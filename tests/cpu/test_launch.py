@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.memory import ring_bytes
 from hytrain_fx.cost_model.shapes import read_shape
+from hytrain_fx.errors import ConfigError
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.engine import CHUNK_PARAMS
 from hytrain_fx.runtime.launch import STAGING_BYTES, TRANSIT_BYTES, default_workers, ring_bytes_for
@@ -55,11 +56,14 @@ def test_offline_reports_count_the_ring_that_is_taken() -> None:
 
 
 def test_a_wanted_ring_is_taken_down_to_the_least_that_works() -> None:
-    """The option holds above the default's limit; below the least it is raised."""
+    """The option holds above the default's limit; below the least it is an error that says how much is needed."""
     parameters = [parameter(1 << 30, torch.bfloat16)]
     for streams in (False, True):
         assert ring_bytes_for(parameters, Config(ring_bytes=5 << 30), streams) == 5 << 30
-        assert ring_bytes_for(parameters, Config(ring_bytes=1), streams) >= 2 * CHUNK_PARAMS * 2
+        least = 2 * CHUNK_PARAMS * 4 + (64 << 10)
+        assert ring_bytes_for(parameters, Config(ring_bytes=least), streams) == least
+        with pytest.raises(ConfigError, match=f"at least {least}"):
+            ring_bytes_for(parameters, Config(ring_bytes=least - 1), streams)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 14), (2, 6), (8, 1)])

@@ -20,7 +20,7 @@ from .loops import HYPER, HandAdam, assert_same, weights
 
 Models = tuple[Any, Any]
 Train = Callable[[Models, tuple[Any, Any]], list[float]]
-KS = {"host": (0, 0), "one each": (0, 9), "device": (9, 9)}
+KS = {"host": (0, 0), "one each": (0, 2), "device": (2, 2)}
 
 
 class Net(nn.Module):
@@ -194,7 +194,7 @@ def test_a_layer_that_both_models_have(ks: tuple[int, int]) -> None:
                 optimizer.step()
         return losses
 
-    agree(train, sharing, ks)
+    agree(train, sharing, (ks[0], min(ks[1], 1)))  # the second has one unit of its own
 
 
 def test_a_gradient_of_a_gradient_is_torchs_error() -> None:

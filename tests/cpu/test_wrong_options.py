@@ -1,4 +1,4 @@
-"""Options that only the model, the machine or the installed torch can judge: each is one clear error at `compile`, or a warning, or works."""
+"""Options that only model, machine or the installed torch can judge: each is one clear error at `compile`, or a warning, or works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .models import Mlp, mlp
 from .test_errors import adamw, native_threads
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "k above the units": ({"k": 9}, r"k=9: expected .* at most 5"),
+    "k above the units": ({"k": 9}, r"k=9: expected .* at most 4"),
     "mode that torch does not know": ({"mode": "nonsense"}, r"mode='nonsense': expected None or one of 'default'.*no-cudagraphs"),
     "mode together with options": ({"mode": "default", "options": {"max_autotune": True}}, "one of the two"),
     "unknown Inductor option": ({"options": {"max_autotun": True}}, "'max_autotun': expected .*did you mean 'max_autotune'"),
@@ -56,7 +56,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "an option with a dash": {"options": {"max-autotune": False}},
     "mode by name": {"mode": "default"},
     "no options": {"options": None},
-    "k of all units": {"k": 5},
+    "k of all units": {"k": 4},
     "all states on the device": {"gpu_states": 1.0, "host_memory": 1},
     "no end of waiting": {"timeout_s": float("inf")},
 }
@@ -77,7 +77,7 @@ def test_more_workers_than_cores_is_a_warning() -> None:
     """Threads that share cores are slower, not wrong."""
     cores = len(os.sched_getaffinity(0))
     model = Mlp()
-    with pytest.warns(UserWarning, match=f"workers={cores + 1}: this process may use {cores} cores"):
+    with pytest.warns(UserWarning, match=f"workers={cores + 1}: this process may run on {cores} CPUs"):
         hytrain_fx.compile(model, adamw(model), workers=cores + 1)
     hytrain_fx.close(model)
     with warnings.catch_warnings():
