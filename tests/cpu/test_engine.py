@@ -20,6 +20,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.native_engine import NativeEngine
 from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
+from hytrain_fx.runtime.split_master import whole_states
 from hytrain_fx.runtime.torch_engine import TorchEngine
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
@@ -304,6 +305,31 @@ def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: Ma
         engine.commit([CommitItem(0, scalars), CommitItem(1, scalars)])
         with pytest.raises(NonFiniteGradientError, match="row 1"):
             engine.wait([0, 1])
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_no_state_is_written_from_a_value_that_is_not_finite_on(dtype: torch.dtype, halves: bool) -> None:
+    """What a worker has taken is updated up to the block of 64 with that value; after the error no state is NaN or infinite."""
+    granule, bad = 256 << 10, (256 << 10) + 100_001
+    with running("native", workers=1) as engine:
+        loop = EngineLoop(engine, (granule + 200_000,), dtype, halves=halves)
+        before = whole_states(loop.states[0], torch.device("cpu"))
+        kept = before.master.clone()
+        grad = torch.ones(granule + 200_000, dtype=dtype)
+        grad[bad] = float("-inf")
+        engine.grad_offload([0], [grad])
+        engine.arm_cpu([0])
+        engine.arm_reload([0])
+        engine.commit([CommitItem(0, AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False))])
+        with pytest.raises(NonFiniteGradientError, match="row 0"):
+            engine.drain([0])
+        found, first = whole_states(loop.states[0], torch.device("cpu")), bad // 64 * 64
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert getattr(found, name).isfinite().all(), name
+    assert found.exp_avg[:first].count_nonzero() == first
+    assert found.exp_avg[first:].count_nonzero() == 0
+    assert torch.equal(found.master[first:], kept[first:])
 
 
 def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine: MakeEngine) -> None:

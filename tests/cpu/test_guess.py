@@ -46,16 +46,19 @@ class ClippedLoop:
         states = host_states(weight, halves)
         return replace(states, max_exp_avg_sq=torch.zeros_like(states.exp_avg)) if self.group["amsgrad"] else states
 
-    def step(self, factor: float, late_us: float = LATE_US, left_out: bool | None = None) -> None:
+    def step(self, factor: float, late_us: float = LATE_US, left_out: bool | None = None, infinite: bool = False) -> None:
         """One backward, a commit whose factor takes `late_us` on average, and the reference's update.
 
         `left_out`: whether the device says, as late, that the step does not count; None: it is not asked.
+        `infinite`: one value in the middle of each gradient is.
         """
         self.steps += 1
         rows = list(range(len(self.weights)))
         self.engine.wait(rows)
         scalars = AdamScalars.of(self.group, self.steps, decoupled=True, torch_cuda=False)
         self.grads = [torch.randn(weight.numel()).to(self.dtype) for weight in self.weights]
+        for grad in self.grads if infinite else ():
+            grad[grad.numel() // 2] = float("inf")
         for row in reversed(rows):
             self.engine.grad_offload([row], [self.grads[row]])
             self.engine.arm_cpu([row])
@@ -209,6 +212,18 @@ def test_weights_of_a_step_that_is_left_out_are_sent_back(dtype: torch.dtype) ->
             if left_out:
                 assert loop.engine.skipped()
                 assert loop.engine.guess_counts().sent > sent
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_was_updated_before_a_value_that_is_not_finite_is_put_back(dtype: torch.dtype) -> None:
+    """On a guess updates go on up to that value. GradScaler leaves such a step out: states and weights are those of before, every bit."""
+    with running(dtype, 40 * SLOT_BYTES) as loop:
+        for left_out in (*[False] * 6, True, False, True, True, False):
+            redone = loop.engine.guess_counts().redone
+            loop.step(1.0, left_out=left_out, infinite=left_out)
+            loop.check()
+            assert loop.engine.skipped() == left_out
+            assert (loop.engine.guess_counts().redone > redone) == left_out
 
 
 def test_a_row_that_sits_out_keeps_its_factors() -> None:

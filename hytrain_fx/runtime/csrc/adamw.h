@@ -31,6 +31,24 @@ namespace hytrain_fx {
 
 enum class Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
+// Whether none of n values has all exponent bits set, as infinities and NaN have.
+template <class Bits>
+inline bool all_below(const void* values, int64_t n, Bits exponent) {
+  const Bits* bits = static_cast<const Bits*>(values);
+  Bits bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= static_cast<Bits>((bits[i] & exponent) == exponent);
+  return bad == 0;
+}
+
+// Whether a gradient is finite: every later weight of a row would be NaN otherwise.
+inline bool all_finite(const void* values, Dtype dtype, int64_t n) {
+  switch (dtype) {
+    case Dtype::kF32: return all_below<uint32_t>(values, n, 0x7F800000u);
+    case Dtype::kBF16: return all_below<uint16_t>(values, n, 0x7F80u);
+    default: return all_below<uint16_t>(values, n, 0x7C00u);
+  }
+}
+
 namespace detail {
 
 // Elements between the stages of one block, which meet in L1. Short blocks keep memory and arithmetic overlapped: with 1024 elements
@@ -130,6 +148,12 @@ inline void read_gradient16(const uint16_t* grad, float* g, int64_t n, const Ada
   for (uint32_t k = 0; k < s.factor_count; ++k) Format::round(g, s.factors[k], n);
 }
 
+// Of `count` values from `start`, mostly kBlock: of a length that the compiler knows that is a few instructions.
+inline bool finite_block(const void* grad, Dtype dtype, int64_t start, int64_t count) {
+  const char* const values = static_cast<const char*>(grad) + start * (dtype == Dtype::kF32 ? 4 : 2);
+  return count == kBlock ? all_finite(values, dtype, kBlock) : all_finite(values, dtype, count);
+}
+
 inline void read_gradient(const void* grad, Dtype dtype, int64_t start, float* __restrict g, int64_t n, const AdamScalars& s) {
   if (dtype == Dtype::kBF16) {
     read_gradient16<BF16>(static_cast<const uint16_t*>(grad) + start, g, n, s);
@@ -212,7 +236,9 @@ inline UpdateBlock update_block_for(uint32_t flags) {
 // Updates n parameters in one pass on the calling thread: reads grad; master, m, v (and vmax with kAmsgrad) are fp32, in place; writes the
 // new weight to `out` unless null. `out` may be the memory of `grad` (same start, same element size): a block is read before it is written.
 // No other two arrays may overlap. No alignment is needed.
-inline void adamw_chunk(const void* grad, Dtype grad_dtype, float* master, float* m, float* v, float* vmax, void* out, Dtype out_dtype,
+// With `checked` false where the gradient is not finite: what comes before the first such block has been updated, and nothing else.
+template <bool checked = false>
+inline bool adamw_chunk(const void* grad, Dtype grad_dtype, float* master, float* m, float* v, float* vmax, void* out, Dtype out_dtype,
                         int64_t n, const AdamScalars& scalars) {
   const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
   alignas(64) float g[detail::kBlock];
@@ -220,10 +246,12 @@ inline void adamw_chunk(const void* grad, Dtype grad_dtype, float* master, float
     const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_block(grad, grad_dtype, master, m, v, ahead);
+    if (checked && !detail::finite_block(grad, grad_dtype, start, count)) return false;
     detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
     update(g, master + start, m + start, v + start, vmax == nullptr ? nullptr : vmax + start, count, scalars);
     if (out != nullptr) detail::write_weight(master + start, out, out_dtype, start, count);
   }
+  return true;
 }
 
 }  // namespace hytrain_fx

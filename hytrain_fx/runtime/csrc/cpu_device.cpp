@@ -7,7 +7,6 @@
 #include <climits>
 #include <cstring>
 
-#include "finite.h"
 #include "work_queue.h"
 
 namespace hytrain_fx {

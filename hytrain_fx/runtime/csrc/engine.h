@@ -240,7 +240,8 @@ class Engine {
   };
   bool take_task(const Key& key, Task& task);
   void finish_task(const Key& key);
-  // Both: false, with nothing updated where that is so, for a gradient that is not finite.
+  // Both: false for a gradient that is not finite: nothing is updated from the first block on where it is not. What was updated on a guess can be
+  // put back all the same.
   bool run_task(Row& row, const Chunk& chunk, const Task& task);
   bool update_on_host(Row& row, int64_t begin, int64_t n, const Task& task);
   // engine_guess.cpp

@@ -225,6 +225,8 @@ void Engine::settle(const int32_t* rows, int n) {
     lock.unlock();
     if (weight) weight->sync();
     if (stored) stored->sync();
+    lock.lock();
+    throw_if_failed();  // flags go up then, too: what has come is an old weight, or a part of a new one
   }
 }
 

@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "engine.h"
-#include "finite.h"
 
 namespace hytrain_fx {
 namespace {
@@ -169,22 +168,16 @@ bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const Task& task
   char* const master = offset(row.host.master, begin * master_bytes(row));
   char* const kept = task.guessed ? task.shadow.slot : nullptr;
   const HostArrays home = home_of(row, begin);
-  // Every later weight of such a row would be NaN. The slot is read again at once, from the cache.
-  if (!all_finite(slot, row.grad_dtype, n)) {
-    if (kept) std::memcpy(kept, master, static_cast<size_t>(n * master_bytes(row)));  // it may be asked for
-    return false;
-  }
   if (task.shadow.slot) {
     const HostArrays beside = arrays_in(row, task.shadow.slot);
     const bool holds = task.shadow.holds;
-    adamw_beside(slot, row.grad_dtype, master, kept, holds ? beside : home, holds ? home : beside, n, task.scalars);
-  } else if (row.host.low) {
-    split_adamw_chunk(slot, row.grad_dtype, reinterpret_cast<uint16_t*>(master), home.low, home.m, home.v, home.vmax, n, task.scalars);
-  } else {
-    adamw_chunk(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.m, home.v, home.vmax, weight_bytes(row) == 2 ? slot : nullptr,
-                weight_dtype(row), n, task.scalars);
+    return adamw_beside(slot, row.grad_dtype, master, kept, holds ? beside : home, holds ? home : beside, n, task.scalars);
   }
-  return true;
+  if (row.host.low) {
+    return split_adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<uint16_t*>(master), home.low, home.m, home.v, home.vmax, n, task.scalars);
+  }
+  return adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.m, home.v, home.vmax,
+                           weight_bytes(row) == 2 ? slot : nullptr, weight_dtype(row), n, task.scalars);
 }
 
 }  // namespace hytrain_fx

@@ -52,8 +52,9 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 }  // namespace detail
 
 // Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low, m, v (and vmax with kAmsgrad) in place, `high`
-// being the new weight. No two arrays may overlap. No alignment is needed.
-inline void split_adamw_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
+// being the new weight. No two arrays may overlap. No alignment is needed. `checked` as in adamw_chunk.
+template <bool checked = false>
+inline bool split_adamw_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
                               const AdamScalars& scalars) {
   const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
   alignas(64) float g[detail::kBlock], p[detail::kBlock], positive_v[detail::kBlock];
@@ -61,11 +62,13 @@ inline void split_adamw_chunk(const void* grad, Dtype grad_dtype, uint16_t* high
     const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, grad_dtype, high, low, m, v, ahead);
+    if (checked && !detail::finite_block(grad, grad_dtype, start, count)) return false;
     detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
     detail::join_master(high + start, low + start, v + start, p, positive_v, count);
     update(g, p, m + start, positive_v, vmax == nullptr ? nullptr : vmax + start, count, scalars);
     detail::split_master(p, positive_v, high + start, low + start, v + start, count);
   }
+  return true;
 }
 
 }  // namespace hytrain_fx
