@@ -1,11 +1,17 @@
-"""Entry and exit of the compiled call: parameters are plain inside, guarded outside."""
+"""Entry and exit of the compiled call: parameters are plain inside, guarded outside; each layout of parameters has graphs of its own."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from hytrain_fx.parameter_places import Layout, ParameterPlaces
+
+MOST_LAYOUTS = 8
+"""That are compiled; a call with another one runs in plain Python, as Dynamo's does beyond its recompile limit."""
 
 
 class Gated(Protocol):
@@ -13,6 +19,7 @@ class Gated(Protocol):
 
     def must_capture_anew(self) -> bool: ...
     def enter_forward(self) -> None: ...
+    def before_eager_code(self) -> None: ...
     def leave_forward(self) -> None: ...
 
 
@@ -20,23 +27,48 @@ class CallGate:
     """Stands where `torch.nn.Module.compile` puts the compiled call; a copied or pickled model loses it and is a plain model.
 
     compile_call    makes the compiled call, anew each time
+    plain_call      the same call, not compiled
+    places          what the model holds
     """
 
-    def __init__(self, compile_call: Callable[[], Callable[..., Any]], session: Gated) -> None:
+    def __init__(
+        self, compile_call: Callable[[], Callable[..., Any]], plain_call: Callable[..., Any], session: Gated, places: ParameterPlaces
+    ) -> None:
         self._compile_call = compile_call
-        self._compiled = compile_call()
+        self._plain_call = plain_call
+        self._places = places
+        self._compiled = {places.compiled: compile_call()}
+        self._warned = False
         self.session = session
 
     # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own would have none of our nodes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.session.must_capture_anew():
-            self._compiled = self._compile_call()
+            self._compiled.clear()
+        layout = self._places.layout()
+        call = self._call_of(layout)
         self.session.enter_forward()
         try:
-            return self._compiled(*args, **kwargs)
+            if layout != self._places.compiled:
+                self.session.before_eager_code()  # what is there instead may share memory with any weight
+            return call(*args, **kwargs)
         finally:
             self.session.leave_forward()
+
+    def _call_of(self, layout: Layout) -> Callable[..., Any]:
+        if layout not in self._compiled:
+            if len(self._compiled) >= MOST_LAYOUTS:
+                self._warn()
+                return self._plain_call
+            self._compiled[layout] = self._compile_call()
+        return self._compiled[layout]
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"the model's parameters have changed places in more than {MOST_LAYOUTS} ways, each of which is compiled: "
+                          "further ones run in plain Python. Exchange values of parameters instead of the parameters", stacklevel=4)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (type(None), ())

@@ -87,10 +87,7 @@ class NodeRegistry:
             if row in copies and weight.data_ptr() == copies[row].data_ptr():
                 continue
             if weight is not parameters[row] and weight.data_ptr() != parameters[row].data_ptr():
-                raise EngineError(
-                    f"the wait for row {row} (shape {tuple(weight.shape)}) was given a copy of the parameter, made ahead of it by a layout "
-                    "change of the compiler; compile with options={'layout_optimization': False} and report this with the torch version"
-                )
+                raise EngineError(_other_tensor(row, weight, parameters[row]))
 
     def find(self, session: int) -> StepNodes:
         """The nodes of a session. Raises EngineError where it was never opened or is closed."""
@@ -105,6 +102,17 @@ class NodeRegistry:
             f"a compiled graph called hytrain_fx session {session}, which {state}; open: {sorted(self._sessions)}. "
             "Compile the model again with hytrain_fx.compile"
         )
+
+
+def _other_tensor(row: int, found: torch.Tensor, parameter: torch.Tensor) -> str:
+    """What `wait` was given instead of the parameter, as far as its form shows."""
+    shape = tuple(parameter.shape)
+    if found.stride() != parameter.stride():
+        return (f"the wait for row {row} (shape {shape}) was given a copy of the parameter, made ahead of it by a layout change of the "
+                "compiler; compile with options={'layout_optimization': False} and report this with the torch version")
+    return (f"a compiled graph was run with another tensor than the parameter that it was captured with (row {row}, shape {shape}): the "
+            "parameter was replaced while the model ran, or where the model holds it besides its modules' parameters (in a list, a dict, a "
+            "closure). Copy values into the parameter instead, or call hytrain_fx.close(model) and hytrain_fx.compile() again")
 
 
 NODES = NodeRegistry()

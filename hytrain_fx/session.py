@@ -35,6 +35,7 @@ from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
 from hytrain_fx.outside_writes import OutsideWrites
+from hytrain_fx.parameter_places import ParameterPlaces
 from hytrain_fx.parameters import ADAM_KINDS, ParameterTable, build_table
 from hytrain_fx.planning import Planning
 from hytrain_fx.rule_commit import RuleCommitBuilder
@@ -56,6 +57,7 @@ from hytrain_fx.torch_private import (
     set_grad,
     without_torch_function,
 )
+from hytrain_fx.torch_private_modules import plain_call
 
 
 class Session:
@@ -146,7 +148,8 @@ class Session:
                 self.nodes.unit_of[row] = number
         of = self.config
         compile_call = partial(compiled_call_of, model, self.capture.backend, of.dynamic, of.mode, of.options, self.before_eager_code)
-        set_compiled_call(model, CallGate(compile_call, self))
+        self.places = ParameterPlaces(model, self.table)
+        set_compiled_call(model, CallGate(compile_call, plain_call(model), self, self.places))
         self._guarded = guard_type(touch_of(weakref.ref(self)))
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(eager_gradient_of(weakref.ref(self), row)))
@@ -212,6 +215,7 @@ class Session:
         `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step counts stay as they are.
         """
         self.require_whole_states()
+        self.places.require_trained()
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
             if self.nodes.gradients.parts.open:
