@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.case import CannotRun
 from benchmarks.markdown import table
+from hytrain_fx.runtime.launch import default_workers
 from hytrain_fx.runtime.slabs import HostSlab, pin_slabs
 
 ADAMW_BYTES_PER_PARAM = 28
@@ -42,7 +43,7 @@ class Copies:
 
     def __init__(self, device: torch.device, to_host: bool, host_params: int) -> None:
         self._slab = HostSlab(4 * host_params)
-        pin_slabs([self._slab], device)
+        pin_slabs([self._slab], device, default_workers(device))
         self._host = self._slab.take(host_params, torch.float32).split(PIECE_PARAMS)
         self._device = torch.empty(PIECES_IN_FLIGHT, PIECE_PARAMS, device=device)
         self._to_host, self._stream = to_host, torch.cuda.Stream(device)

@@ -38,7 +38,8 @@ class Config:
                    0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
     engine         which engine runs the updates of Adam and AdamW; other optimizers run on "torch"
-    workers        CPU update threads, None = physical cores less the launching threads; more than there are cores is a warning
+    workers        CPU update threads, None = physical cores less the launching threads; more than there are cores is a warning. Those that
+                   fit on the GPU's socket stay there, with the host's states; else all sockets are used
     pin_workers    keep each CPU update thread on a core of its own, where cores are known and free. Off: where other threads want those
                    cores too, one held-up worker holds up its unit (8% of a step on a virtual machine of 16 cores)
     ring_bytes     device memory for gradients on their way to the host, None = the least of four of the largest gradients, twice all of

@@ -16,7 +16,7 @@ from hytrain_fx.errors import ConfigError, EngineError, UnsupportedError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
-from hytrain_fx.runtime.topology import LAUNCHING_CORES, read_topology, usable_cores, worker_cores
+from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
 
 # Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area, of three fp32
 # tensors a row). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
@@ -80,7 +80,7 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     """The engine that `config.engine` names. "auto" takes the native one and, where it cannot be built, says so and takes torch's.
 
-    Its threads, and the compiler, may run on all CPUs of the process. Raises EngineError when the named engine cannot be had.
+    Its threads do not take over what the calling thread is bound to. Raises EngineError when the named engine cannot be had.
     """
     device = parameters[0].device
     workers = config.workers or default_workers(device)
@@ -89,17 +89,23 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
         warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "
                       f"None takes {default_workers(device)}", stacklevel=4)
     ring_bytes = ring_bytes_for(parameters, config, streams=False)  # `Engine.set_transit`, where states come to be streamed
-    cores = worker_cores(workers, device) if config.pin_workers else None
+    if config.engine in ("auto", "native"):
+        try:
+            return _native_engine(config, device, workers, ring_bytes)
+        except EngineError as error:
+            if config.engine == "native":
+                raise
+            warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
+    from hytrain_fx.runtime.torch_engine import TorchEngine
+
     with threads_on(allowed_cpus()):
-        if config.engine in ("auto", "native"):
-            from hytrain_fx.runtime.native_engine import NativeEngine
-
-            try:
-                return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores, config.shadow_memory)
-            except EngineError as error:
-                if config.engine == "native":
-                    raise
-                warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
-        from hytrain_fx.runtime.torch_engine import TorchEngine
-
         return TorchEngine(device, ring_bytes, config.timeout_s, adam=config.engine)
+
+
+def _native_engine(config: Config, device: torch.device, workers: int, ring_bytes: int) -> Engine:
+    from hytrain_fx.runtime.native_engine import NativeEngine
+
+    topology = read_topology(device)
+    cores = pick_workers(topology, workers) if config.pin_workers and topology is not None else None
+    with threads_on(allowed_cpus() if topology is None else cpus_for(topology, workers)):
+        return NativeEngine(device, workers, ring_bytes, config.timeout_s, cores, config.shadow_memory)

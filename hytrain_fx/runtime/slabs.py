@@ -25,7 +25,7 @@ import torch
 from hytrain_fx.errors import EngineError, HostMemoryError
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.memory import available_host_bytes
-from hytrain_fx.runtime.topology import cores_of_rank, read_topology
+from hytrain_fx.runtime.topology import cores_of_rank, cpus_for, read_topology
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector register
 _REGISTER_THREADS = 8
@@ -146,12 +146,15 @@ def padded_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def pin_slabs(slabs: Sequence[HostSlab], device: torch.device) -> Pinning | None:
-    """Pin fresh slabs for a GPU and note on each what it took; None, with nothing done, for a model on the CPU. Raises EngineError."""
+def pin_slabs(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> Pinning | None:
+    """Pin fresh slabs for a GPU and note on each what it took; None, with nothing done, for a model on the CPU. Raises EngineError.
+
+    Their pages are where so many `workers` run.
+    """
     if device.type == "cpu" or not slabs:
         return None
     begin_s = time.perf_counter()
-    _populate_all(slabs, device)
+    _populate_all(slabs, device, workers)
     populated_s = time.perf_counter()
     with threads_on(allowed_cpus()), ThreadPoolExecutor(_REGISTER_THREADS) as pool:
         list(pool.map(lambda slab: slab.pin(device), slabs))
@@ -164,11 +167,14 @@ def pin_slabs(slabs: Sequence[HostSlab], device: torch.device) -> Pinning | None
     return pinning
 
 
-def _populate_all(slabs: Sequence[HostSlab], device: torch.device) -> None:
+def _populate_all(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> None:
     """A page comes from the NUMA node of the core that makes it: each thread keeps to one of the cores that the workers will run on."""
     topology = read_topology(device)
     cpus: SimpleQueue[int | None] = SimpleQueue()
-    numbers = [None] * len(allowed_cpus()) if topology is None else [cpu.number for cpu in cores_of_rank(topology)]
+    numbers: list[int | None] = [None] * len(allowed_cpus())
+    if topology is not None:
+        of_workers = cpus_for(topology, workers)
+        numbers = [cpu.number for cpu in cores_of_rank(topology) if cpu.number in of_workers]
     for number in numbers or [None]:
         cpus.put(number)
 

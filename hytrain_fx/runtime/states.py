@@ -286,7 +286,7 @@ class StateStore:
             for row in of_unit:
                 self._states[row] = self._host_states(row, slab)
                 self._slabs[row] = slab
-        pin_slabs(slabs, self._weights[0].device)
+        pin_slabs(slabs, self._weights[0].device, self._engine.workers)
 
     def _arrange_slots(self, rows: Iterable[int]) -> list[int]:
         """Give the units of `rows` slots for their rows on the CPU, one after the other, so that the gradients of a unit go there in one
@@ -296,7 +296,7 @@ class StateStore:
                   for unit in self._by_unit(rows)}
         changed = {unit: of_unit for unit, of_unit in wanted.items() if of_unit != self._slot_rows.get(unit, ())}
         slabs = {unit: HostSlab(sum(map(self._slot_bytes, of_unit))) for unit, of_unit in changed.items() if of_unit}
-        pin_slabs(list(slabs.values()), self._weights[0].device)  # what may fail comes before anything is changed
+        pin_slabs(list(slabs.values()), self._weights[0].device, self._engine.workers)  # what may fail comes before anything is changed
         self._slot_rows |= changed
         for row in {*rows} - {row for of_unit in wanted.values() for row in of_unit}:
             self._states[row] = replace(self._states[row], slot=None)

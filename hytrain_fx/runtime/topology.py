@@ -1,6 +1,7 @@
 """Which logical CPUs the update workers run on: one of each physical core, near the GPU, disjoint between the ranks of a host.
 
-    read_topology(...)  ->  Topology  ->  cores_of_rank  ->  pick_workers  ->  (2, 3, 4, ...)
+    read_topology(...)  ->  Topology  ->  cores_of_rank  ->  pick_workers  ->  (2, 3, 4, ...)   one for each, where they are pinned
+                                                         ->  cpus_for      ->  {2, 3, 4, ...}   for all of them, where they are not
 
 The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also how hosts number their GPUs.
 """
@@ -50,12 +51,6 @@ class Topology:
     quota_cores: float | None = None
 
 
-def worker_cores(count: int, device: torch.device | None = None) -> tuple[int, ...] | None:
-    """Logical CPUs for `count` update workers, one each; None where they should run wherever the system puts them (`pick_workers`)."""
-    topology = read_topology(device)
-    return None if topology is None else pick_workers(topology, count)
-
-
 def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
     """`count` logical CPUs, each of another physical core of this rank, those of the GPU's node first, ascending within a node.
 
@@ -79,6 +74,17 @@ def cores_of_rank(topology: Topology) -> tuple[LogicalCpu, ...]:
     cores = sorted(first.values(), key=lambda cpu: (cpu.node, cpu.number))
     begin, end = (len(cores) * rank // topology.ranks for rank in (topology.rank, topology.rank + 1))
     return tuple(sorted(cores[begin:end], key=lambda cpu: (cpu.node != topology.gpu_node, cpu.node, cpu.number)))
+
+
+def cpus_for(topology: Topology, workers: int) -> frozenset[int]:
+    """Logical CPUs for `workers` update workers that are not pinned, and for making host memory: it is on the node of the CPU that does.
+
+    Those of the GPU's node where this rank has cores for all workers there, beside the launching ones: then no update reads memory across
+    sockets, and no copy to the GPU does. Else all: more workers than one socket has cores take the memory of all sockets in equal shares.
+    """
+    near = [cpu for cpu in cores_of_rank(topology) if cpu.node == topology.gpu_node]
+    alone = workers + LAUNCHING_CORES <= len(near)
+    return frozenset(cpu.number for cpu in topology.cpus if not alone or cpu.node == topology.gpu_node)
 
 
 def usable_cores(topology: Topology) -> int:

@@ -81,3 +81,19 @@ def test_without_a_readable_topology_the_affinity_counts(monkeypatch: pytest.Mon
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 8)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert default_workers() == 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: no other socket to be made up")
+def test_an_engine_s_threads_run_on_the_gpu_s_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that has cores for all workers, and the launching thread runs where it did."""
+    here, *elsewhere = sorted(os.sched_getaffinity(0))
+    near = [here, *range(100_000, 100_004)]  # those that are not there are left out by the system
+    cpus = tuple(LogicalCpu(number, number, int(number in near)) for number in (*near, *elsewhere))
+    monkeypatch.setattr(launch, "read_topology", lambda device: Topology(cpus, gpu_node=1))
+    before, own = set(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
+    engine = launch.make_engine(Config(engine="native", workers=2), [torch.zeros(10)])
+    of_engine = set(os.listdir("/proc/self/task")) - before
+    assert len(of_engine) >= 4
+    assert {frozenset(os.sched_getaffinity(int(thread))) for thread in of_engine} == {frozenset({here})}
+    assert os.sched_getaffinity(0) == own
+    engine.close()

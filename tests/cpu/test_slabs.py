@@ -90,7 +90,7 @@ def test_slabs_are_in_memory_before_they_are_registered(topology: Topology | Non
     monkeypatch.setattr(slabs, "read_topology", lambda _: topology)
     before = os.sched_getaffinity(0)
     driver.slabs = [HostSlab(5 << 20), HostSlab(70 << 20), HostSlab(100)]
-    pinning = pin_slabs(driver.slabs, GPU)
+    pinning = pin_slabs(driver.slabs, GPU, 1)
     assert pinning is not None
     assert driver.shares == [1, 1, 1]
     assert pinning.nbytes == (75 << 20) + 100
@@ -106,15 +106,33 @@ def test_where_threads_may_not_be_bound_slabs_are_pinned_all_the_same(driver: Dr
     """A core that is not there, or a system that forbids it."""
     monkeypatch.setattr(slabs, "read_topology", lambda _: Topology((LogicalCpu(100_000, 0, 0),)))
     driver.slabs = [HostSlab(3 << 20)]
-    assert pin_slabs(driver.slabs, GPU) is not None
+    assert pin_slabs(driver.slabs, GPU, 1) is not None
     assert driver.shares == [1]
     driver.slabs.pop().unpin()
+
+
+@pytest.mark.parametrize(("workers", "cpus"), [(1, {100_004, 100_005, 100_006}), (2, {100_000, *range(100_003, 100_007)})])
+def test_pages_are_made_on_the_socket_where_workers_run(
+    workers: int, cpus: set[int], driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's, where it has cores enough for the workers; else on all sockets alike."""
+    numbers = {100_000: 0, 100_003: 0, 100_004: 1, 100_005: 1, 100_006: 1}
+    topology = Topology(tuple(LogicalCpu(number, number, node) for number, node in numbers.items()), gpu_node=1)
+    monkeypatch.setattr(slabs, "read_topology", lambda _: topology)
+    kept_to: set[int] = set()
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: kept_to.update(chosen))
+    driver.slabs = [HostSlab(64 << 20) for _ in range(20)]
+    pin_slabs(driver.slabs, GPU, workers)
+    assert kept_to
+    assert kept_to <= cpus
+    while driver.slabs:
+        driver.slabs.pop().unpin()
 
 
 def test_a_model_on_the_cpu_pins_and_touches_nothing() -> None:
     """Its slabs stay lazily zero."""
     slab = HostSlab(4 << 20)
-    assert pin_slabs([slab], torch.device("cpu")) is None
+    assert pin_slabs([slab], torch.device("cpu"), 1) is None
     assert slab.pinning is None
     assert resident_share(slab) == 0
 

@@ -19,10 +19,10 @@ from hytrain_fx.runtime.topology import (
     Topology,
     cores_of_rank,
     cpu_list,
+    cpus_for,
     pick_workers,
     read_topology,
     usable_cores,
-    worker_cores,
 )
 
 
@@ -191,7 +191,37 @@ def test_a_host_that_tells_nothing_is_not_pinned(tmp_path: Path, allow: Callable
 
 def test_this_host_is_readable_or_says_nothing() -> None:
     """On the machine of the test: workers are within the affinity, or nothing is pinned."""
+    found = read_topology()
+    if found is None:
+        return
     for count in (1, 2, 1000):
-        picked = worker_cores(count)
+        picked = pick_workers(found, count)
         assert picked is None or set(picked) <= os.sched_getaffinity(0)
-    assert worker_cores(1000000) is None
+        assert cpus_for(found, count) <= os.sched_getaffinity(0)
+    assert pick_workers(found, 1000000) is None
+
+
+def test_workers_that_fit_on_the_gpu_s_socket_stay_there() -> None:
+    """With both threads of its cores; two cores of it are left to those that launch."""
+    topology = Topology(host(16, nodes=2, threads=2), gpu_node=1, calling_cpu=0)
+    near = {*range(8, 16), *range(24, 32)}
+    assert cpus_for(topology, 1) == cpus_for(topology, 6) == near
+    assert cpus_for(topology, 7) == cpus_for(topology, usable_cores(topology) - LAUNCHING_CORES) == set(range(32))
+
+
+def test_a_rank_s_workers_stay_on_the_socket_of_its_gpu() -> None:
+    """Two ranks of a socket share its CPUs; a rank whose cores are on another socket than its GPU goes where it can."""
+    topology = Topology(host(16, nodes=2), gpu_node=1, ranks=4, rank=3)
+    assert cpus_for(topology, 2) == set(range(8, 16))
+    assert cpus_for(replace(topology, rank=0), 2) == set(range(16))
+
+
+@given(topology=topologies(), count=st.integers(1, 40))
+def test_workers_that_are_not_pinned_have_cpus_enough(topology: Topology, count: int) -> None:
+    """Where no socket is known to be the GPU's, or it is too small, they may run wherever the process may."""
+    everywhere = {cpu.number for cpu in topology.cpus}
+    found = cpus_for(topology, count)
+    assert found <= everywhere
+    if found != everywhere:
+        assert len({cpu.core for cpu in topology.cpus if cpu.number in found}) >= count + LAUNCHING_CORES
+        assert {cpu.node for cpu in topology.cpus if cpu.number in found} == {topology.gpu_node}
