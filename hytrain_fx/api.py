@@ -128,6 +128,8 @@ def record(model: nn.Module) -> Iterator[Recording]:
     not compiled, and while the times for the first plan are being measured: both need the engine's records.
     """
     session = session_of(model)
+    if session.planning.recording:
+        raise UnsupportedError("this model is being recorded already; end that record block first")
     if session.planning.awaits_times:
         raise UnsupportedError(
             f"the times for the first plan are still being measured ({session.steps_done} steps are done, it takes "
@@ -152,7 +154,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
 
 def session_of(model: nn.Module) -> Session:
     """The session of a compiled model. Raises UnsupportedError for a model that is not compiled."""
-    session = find_session(model)
+    session = find_session(model) if isinstance(model, nn.Module) else None
     if session is None:
         raise UnsupportedError(f"this {type(model).__name__} is not compiled with hytrain_fx.compile()")
     return session

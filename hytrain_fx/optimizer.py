@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: fixes the hyper-parameters and returns while updates run. Raises EngineError, GradientConsumedError."""
-        if self.state is not self._states:
-            raise UnsupportedError("optimizer.state was replaced, which would have no effect; empty it with optimizer.state.clear(), "
-                                   "or write it with optimizer.load_state_dict() or optimizer.state[parameter] = {...}")
+        self._require_own()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -57,6 +56,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
+        self._require_own()
         self.session.drain()
         self.state = read_states(self.session)  # type: ignore[assignment]
         try:
@@ -69,7 +69,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         A 16-bit parameter without `master` takes its present weight for it.
         """
-        state_dict = state_dict.copy()
+        self._require_own()
+        state_dict = copy.copy(state_dict)
         before, after = load_state_dict_hooks(self)
         for hook in before:
             state_dict = hook(self, state_dict) or state_dict
@@ -77,6 +78,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         load_states(self.session, self, state_dict)
         for hook in after:
             hook(self)
+
+    def _require_own(self) -> None:
+        """Raise UnsupportedError where `state` or `param_groups` was replaced, here or in the old object: nothing would read them."""
+        if any(each.state is not self._states for each in (self, self._original)):
+            raise UnsupportedError("optimizer.state was replaced, which would have no effect; empty it with optimizer.state.clear(), "
+                                   "or write it with optimizer.load_state_dict() or optimizer.state[parameter] = {...}")
+        if any(each.param_groups is not self.session.groups for each in (self, self._original)):
+            raise UnsupportedError("optimizer.param_groups was replaced, which would have no effect; write the options into the groups "
+                                   "that are there (optimizer.param_groups[0]['lr'] = ...), or use optimizer.load_state_dict()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.guarded_parameter import CountedParameter
+from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.states import is_dense
 
 ADAM_KINDS = (torch.optim.AdamW, torch.optim.Adam)
@@ -69,9 +71,14 @@ def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise UnsupportedError("differentiable=True needs the update inside autograd; make the optimizer without it")
+        if type(optimizer) in ADAM_KINDS:  # a step that nobody takes: an option that no step can take is known now
+            AdamScalars.of({**optimizer.defaults, **group}, 1, decoupled=True, torch_cuda=False)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if isinstance(parameter, CountedParameter):
+        raise UnsupportedError(f"{name} is a parameter of another model that hytrain_fx.compile() has taken over, or of this one inside "
+                               "a wrapper; call hytrain_fx.close() with that one first")
     if type(parameter) is not nn.Parameter:
         raise UnsupportedError(f"{name} is a {type(parameter).__name__}; supported are plain torch.nn.Parameter objects")
     if parameter.device != device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from hytrain_fx.own_entries import OwnEntries
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session import Session
+from hytrain_fx.state_entry import StateEntry
 from hytrain_fx.torch_private import without_torch_function
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -21,7 +22,8 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`: by parameter `step`, the moments, and `master` for 16-bit parameters, read from wherever they rest.
 
     As torch's, it has no entry before a parameter's first step, and gives an empty one where it is asked. An entry is a copy on the
-    CPU whose tensors refuse writes in place, which would be lost: assign an entry instead. Deleting one makes it as before the first step.
+    CPU whose tensors refuse writes in place, which would be lost: assign a tensor to its key, or an entry, instead. Deleting or emptying
+    an entry makes it as before the first step.
     Raises KeyError where a parameter that is not managed is assigned to or deleted, ValueError where what is assigned does not fit.
     """
 
@@ -39,11 +41,12 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         return row is not None and _has_entry(self._session, row)
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        write = partial(self._write, parameter)
         if parameter not in self:
-            return {}
+            return StateEntry({}, write)
         row = self._at_rest(parameter)
         with torch.inference_mode():  # torch refuses to write to what is made here
-            return _read_row(self._session, row)
+            return StateEntry(_read_row(self._session, row), write)
 
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
@@ -62,6 +65,12 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         """Make every parameter as before its first step; the weights stay."""
         for parameter in list(self):
             del self[parameter]
+
+    def _write(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+        if entry:
+            self[parameter] = entry
+        else:
+            self.pop(parameter, None)
 
     def _at_rest(self, parameter: torch.Tensor) -> int:
         self._session.require_whole_states()
@@ -112,6 +121,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match. After an error while they are
     written, memory that runs out say, nothing is trained or saved until all have been loaded (`Session.require_whole_states`).
     """
+    _check_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
     if found != expected:
@@ -133,6 +143,13 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
             _load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():
             _load_row(session, row, entry)
+
+
+def _check_form(state_dict: object) -> None:
+    kinds = {"state": Mapping, "param_groups": Sequence}
+    if not isinstance(state_dict, Mapping) or not all(isinstance(state_dict.get(key), kind) for key, kind in kinds.items()):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"this is no optimizer's state_dict: found {found}, expected a dict of 'state' and 'param_groups'")
 
 
 def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
@@ -170,11 +187,22 @@ def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping
     if missing:
         raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]}, only {sorted(saved)}; is it an Adam's?")
     name_of_row, expected = session.table.names[row], session.table.parameters[row].shape
+    if not _is_count(saved["step"]):
+        raise ValueError(f"step of {name_of_row} is {saved['step']!r} in the checkpoint, expected a number of steps")
     for name in (*needed, "master"):
+        if name in saved and not isinstance(saved[name], torch.Tensor):
+            raise ValueError(f"{name} of {name_of_row} is {saved[name]!r} in the checkpoint, expected a tensor")
         if name in saved and saved[name].shape != expected:
             raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
     if bool((saved["exp_avg_sq"] < 0).any()):
         raise ValueError(f"exp_avg_sq of {name_of_row} has negative elements in the checkpoint; it is a mean of squares")
+
+
+def _is_count(value: object) -> bool:
+    try:
+        return int(value) >= 0  # type: ignore[call-overload,no-any-return]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
 
 
 def _flat(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,21 @@ class Plan:
         try:
             raw: dict[str, Any] = dict(json.loads(text))
             rows = tuple(PlanRow(**{**row, "placement": Placement(row["placement"])}) for row in raw.pop("rows"))
-            return cls(rows=rows, notes=tuple(raw.pop("notes", ())), **raw)
+            read = cls(rows=rows, notes=tuple(raw.pop("notes", ())), **raw)
+            _require_kinds(read)
+            return read
         except (TypeError, ValueError, KeyError) as error:
             raise PlanError(f"this is not a saved plan: {error}; expected the text that Plan.to_json() writes") from error
+
+
+def _require_kinds(plan: Plan) -> None:
+    """Raise TypeError where a number of a text is none."""
+    for name, value in (("k", plan.k), *((name, getattr(row, name)) for row in plan.rows for name in ("unit", "begin", "end"))):
+        if type(value) is not int or value < 0:
+            raise TypeError(f"{name} is {value!r}")
+    for name in ("inputs", "predicted"):
+        if not isinstance(getattr(plan, name), dict):
+            raise TypeError(f"{name} is {getattr(plan, name)!r}")
 
 
 class PlannedUnit(Protocol):

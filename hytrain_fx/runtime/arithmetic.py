@@ -20,6 +20,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
+from numbers import Real
 from typing import ClassVar, Final
 
 import torch
@@ -101,15 +102,26 @@ class AdamScalars:
         Computed as torch.optim does: in double, each rounded to binary32 where it meets a tensor.
         decoupled    AdamW's weight decay, else Adam's
         torch_cuda   the TORCH_CUDA form
-        `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises UnsupportedError for hyper-parameters that are not
-        numbers, a beta1 outside [0, 1) or more than MAX_FACTORS factors.
+        `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises UnsupportedError for hyper-parameters that are
+        missing or not numbers, a beta1 outside [0, 1) or more than MAX_FACTORS factors.
         """
-        lr, eps, weight_decay = (_number(group[key]) for key in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = (_number(beta) for beta in _pair(group["betas"]))
+        lr, eps, weight_decay = (_number(_option(group, key), key) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = (_number(beta, "betas") for beta in _pair(_option(group, "betas")))
         if not 0.0 <= beta1 < 1.0:
             raise UnsupportedError(f"beta1 is {beta1}; Adam needs 0 <= beta1 < 1")
         if len(factors) > MAX_FACTORS:
             raise UnsupportedError(f"{len(factors)} multiplications of one gradient, at most {MAX_FACTORS} fit: apply them first")
+        try:
+            return cls._computed(group, step, lr, beta1, beta2, eps, weight_decay, decoupled, torch_cuda, factors)
+        except (OverflowError, TypeError) as error:  # a float's limit; a complex number
+            options = f"lr={lr}, betas={(beta1, beta2)}, eps={eps}, weight_decay={weight_decay}"
+            raise UnsupportedError(f"no step can be computed from {options}: {error}") from error
+
+    @classmethod
+    def _computed(
+        cls, group: Mapping[str, object], step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+        decoupled: bool, torch_cuda: bool, factors: tuple[float, ...],
+    ) -> AdamScalars:
         lerp = _f32(1 - beta1)
         from_end = lerp >= 0.5
         l2 = weight_decay != 0 and not decoupled
@@ -226,18 +238,25 @@ def _like(value: float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float32, device=tensor.device)
 
 
-def _number(value: object) -> float:
-    if isinstance(value, torch.Tensor):
+def _option(group: Mapping[str, object], key: str) -> object:
+    if key not in group:
+        raise UnsupportedError(f"a parameter group has no {key!r}, only {sorted(group)}; write it back: group[{key!r}] = ...")
+    return group[key]
+
+
+def _number(value: object, key: str) -> float:
+    """As the group has it: a float of numpy computes in its own precision, as it does in torch's step."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.item())
-    if isinstance(value, int | float):
-        return float(value)
-    raise UnsupportedError(f"expected a number or a 0-dim tensor among Adam's hyper-parameters, found {type(value).__name__}")
+    if isinstance(value, Real):
+        return value  # type: ignore[return-value]
+    raise UnsupportedError(f"{key} of a parameter group is {value!r}: expected a number or a tensor of one element")
 
 
 def _pair(value: object) -> tuple[object, object]:
     if isinstance(value, tuple | list) and len(value) == 2:
         return value[0], value[1]
-    raise UnsupportedError(f"expected betas to be a pair, found {value!r}")
+    raise UnsupportedError(f"betas of a parameter group is {value!r}: expected a pair of numbers")
 
 
 def _f32(value: float) -> float:

@@ -176,6 +176,30 @@ def test_a_second_compile_is_refused() -> None:
         hytrain_fx.compile(other, adamw(other))
 
 
+@pytest.mark.parametrize("given", [None, 3, "model", nn.Linear, nn.Linear(2, 2), torch.zeros(2), print], ids=lambda of: type(of).__name__)
+@pytest.mark.parametrize("function", ["close", "explain", "inspect", "record"])
+def test_what_is_no_compiled_model_is_refused_by_name(function: str, given: Any) -> None:
+    """Every public function says what it was given."""
+
+    def call() -> None:
+        called = getattr(hytrain_fx, function)(given)
+        called.__enter__()  # of record, which looks when the block begins
+
+    with pytest.raises(errors.UnsupportedError, match=f"this {type(given).__name__} is not compiled"):
+        call()
+
+
+def test_a_wrapper_around_a_compiled_model_is_refused_by_name() -> None:
+    """Its parameters belong to a session already."""
+    model = Mlp()
+    hytrain_fx.compile(model, adamw(model))
+    wrappers: list[Any] = [torch.compile(model), nn.Sequential(model)]
+    for wrapped in wrappers:
+        with pytest.raises(errors.UnsupportedError, match=r"first\.weight is a parameter of another model.*close"):
+            hytrain_fx.compile(wrapped, adamw(wrapped))
+    hytrain_fx.close(model)
+
+
 def test_a_second_model_with_the_optimizer_of_the_first_is_refused() -> None:
     """An optimizer that is taken over already belongs to one model."""
     first, second = Mlp(), Mlp()

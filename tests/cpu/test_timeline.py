@@ -231,6 +231,8 @@ def test_recording_a_running_model() -> None:
         with hytrain_fx.record(model) as recording:
             with pytest.raises(UnsupportedError, match="has not ended"):
                 _ = recording.timeline
+            with pytest.raises(UnsupportedError, match="recorded already"), hytrain_fx.record(model):
+                pass
             step()
             step()
         session = session_of(model)

@@ -48,7 +48,10 @@ def test_a_profile_saved_before_streaming_still_loads(profile: Profile) -> None:
 
 @pytest.mark.parametrize("text", ["", "3", "[]", "null", "{}", '{"rows": 1}', '{"rows": ["a"], "k": 0, "source": ""}',
                                   '{"rows": [], "k": 0, "source": "", "extra": 1}',
-                                  '{"rows": [{"unit": 0, "placement": "disk"}], "k": 0, "source": ""}'])
+                                  '{"rows": [{"unit": 0, "placement": "disk"}], "k": 0, "source": ""}',
+                                  '{"rows": [], "k": "a", "source": ""}', '{"rows": [], "k": -1, "source": ""}',
+                                  '{"rows": [], "k": true, "source": ""}', '{"rows": [], "k": 0, "source": "", "inputs": 3}',
+                                  '{"rows": [], "k": 0, "source": "", "predicted": []}'])
 def test_bad_plan_text_is_refused(text: str) -> None:
     """Text that is no saved plan is a PlanError, whatever is wrong with it."""
     with pytest.raises(PlanError, match="not a saved plan"):
