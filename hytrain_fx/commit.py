@@ -3,6 +3,7 @@
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
     a real tensor                        the update on the device reads it; for a row on the host it is offloaded now
+    one that a `step()` has taken        a real tensor again: torch's optimizers step on it once more
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hytrain_fx.errors import GradientConsumedError, UnsupportedError
-from hytrain_fx.grad_sources import is_in_slot, is_used
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.grad_sources import is_in_slot
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.gradients import SessionGradients
 from hytrain_fx.ir.plan import Placement
@@ -62,7 +63,7 @@ class CommitBuilder:
         """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
 
         Nothing is counted (`committed` does that once the engine has them), and nothing changed where it raises. Raises
-        GradientConsumedError when a gradient was used by an earlier `step()`, UnsupportedError for a parameter that was added after
+        GradientConsumedError for a gradient that was dropped and put back by hand, UnsupportedError for a parameter that was added after
         `compile` and for a sparse gradient.
         """
         items: list[CommitItem] = []
@@ -150,18 +151,11 @@ class CommitBuilder:
 
     def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
         if isinstance(grad, GradStandIn):
-            if not is_in_slot(grad) and not is_used(grad):
-                grad = grad.grad_state.materialize()
-            elif is_used(grad):
-                raise GradientConsumedError(
-                    f"step() was called again for {self._table.names[row]} without a new gradient: the last step() has used it. "
-                    "Call zero_grad() and backward() before the next step()"
-                )
-            elif self._states.placement[row] is not Placement.CPU:
-                grad = grad.grad_state.materialize()  # its states have moved since the backward
-            else:
+            if is_in_slot(grad) and self._states.placement[row] is Placement.CPU:
                 return CommitItem(row, numbers, None, touched, grad.factors)
+            grad = grad.grad_state.materialize()  # edited, or its states have moved since the backward, or a step() has taken it
         self._gradients.require_strided(row, grad)
+        self._gradients.end_update(row)
         if self._states.placement[row] is Placement.CPU:
             self._gradients.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)

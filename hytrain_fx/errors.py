@@ -11,7 +11,7 @@
     │   ├── DroppedNodeError   an inserted node did not run
     │   └── NonFiniteGradientError  step() was given a gradient with NaN or infinities
     ├── StatesError            loading optimizer states ended half-way, so they are a mixture of old and new ones
-    └── GradientConsumedError  `.grad` was read after `step()` had used its memory
+    └── GradientConsumedError  `.grad` was read after another gradient had taken its memory
 
 Each message says what was found, what was expected and what to do.
 """
@@ -62,4 +62,4 @@ class StatesError(HytrainError, RuntimeError):
 
 
 class GradientConsumedError(HytrainError, RuntimeError):
-    """`.grad` was read after `step()` had used its memory for the new weight."""
+    """A gradient was read after it was dropped and another had taken its memory."""

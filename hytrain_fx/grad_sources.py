@@ -25,7 +25,9 @@ class Slots(Protocol):
     """What a gradient in a slot needs to know of its session."""
 
     generation: list[int]
-    consumed: set[int]
+    taken: set[int]
+    gone: set[int]
+    steps_may_write: bool
     norms_wanted: set[Norm]
 
     def name(self, row: int) -> str: ...
@@ -44,21 +46,27 @@ class RowGradient:
         self._norms = norms
 
     def is_live(self) -> bool:
-        """Whether the slot still holds this gradient."""
-        return self._slots.generation[self._row] == self._generation and self._row not in self._slots.consumed
+        """Whether the slot still holds this gradient, `step()` has taken it or not."""
+        return self._slots.generation[self._row] == self._generation and self._row not in self._slots.gone
+
+    def is_taken(self) -> bool:
+        """Whether `step()` has taken it: what is in the slot is none that the next one finds there."""
+        return self._row in self._slots.taken
 
     def fetch(self) -> torch.Tensor:
         """The gradient as a new tensor on the device. Raises GradientConsumedError."""
         if not self.is_live():
             raise GradientConsumedError(
-                f"the gradient of {self._slots.name(self._row)} is gone: step() has used its host memory for the new weight, or a "
-                "later backward() has taken it; read .grad between backward() and step(), and call zero_grad() before the next backward()"
+                f"the gradient of {self._slots.name(self._row)} is gone: zero_grad() has dropped it, or a later backward() has taken its "
+                "host memory, or the model was closed; keep p.grad.clone() of a gradient that is read later than that"
             )
         return self._slots.fetch(self._row)
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
         """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
-        return self._norms.pop((float(ord), foreach), None) if self._norms and self.is_live() else None
+        if not self._norms or not self.is_live() or (self._slots.steps_may_write and self.is_taken()):
+            return None
+        return self._norms.pop((float(ord), foreach), None)
 
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:
         """Take this norm of every gradient from the next backward on."""
@@ -71,18 +79,26 @@ def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
 
 
 def is_in_slot(standin: GradStandIn) -> bool:
-    """Whether the values are in the row's slot, so that an update on the host finds them there."""
+    """Whether the values are in the row's slot and no `step()` has taken them, so that an update on the host finds them there."""
     return _source_in_slot(standin.grad_state) is not None
 
 
 def _source_in_slot(state: GradState) -> RowGradient | None:
     """The source, if the values are in the row's slot, with the state's factors still to come."""
     source = state.source
-    return source if state.real is None and type(source) is RowGradient and source.is_live() else None
+    if state.real is not None or type(source) is not RowGradient:
+        return None
+    return source if source.is_live() and not source.is_taken() else None
 
 
-def is_used(standin: GradStandIn) -> bool:
-    """Whether step() has used the gradient, so that its values are gone."""
+def in_slot_at_all(standin: GradStandIn) -> bool:
+    """Whether the values are in the row's slot, whoever has taken them."""
+    source = standin.grad_state.source
+    return standin.materialized is None and type(source) is RowGradient and source.is_live()
+
+
+def is_gone(standin: GradStandIn) -> bool:
+    """Whether the gradient was dropped, or another has taken its memory."""
     return standin.materialized is None and not standin.grad_state.source.is_live()
 
 
@@ -97,7 +113,12 @@ class HeldGradient:
     __slots__ = ("_engine", "_grad", "_row")
 
     def __init__(self, engine: Engine, row: int, grad: torch.Tensor) -> None:
-        self._engine, self._row, self._grad = engine, row, grad
+        self._engine: Engine | None = engine
+        self._row, self._grad = row, grad
+
+    def end(self) -> None:
+        """The update has run, and the compute stream knows."""
+        self._engine = None
 
     def is_live(self) -> bool:
         """Always: the update only reads it."""
@@ -105,7 +126,8 @@ class HeldGradient:
 
     def fetch(self) -> torch.Tensor:
         """A copy, made behind the update: what is written where the copy was may not overtake it."""
-        self._engine.wait([self._row])
+        if self._engine is not None:
+            self._engine.wait([self._row])
         return self._grad.clone(memory_format=torch.preserve_format)
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
@@ -114,6 +136,31 @@ class HeldGradient:
 
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:
         """Norms of real gradients are taken when asked for."""
+
+
+class KeptGradient:
+    """Source of a gradient that `step()` has taken and that was kept on the host, because its slot has moved."""
+
+    __slots__ = ("_device", "_kept")
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self._device = gradient.device
+        self._kept = gradient.cpu()
+
+    def is_live(self) -> bool:
+        """Always."""
+        return True
+
+    def fetch(self) -> torch.Tensor:
+        """A copy on the device."""
+        return self._kept.to(self._device, copy=True)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """None: not taken."""
+        return None
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Norms are taken when asked for."""
 
 
 class StandIns:
@@ -148,6 +195,9 @@ class StandIns:
         if row in lent:
             free = _is_free(lent, row)
             standin = lent.pop(row)
+            source = standin.grad_state.source
+            if type(source) is HeldGradient:
+                source.end()
             if free:
                 del standin.grad_state
                 self._left[row] = standin

@@ -66,7 +66,7 @@ class GradStandIn(Tensor):
         state = self.grad_state
         if state.real is not None:
             return repr(state.real)
-        known = "zeroed" if self.zeroed else "on the host" if state.source.is_live() else "used by step()"
+        known = "zeroed" if self.zeroed else "on the host" if state.source.is_live() else "gone"
         scaled = f", {len(state.factors)} factors logged" if state.factors else ""
         with torch_private.without_torch_function():
             return f"GradStandIn({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', {known}{scaled})"

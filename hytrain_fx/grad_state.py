@@ -25,7 +25,7 @@ class GradSource(Protocol):
     def fetch(self) -> Tensor:
         """A fresh tensor on the parameter's device with the gradient's bits, ordered on the current stream; the caller owns it.
 
-        Raises GradientConsumedError after `step()` has used its memory.
+        Raises GradientConsumedError after it was dropped and another has taken its memory.
         """
 
     def norm(self, ord: float, foreach: bool) -> Tensor | None:

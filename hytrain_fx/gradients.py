@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Final
 
 import torch
@@ -21,7 +21,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.grad_ahead import EarlierGradients, SlotReader
 from hytrain_fx.grad_parts import BackwardParts
 from hytrain_fx.grad_rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
-from hytrain_fx.grad_sources import HeldGradient, Norm, RowGradient, StandIns, is_clean, is_in_slot, is_used
+from hytrain_fx.grad_sources import HeldGradient, KeptGradient, Norm, RowGradient, StandIns, in_slot_at_all, is_clean, is_gone, is_in_slot
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.grad_state import GradState
 from hytrain_fx.parameters import ParameterTable
@@ -41,7 +41,9 @@ class SessionGradients:
         self.table = table
         self.groups = RowGroups(table, states.copies)
         self.generation = [0] * len(table)
-        self.consumed: set[int] = set()  # rows whose gradient was used by step() and whose slot is no longer it
+        self.taken: set[int] = set()  # rows whose gradient step() has taken or zero_grad() has dropped; the slot still has it
+        self.gone: set[int] = set()  # rows whose slot is another's memory since
+        self.steps_may_write = states.of_other_optimizer  # to the gradients that they are given, as in torch
         self.norms_wanted: set[Norm] = set()
         self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
         self.standins = StandIns()
@@ -86,6 +88,8 @@ class SessionGradients:
 
     def fetch(self, row: int) -> torch.Tensor:
         """The gradient in the slot of `row`, brought back to the device."""
+        if row in self.taken and self.steps_may_write:
+            self._engine.wait([row])
         return self._reader.read(row)
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
@@ -139,6 +143,26 @@ class SessionGradients:
     def let_go_of_all(self) -> None:
         """No update is running: nothing reads the gradients that are held."""
         self.let_go(list(self.held))
+
+    def end_update(self, row: int) -> None:
+        """A gradient comes from user code: `step()` may have been called before without a forward after it."""
+        if self._engine.pending(row):
+            self._engine.settle([row])
+            self.let_go([row])
+
+    def before_move(self) -> None:
+        """Slots are about to be other memory: what `.grad` still shows of them after `step()` is kept on the host."""
+        with without_torch_function():
+            for row, grad in enumerate(map(get_grad, self.table.parameters)):
+                if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
+                    with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
+                        grad.grad_state.source = KeptGradient(self.fetch(row))
+        self.end()
+
+    def end(self) -> None:
+        """No slot has a gradient from now on."""
+        self.let_go_of_all()
+        self.gone.update(range(len(self.table)))
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
@@ -250,7 +274,7 @@ class SessionGradients:
         """Whether this part waits for the end of the backward, because `.grad` is of an earlier one and more parts may come."""
         parameter = self.table.parameters[row]
         held = parameter.grad
-        if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_used(held)):
+        if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_gone(held)):
             return False
         self.parts.lay_aside(row, held, like_parameter(grad, parameter, copy=True))
         parameter.grad = None  # autograd puts there what comes from eager code
@@ -264,8 +288,8 @@ class SessionGradients:
             return grad, False
         held = parameter.grad
         if isinstance(held, GradStandIn):
-            if is_used(held):
-                return grad, False  # step() has used it, so the sum cannot be known: `.grad` stays what says so to whoever asks
+            if is_gone(held):
+                return grad, False  # put back by hand, so the sum cannot be known: `.grad` stays what says so to whoever asks
             if is_clean(held):
                 return (held.grad_state.source.fetch() if earlier is None else earlier).add_(grad), True
             held = held.grad_state.materialize()
@@ -293,8 +317,9 @@ class SessionGradients:
         generation = self.generation
         for row in rows:
             generation[row] += 1
-        if self.consumed:
-            self.consumed.difference_update(rows)
+        for marked in (self.taken, self.gone):
+            if marked:
+                marked.difference_update(rows)
         if self._states.copies:
             dtypes = ((row, grad.dtype) for row, grad in zip(rows, grads, strict=True) if row in self._states.copies)
             self._reader.slot_dtypes.update(dtypes)

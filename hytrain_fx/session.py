@@ -131,7 +131,8 @@ class Session:
         own_bytes = None if rule is None else [rule.own_bytes(row) for row in rows]
         states = StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
         self._ring_bytes = partial(ring_bytes_for, parameters, self.config)
-        self.resources = Resources(parameters, amsgrad, self._ring_bytes, self._clock, own_bytes, states.copies)
+        self.resources = Resources(parameters, amsgrad, self._ring_bytes, self._clock, own_bytes, states.copies,
+                                   [states.out_bytes(row) for row in rows])
         return states
 
     def _allocate(self, placement: Sequence[Placement]) -> None:
@@ -231,7 +232,7 @@ class Session:
                 self.builder.doubt(items, self.engine.skipped)
             self.foresight.stepped(items)
             rows = [item.row for item in items]
-            self.nodes.gradients.consumed.update(item.row for item in items if item.grad is None)
+            self.nodes.gradients.taken.update(item.row for item in items if item.grad is None)
             increment_versions([self.table.parameters[row] for row in rows])
             self.copies.committed(rows)
             self._writes.note(rows)
@@ -278,7 +279,7 @@ class Session:
                     set_grad(parameter, None)
         self.nodes.gradients.parts.open.clear()
         self.engine.discard(self._all_rows)
-        self.nodes.gradients.consumed.update(self._all_rows)
+        self.nodes.gradients.taken.update(self._all_rows)
         self.foresight.dropped()
 
     def drain(self) -> None:
@@ -307,8 +308,8 @@ class Session:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
         self.drain()
         self.follow_written_weights()  # or a master that moves to the device would be written over them
+        self.nodes.gradients.before_move()
         self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
-        self.nodes.gradients.let_go_of_all()
         wanted = self.planning.units.placement_of(plan)
         if wanted != self.states.placement:
             self.resources.announce(wanted)
@@ -366,6 +367,7 @@ class Session:
             self._shut_down()
         finally:
             self.closed = True
+            self.nodes.gradients.end()
             for hook in self._hooks:
                 hook.remove()
             unguard_all(self.table.parameters)

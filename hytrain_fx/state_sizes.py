@@ -24,8 +24,9 @@ class StateSizes:
         return (self._states.device_bytes(self._rows) + self._grad_bytes(self._rows)) / self._numel
 
     def host_bytes_per_param(self) -> float:
-        """States on the host without slots, but for what slots have that gradients do not fill."""
-        return (self._states.host_bytes(self._rows, Placement.STREAM) + self.wider_bytes()) / self._numel
+        """States on the host and new weights beside them, without slots except for what gradients do not fill of them."""
+        apart = sum(map(self._states.out_bytes, self._rows))
+        return (self._states.host_bytes(self._rows, Placement.STREAM) + apart + self.wider_bytes()) / self._numel
 
     def wider_bytes(self) -> int:
         """By how much gradients of rows with 16-bit copies are larger in a slot or on the device than on their way."""

@@ -40,10 +40,13 @@ class Resources:
         clock: StartupClock,
         own_bytes: Sequence[int] | None = None,
         copied: Container[int] = (),
+        out_bytes: Sequence[int] | None = None,
     ) -> None:
         self.clock = clock
         own: Sequence[int | None] = [None] * len(parameters) if own_bytes is None else own_bytes
-        self._sizes = [RowSize(p.numel(), p.element_size(), third, of) for p, third, of in zip(parameters, amsgrad, own, strict=True)]
+        out = [0] * len(parameters) if out_bytes is None else out_bytes
+        self._sizes = [RowSize(p.numel(), p.element_size(), third, of, out_bytes=apart)
+                       for p, third, of, apart in zip(parameters, amsgrad, own, out, strict=True)]
         self._copied = copied
         self._device = parameters[0].device
         self._ring_bytes = ring_bytes
@@ -97,6 +100,6 @@ def pinning_of(slabs: Iterable[HostSlab]) -> tuple[int, float]:
 def _sizes(states: RowStates) -> list[int]:
     """Bytes of each piece of memory; the halves of a master are one."""
     master_bytes = states.master.nbytes + (0 if states.low is None else states.low.nbytes)
-    others = (states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+    others = (states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot, states.out)
     own_bytes = 0 if states.own is None else states.own.nbytes
     return [master_bytes, own_bytes, *(tensor.nbytes for tensor in others if tensor is not None)]

@@ -45,8 +45,9 @@ class RowStates:
     """Where one row's optimizer states rest: flat tensors, all on the host or all on the device.
 
     For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype; of rows
-    with a copy it is fp32, and a bf16 gradient fills half of it. With `low` the master is in
-    two halves (split_master.py), and the signs of `exp_avg_sq` are part of it. Rows of other optimizers than Adam and AdamW have `own`
+    with a copy it is fp32, and a bf16 gradient fills half of it. An update leaves the gradient there: `.grad` may be read after `step()`.
+    With `low` the master is in two halves (split_master.py), and the signs of `exp_avg_sq` are part of it.
+    `out` (host only) is there for 16-bit weights whose master is whole. Rows of other optimizers than Adam and AdamW have `own`
     states in the place of the moments, which are empty.
     """
 
@@ -54,8 +55,9 @@ class RowStates:
     exp_avg: torch.Tensor  # [numel] fp32
     exp_avg_sq: torch.Tensor  # [numel] fp32
     max_exp_avg_sq: torch.Tensor | None  # [numel] fp32, with amsgrad
-    slot: torch.Tensor | None  # [numel] gradient in, without `low` 16-bit weight out; None on the device and for streamed rows
+    slot: torch.Tensor | None  # [numel] gradient in; None on the device and for streamed rows
     low: torch.Tensor | None = None  # [numel] int16, bf16 rows on the host
+    out: torch.Tensor | None = None  # [numel] the new 16-bit weight, on its way to the device; None where the master holds it
     own: OwnStates | None = None
 
 
@@ -64,7 +66,7 @@ class RowStep(Protocol):
 
     gradient   [numel] in the weight's dtype; it may be written to
     factors    multiplications of the gradient, in order, each rounded to its dtype
-    out        [numel] the new weight, for 16-bit weights; may be the memory of the gradient
+    out        [numel] the new weight, for 16-bit weights
     """
 
     def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Sequence[float], out: torch.Tensor | None) -> None: ...

@@ -21,7 +21,7 @@ from hytrain_fx.runtime.extension_lock import wait_for_build
 
 
 class HostUpdate(Protocol):
-    """Updates states on the host in place; the slot holds the gradient and, for 16-bit rows, receives the new weight."""
+    """Updates states on the host in place; the slot holds the gradient, which stays, and `out` receives a new 16-bit weight."""
 
     name: str
     grain_params: int  # parameters in one call: temporaries are of this size
@@ -44,8 +44,7 @@ class OpByOp:
 
     def __call__(self, states: RowStates, scalars: AdamScalars) -> None:
         slot = _slot(states)
-        out = None if slot.dtype == torch.float32 else slot
-        adamw_(slot, states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, scalars, out)
+        adamw_(slot, states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, scalars, states.out)
 
 
 class DeepSpeedAdam:
@@ -85,9 +84,8 @@ class DeepSpeedAdam:
         finally:
             optimizer.state.clear()
             group["params"] = [self._placeholder]
-        slot = _slot(states)
-        if slot.dtype != torch.float32:
-            slot.copy_(states.master)
+        if states.out is not None:
+            states.out.copy_(states.master)
 
     def _gradient(self, slot: torch.Tensor, scalars: AdamScalars) -> torch.Tensor:
         """The gradient in fp32 with its factors, each product rounded to the gradient's dtype."""

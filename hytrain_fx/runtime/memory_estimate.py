@@ -2,7 +2,7 @@
 
     placed on   device                                          host (pinned for a GPU)
     GPU         weight, gradient until its update, states       -
-    CPU         weight (its gradient passes through the ring)   states, slot
+    CPU         weight (its gradient passes through the ring)   states, slot, a 16-bit weight that no half of its master is
     STREAM      weight, gradient until its update               states (they pass through the staging area)
 
 An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient and its slot with 4 bytes an element.
@@ -29,6 +29,7 @@ class RowSize:
     """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it.
 
     copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
+    out_bytes    of the new weight on the host, where it has memory of its own there (`RowStates.out`)
     own_bytes    what another optimizer than Adam and AdamW keeps in the place of moments
     """
 
@@ -37,6 +38,7 @@ class RowSize:
     amsgrad: bool = False
     own_bytes: int | None = None
     copied: bool = False
+    out_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -62,7 +64,7 @@ class MemoryEstimate:
 
     device_gradients_bytes    gradients that stay on the device until their update: all of them at once, which is the most
     host_states_bytes         fp32 states of rows updated by the CPU
-    host_slots_bytes          their slots: gradient in, 16-bit weight out
+    host_slots_bytes          their slots for gradients, and new 16-bit weights that have memory of their own
     host_streamed_bytes       fp32 states of streamed rows
     pinned_bytes              how much of the host's bytes is pinned
     """
@@ -113,7 +115,7 @@ def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, 
     """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
     of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}
     host_states, streamed = _host_bytes(of[Placement.CPU]), _host_bytes(of[Placement.STREAM])
-    slots = sum(padded_bytes(row.gradient_bytes) for row in of[Placement.CPU])
+    slots = sum(padded_bytes(row.gradient_bytes) + row.out_bytes for row in of[Placement.CPU])
     return MemoryEstimate(
         weights_bytes=sum(row.weight_bytes for row in rows),
         device_states_bytes=sum(_device_bytes(row) for row in of[Placement.GPU]),

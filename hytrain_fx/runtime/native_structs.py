@@ -31,6 +31,7 @@ class CHostStates(Structure):
         ("exp_avg_sq", c_void_p),
         ("max_exp_avg_sq", c_void_p),
         ("slot", c_void_p),
+        ("out", c_void_p),
     ]
 
 
@@ -144,7 +145,7 @@ class FactorTable:
 
 
 def host_states(states: RowStates) -> CHostStates:
-    tensors = (states.master, states.low, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot)
+    tensors = (states.master, states.low, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot, states.out)
     return CHostStates(*map(pointer, tensors))
 
 

@@ -1,6 +1,6 @@
 """The optimizer states of every row: where they rest, what they hold, and moving them between host and device.
 
-    CPU      fp32 states on the host, and a slot: gradient in, 16-bit weight out
+    CPU      fp32 states on the host, a slot for the gradient, and memory for a 16-bit weight that no half of its master is
     STREAM   fp32 states on the host, no slot: the gradient stays on the device
     GPU      fp32 states on the device
 
@@ -269,7 +269,24 @@ class StateStore:
         return tensors * slab_bytes(self._weights[row].numel(), torch.float32)
 
     def _slot_bytes(self, row: int) -> int:
-        return slab_bytes(self._weights[row].numel(), self._slot_dtype(row))
+        return slab_bytes(self._weights[row].numel(), self._slot_dtype(row)) + self.out_bytes(row)
+
+    @property
+    def of_other_optimizer(self) -> bool:
+        """Whether they are of another optimizer than Adam and AdamW."""
+        return self._own_bytes is not None
+
+    def out_bytes(self, row: int) -> int:
+        """Bytes of host memory for the new weight of a row updated by the CPU, beside master and slot."""
+        weight = self._weights[row]
+        return slab_bytes(weight.numel(), weight.dtype) if self._has_out(row) else 0
+
+    def _has_out(self, row: int) -> bool:
+        dtype = self._weights[row].dtype
+        return dtype != torch.float32 and not (dtype == torch.bfloat16 and self._splits(row))
+
+    def _splits(self, row: int) -> bool:
+        return self._own_bytes is None and self._engine.splits_masters
 
     def _slot_dtype(self, row: int) -> torch.dtype:
         return torch.float32 if row in self.copies else self._weights[row].dtype
@@ -299,12 +316,15 @@ class StateStore:
         pin_slabs(list(slabs.values()), self._weights[0].device, self._engine.workers)  # what may fail comes before anything is changed
         self._slot_rows |= changed
         for row in {*rows} - {row for of_unit in wanted.values() for row in of_unit}:
-            self._states[row] = replace(self._states[row], slot=None)
+            self._states[row] = replace(self._states[row], slot=None, out=None)
         for unit, of_unit in changed.items():
             self._slot_slabs.pop(unit, None)
             for row in of_unit:
                 slot = slabs[unit].take(self._weights[row].numel(), self._slot_dtype(row))
                 self._states[row] = replace(self._states[row], slot=slot)
+            for row in filter(self._has_out, of_unit):  # after the slots, which stay neighbours
+                weight = self._weights[row]
+                self._states[row] = replace(self._states[row], out=slabs[unit].take(weight.numel(), weight.dtype))
         self._slot_slabs |= slabs
         return [row for of_unit in changed.values() for row in of_unit]
 
@@ -324,7 +344,7 @@ class StateStore:
             return _with_own_states(fp32())
         master, exp_avg, exp_avg_sq = fp32(), fp32(), fp32()
         largest = fp32() if self._amsgrad[row] else None
-        if self._engine.splits_masters and self._weights[row].dtype == torch.bfloat16:
+        if self._splits(row) and self._weights[row].dtype == torch.bfloat16:
             high, low = master.view(torch.bfloat16)[:numel], master.view(torch.int16)[numel:]
             return RowStates(high, exp_avg, exp_avg_sq, largest, None, low)
         return RowStates(master, exp_avg, exp_avg_sq, largest, None)

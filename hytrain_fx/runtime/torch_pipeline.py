@@ -181,7 +181,7 @@ class Pipeline:
         _require_finite(row, states)
         assert row.step is not None
         assert states.slot is not None
-        row.step(states, states.slot, row.known_factors(), states.slot if row.narrow else None)
+        row.step(states, states.slot, row.known_factors(), states.out)
         return range(len(row.chunks))
 
     def _next_update(self) -> Key | None:
@@ -228,7 +228,7 @@ class Pipeline:
 
     def _issue(self, row: Row, number: int) -> tuple[Event, int]:
         chunk, states = row.chunks[number], row.placed_states()
-        source = states.slot if row.narrow else states.master
+        source = states.out if row.narrow else states.master
         assert source is not None
         part = source[chunk.begin : chunk.end]
         _sleep_us(self.delay_us[Stage.ISSUE])

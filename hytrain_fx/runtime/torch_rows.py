@@ -75,7 +75,7 @@ class Row:
 
     @property
     def narrow(self) -> bool:
-        """Whether the weight is of 16 bits and comes back through the slot; an fp32 weight comes from its master."""
+        """Whether the weight is of 16 bits and comes back from `RowStates.out`; an fp32 weight comes from its master."""
         return self.weight.dtype != torch.float32
 
     def place(self, states: RowStates, *, on_host: bool) -> None:
@@ -83,7 +83,8 @@ class Row:
         if self.phase is not Phase.IDLE:
             raise EngineError(f"row {self.index} is moved while in use")
         self.generation += 1  # a dropped gradient of the old place may yet be noted as landed
-        maximum, slot = states.max_exp_avg_sq, states.slot
+        self.landing = None
+        maximum, slot, out = states.max_exp_avg_sq, states.slot, states.out
         self.states = RowStates(
             flat_alias(states.master),
             flat_alias(states.exp_avg),
@@ -91,6 +92,7 @@ class Row:
             None if maximum is None else flat_alias(maximum),
             None if slot is None else flat_alias(slot),
             own=states.own,
+            out=None if out is None else flat_alias(out),
         )
         self.on_host = on_host
 
@@ -109,7 +111,7 @@ class Row:
     def landed_gradient(self) -> tuple[Event, torch.Tensor]:
         """When the gradient is in its slot, and the slot. Raises EngineError where there is none."""
         slot = self.placed_states().slot
-        if self.phase is not Phase.GRAD or self.landing is None or slot is None:
+        if not self.on_host or self.landing is None or slot is None:
             raise EngineError(f"row {self.index} has no gradient to bring back")
         return self.landing, slot
 
@@ -205,13 +207,14 @@ def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch
 
 def part_of(states: RowStates, begin: int, end: int) -> RowStates:
     """The same range of every state."""
-    maximum, slot = states.max_exp_avg_sq, states.slot
+    maximum, slot, out = states.max_exp_avg_sq, states.slot, states.out
     return RowStates(
         states.master[begin:end],
         states.exp_avg[begin:end],
         states.exp_avg_sq[begin:end],
         None if maximum is None else maximum[begin:end],
         None if slot is None else slot[begin:end],
+        out=None if out is None else out[begin:end],
     )
 
 

@@ -20,7 +20,7 @@ def host_states(weight: torch.Tensor, halves: bool = False) -> RowStates:
     slot = torch.zeros(weight.numel(), dtype=weight.dtype)
     states = RowStates(master, torch.zeros_like(master), torch.zeros_like(master), None, slot)
     if not halves:
-        return states
+        return states if weight.dtype == torch.float32 else replace(states, out=torch.zeros_like(slot))
     high, low, marked = split(master, states.exp_avg_sq)
     return replace(states, master=high, low=low, exp_avg_sq=marked)
 
@@ -46,6 +46,7 @@ class EngineLoop:
     weights: list[torch.Tensor] = field(default_factory=list)
     reference: list[RowStates] = field(default_factory=list)
     step_count: int = 0
+    grads: dict[int, torch.Tensor] = field(default_factory=dict)  # of the last step
     launching_s: float = 0.0  # that the launching of each row on the host takes longer
 
     def __post_init__(self) -> None:
@@ -96,7 +97,7 @@ class EngineLoop:
         items = [] if ahead else [CommitItem(row, scalars) for row in hosted]
         items += [CommitItem(row, scalars, grad=grads[row], at_end=True) for row in rows if row not in hosted]
         self.engine.commit(items)
-        self._kept = grads
+        self.grads = grads
 
     def bring_weight_home(self, row: int) -> None:
         """The half of a drained row's master that is the weight, where it is on the device alone."""

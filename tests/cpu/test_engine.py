@@ -389,9 +389,31 @@ def test_fetches_are_waited_for_in_any_order_and_once(make_engine: MakeEngine) -
             engine.fetched(numbers[0])
         with pytest.raises(EngineError, match="fit"):
             engine.fetch([0, 1], torch.zeros(SIZES[0]))
-        engine.discard([1])
+
+
+def test_a_gradient_stays_in_its_slot_until_the_next_one(make_engine: MakeEngine) -> None:
+    """A commit leaves it there, the update may run meanwhile, and so does a drop; a row in another place has none."""
+    with make_engine() as engine:
+        loop = EngineLoop(engine, SIZES, torch.bfloat16)
+        rows = range(len(SIZES))
         with pytest.raises(EngineError, match="row 1 has no gradient"):
-            engine.fetch([0, 1], torch.zeros(SIZES[0] + 100))
+            engine.fetch([1], torch.zeros(SIZES[1]))
+        for stage in (Stage.CPU_UPDATE, Stage.LANDING):
+            engine.set_delay(stage, 1000)
+        loop.step()
+        grads = loop.grads
+        outs = [torch.zeros(size, dtype=torch.bfloat16) for size in SIZES]
+        for row, out in enumerate(outs):
+            engine.fetched(engine.fetch([row], out))
+        engine.drain(rows)
+        engine.discard([0])
+        for row, out in enumerate(outs):
+            assert torch.equal(out, grads[row])
+            engine.fetched(engine.fetch([row], out.zero_()))
+            assert torch.equal(out, grads[row])
+        engine.place_on_host(1, loop.states[1])
+        with pytest.raises(EngineError, match="row 1 has no gradient"):
+            engine.fetch([1], torch.zeros(SIZES[1]))
 
 
 def test_a_row_is_moved_only_when_its_gradient_has_left_the_slot(make_engine: MakeEngine) -> None:

@@ -118,7 +118,7 @@ def test_training_uses_stand_ins_again(twins: Twins) -> None:
 
 
 def test_a_gradient_kept_over_a_step_never_shows_the_next_one(twins: Twins) -> None:
-    """`.grad` and its detached twin, kept by the user: gone for a row on the host, the old values for one on the device."""
+    """`.grad` and its detached twin, kept by the user: gone after the next backward for a row on the host, else the old values."""
     twins.ours(*twins.batches[0]).backward()
     twins.optimizer.step()
     kept = [p.grad for p in twins.ours.parameters()]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from hytrain_fx.errors import GradientConsumedError
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.runtime.engine import Stage
 
@@ -141,19 +140,6 @@ def test_gradients_on_the_host_take_no_memory_on_the_device(twins: Twins) -> Non
     assert not grads(twins.ours)
 
 
-def test_a_gradient_read_after_step_is_an_error(twins: Twins) -> None:
-    """Values that step() has used up are refused with an error that names the parameter; a second step() is refused too."""
-    _, optimizer = twins.restart()
-    twins.ours(*twins.batches[0]).backward()
-    optimizer.step()
-    with pytest.raises(GradientConsumedError, match=r"last\.weight"):
-        twins.ours.last.weight.grad.sum()
-    with pytest.raises(GradientConsumedError, match="zero_grad"):
-        optimizer.step()
-    optimizer.zero_grad()
-    twins.agree(plain_loop(2))
-
-
 def set_to_none(model: Any) -> None:
     for p in model.parameters():
         p.grad = None
@@ -190,18 +176,6 @@ def test_every_way_to_zero_gradients(twins: Twins, zero: str, place: str) -> Non
         return losses
 
     twins.agree(loop)
-
-
-def test_a_gradient_kept_over_the_step_is_not_silently_dropped(twins: Twins) -> None:
-    """Without zero_grad() torch adds the next gradient to the old one. One that step() has used cannot be added to: an error to use."""
-    _, optimizer = twins.restart()
-    twins.ours(*twins.batches[0]).backward()
-    optimizer.step()
-    twins.ours(*twins.batches[0]).backward()
-    for use in (lambda: twins.ours.last.weight.grad.sum(), lambda: clip_grad_norm_(twins.ours.parameters(), 1.0), optimizer.step):
-        with pytest.raises(GradientConsumedError, match="zero_grad"):
-            use()
-    twins.agree(plain_loop(2))
 
 
 def test_gradients_that_nobody_wants_may_pile_up(twins: Twins) -> None:

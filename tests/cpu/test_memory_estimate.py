@@ -56,6 +56,27 @@ def test_it_is_what_the_store_of_states_counts(rows: Rows) -> None:
     assert estimate.device_states_bytes == store.device_bytes(of[Placement.GPU])
 
 
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, splits: bool) -> None:
+    """Gradients stay in their slots, so a 16-bit weight that no half of its master is goes to the device from elsewhere."""
+    engine = NoEngine()
+    engine.splits_masters = splits
+    store = StateStore([torch.ones(100, dtype=dtype)], [0], [False], cast(Engine, engine))
+    apart = dtype == torch.float16 or not splits
+    assert store.out_bytes(0) == (padded_bytes(200) if apart else 0)
+    estimate = estimate_memory([RowSize(100, 2, out_bytes=store.out_bytes(0))], [Placement.CPU], ring_bytes=0, pinned=True)
+    assert estimate.host_bytes == store.host_bytes([0])
+    store.allocate([Placement.CPU], None)
+    out, slot = store[0].out, store[0].slot
+    assert slot is not None
+    assert (out is not None) == apart
+    assert out is None or (out.dtype == dtype and out.numel() == 100 and out.data_ptr() >= slot.data_ptr() + slot.nbytes)
+    store.move([0], Placement.STREAM, None)
+    assert store[0].slot is None
+    assert store[0].out is None
+
+
 @settings(deadline=None, max_examples=30)
 @given(rows=rows_strategy)
 def test_it_is_what_is_allocated(rows: Rows) -> None:

@@ -51,7 +51,8 @@ def make_row(engine: TorchEngine, number: int, size: int, dtype: torch.dtype, on
     slab.pin(DEVICE)
     master, exp_avg, exp_avg_sq = (slab.take(size, torch.float32) for _ in range(3))
     master.copy_(weight)
-    engine.place_on_host(number, RowStates(master, exp_avg, exp_avg_sq, None, slab.take(size, dtype)))
+    out = None if dtype == torch.float32 else slab.take(size, dtype)
+    engine.place_on_host(number, RowStates(master, exp_avg, exp_avg_sq, None, slab.take(size, dtype), out=out))
     return Row(weight, reference, slab)
 
 

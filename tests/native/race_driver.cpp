@@ -39,13 +39,14 @@ struct TrainedRow {
   bool copied;  // an fp32 row to which a bf16 copy was given
   int unit;
   Where where = kHost;
-  std::vector<char> weight, slot, grad, kept;  // kept: the gradient on the device, where the states are there or streamed
+  std::vector<char> weight, slot, out, grad, kept;  // kept: the gradient on the device, where the states are there or streamed
   Halves high, low;
   Floats master, m, v;
   Reference reference;
   int steps = 0;
   bool sends_weight = false;  // streamed: the upper half of a master comes home too; else it is read from the weight
   int64_t slot_width() const { return dtype == Dtype::kF32 || copied ? 4 : 2; }
+  bool apart() const { return dtype == Dtype::kF16 && where == kHost; }  // the new weight has memory of its own there
   bool split() const { return dtype == Dtype::kBF16 && where != kDevice; }
 };
 
@@ -175,6 +176,7 @@ class Run {
     row.v = row.reference.v;
     Floats master = row.reference.master;
     std::vector<char> slot(row.n * row.slot_width() + 64);  // so that no two seem to be neighbours in one slab
+    std::vector<char> out(row.apart() ? row.n * 2 : 0);
     if (row.split()) {
       row.high.resize(row.n);
       row.low.resize(row.n);
@@ -182,7 +184,7 @@ class Run {
       detail::split_master(master.data(), v.data(), row.high.data(), row.low.data(), row.v.data(), row.n);
     }
     HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr, row.m.data(), row.v.data(),
-                    nullptr, slot.data()};
+                    nullptr, slot.data(), row.apart() ? out.data() : nullptr};
     if (where == kHost) {
       check(hytrain_place_on_host(engine_, number, &host));
     } else if (where == kStreamed) {
@@ -197,6 +199,7 @@ class Run {
     }
     row.master = std::move(master);
     row.slot = std::move(slot);
+    row.out = std::move(out);
   }
 
   void* stream() { return runs_ahead_ ? &compute_ : nullptr; }
@@ -487,6 +490,9 @@ class Run {
     in_doubt_ = doubtful;
     skips_ = skips;
     ++step_;
+    for (const CommitItem& item : items) {  // a gradient stays in its slot
+      if (!ahead && rows_[item.row].where == kHost && chance(3)) fetch(item.row);
+    }
   }
 
   void update(const CommitItem& item, bool scaled) {

@@ -152,6 +152,7 @@ Engine::Row& Engine::place(int row, Place place) {
   ++r.generation;
   r.place = place;
   r.skipped = false;
+  r.landing = nullptr;  // the slot has no gradient
   return r;
 }
 

@@ -59,9 +59,9 @@ bool Engine::awaits_copies(const Row& row) {
   return row.phase == Phase::PENDING && row.place == Place::HOST && !row.passed && row.issued < static_cast<int>(row.chunks.size());
 }
 
-// Not where the new weight takes the place of the gradient: were the update to fail, the gradient would go out as the weight.
+// Not where the new weight has memory of its own: were the update to fail, what was there before would go out as the weight.
 bool Engine::may_flag_row(const Row& row) {
-  if (new_weight(row) == row.host.slot) return false;
+  if (new_weight(row) != row.host.master) return false;
   if (!row.armed_reload || !row.released || !row.factors_known || row.skipped || row.early) return false;
   for (const Chunk& chunk : row.chunks) {
     if (!chunk.flag || !chunk.landed || !chunk.queued || chunk.guessed > 0 || chunk.flagged) return false;

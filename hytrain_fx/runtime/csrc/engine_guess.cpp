@@ -23,7 +23,7 @@ constexpr double kLeastSame = 0.6;  // share of commits with the likely factors 
 // Whether the row can be updated on a guess, and that is worth its shadows.
 bool Engine::may_be_redone(const Row& row) const {
   if (!can_guess_ || row.spec.numel < kLeastGuessed || (row.host.max_exp_avg_sq && shadow_arrays_ < 4)) return false;
-  return weight_bytes(row) == 4 || row.host.low;  // else its new weight would take the place of the gradient
+  return weight_bytes(row) == 4 || row.host.low;  // no place beside is kept for a new weight that is apart from its master
 }
 
 // Whether it pays to go by the row's likely factors.

@@ -261,8 +261,8 @@ uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes,
     throw_if_failed();
     int64_t begin = 0;
     for (int i = 0; i < n; ++i) {
-      const Row& row = at(rows[i]);  // an update ahead of its commit leaves the gradient in the slot
-      if (row.phase != Phase::GRAD && row.phase != Phase::EARLY) {
+      const Row& row = at(rows[i]);  // an update leaves the gradient in the slot
+      if (row.place != Place::HOST || !row.landing) {
         throw std::runtime_error("row " + std::to_string(rows[i]) + " has no gradient to bring back");
       }
       const int64_t bytes = row.spec.numel * slot_grad_bytes(row);

@@ -176,8 +176,8 @@ bool Engine::update_on_host(Row& row, int64_t begin, int64_t n, const Task& task
   if (row.host.low) {
     return split_adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<uint16_t*>(master), home.low, home.m, home.v, home.vmax, n, task.scalars);
   }
-  return adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.m, home.v, home.vmax,
-                           weight_bytes(row) == 2 ? slot : nullptr, weight_dtype(row), n, task.scalars);
+  void* const out = weight_bytes(row) == 2 ? offset(row.host.out, begin * 2) : nullptr;
+  return adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.m, home.v, home.vmax, out, weight_dtype(row), n, task.scalars);
 }
 
 }  // namespace hytrain_fx

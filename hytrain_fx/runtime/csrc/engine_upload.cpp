@@ -135,7 +135,7 @@ const Engine::Key* Engine::next_of(const std::set<Key>& keys) const {
 }
 
 // Where an update by the CPU leaves it: a 16-bit weight takes the place of its gradient, but for the half of a master that is the weight.
-const void* Engine::new_weight(const Row& row) { return row.host.low || weight_bytes(row) == 4 ? row.host.master : row.host.slot; }
+const void* Engine::new_weight(const Row& row) { return row.host.low || weight_bytes(row) == 4 ? row.host.master : row.host.out; }
 
 Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
   Row& row = rows_[upload.row];

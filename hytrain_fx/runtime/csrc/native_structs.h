@@ -20,7 +20,8 @@ struct HostStates {  // where a row's states rest on the host
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null without amsgrad
-  void* slot;
+  void* slot;  // of the gradient, which an update leaves there
+  void* out;   // of the new 16-bit weight; null where the master, or its half, is the weight
 };
 
 // Device memory that streamed states pass through: slots of one chunk, `arrays` (3, or 4 with amsgrad) of `slot_params` floats each.
