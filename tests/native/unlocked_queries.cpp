@@ -1,4 +1,4 @@
-// Whether the engine asks the device for events with its lock held. Each question here waits until another thread has made a call that needs the
+// Whether the engine asks the device for events, or waits for them, with its lock held. Each question here waits until another thread has made a call that needs the
 // lock: a launching thread, which would stand still for as long as a driver takes to answer. Prints "unlocked", or "locked" where that thread had
 // to wait for the answer. Compiled, without csrc/cpu_device.cpp, and run by tests/cpu/test_unlocked_queries.py.
 #include <atomic>
@@ -29,18 +29,24 @@ void check(int status) {
 class AskedEvent : public Event {
  public:
   explicit AskedEvent(EventPtr event) : event_(std::move(event)) {}
-  void sync() override { event_->sync(); }
   double time_us() override { return event_->time_us(); }
 
  private:
   bool query() override {
+    be_late();
+    return event_->done();
+  }
+  void await() override {
+    be_late();
+    event_->sync();
+  }
+  static void be_late() {
     const int number = ++questions;
     const auto until = std::chrono::steady_clock::now() + kPatience;
     while (calls < number && !locked) {
       if (std::chrono::steady_clock::now() > until) locked = true;
       std::this_thread::sleep_for(kPause);
     }
-    return event_->done();
   }
   EventPtr event_;
 };
@@ -75,12 +81,16 @@ int main() {
   options.ring = ring.data();
   options.ring_bytes = ring.size();
   options.factor_slots = factors.data();
-  options.factor_capacity = 1;
+  options.factor_capacity = 1;  // a factor of the gradients on the host, which comes late and is guessed
   options.nonfinite = &nonfinite;
   Engine* engine = nullptr;
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};
   check(hytrain_set_staging(engine, &memory));
+  std::vector<char> shadows(64 << 20);
+  ShadowMemory shadow{shadows.data(), static_cast<int64_t>(shadows.size()), 3};
+  check(hytrain_set_shadow(engine, &shadow));
+  check(hytrain_set_delay(engine, 0, 30000));
   std::vector<Kept> rows(kRows, Kept(kSize));
   std::vector<CommitItem> items(kRows);
   const int32_t all[] = {0, 1, 2, 3};
@@ -93,6 +103,7 @@ int main() {
     check(streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
     items[r].row = r;
     items[r].grad = streamed ? row.grad.data() : nullptr;
+    items[r].n_factors = streamed ? 0 : 1;
     items[r].scalars = {1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};
   }
   std::thread caller([engine] {
@@ -105,7 +116,9 @@ int main() {
     }
   });
   WorkQueue compute;
-  for (int step = 0; step < 3; ++step) {
+  const float likely = 1.0f, other = 0.5f;
+  for (int step = 0; step < 12; ++step) {
+    const void* factor = step % 6 == 5 ? &other : &likely;
     for (int r = kRows - 1; r >= 0; --r) {
       const int32_t row = r;
       const void* grad = rows[r].grad.data();
@@ -117,15 +130,23 @@ int main() {
       check(hytrain_arm_gpu(engine, &row, 1, &compute));
       check(hytrain_release(engine, &row, 1, &compute));
     }
-    check(hytrain_commit(engine, items.data(), kRows, nullptr, 0, -1, &compute));
+    float* slots = nullptr;
+    check(hytrain_factor_slots(engine, &slots));
+    check(hytrain_commit(engine, items.data(), kRows, &factor, 1, -1, &compute));
     check(hytrain_wait(engine, all, kRows, &compute));
   }
   check(hytrain_drain(engine, all, kRows));
   over = true;
   caller.join();
   const int asked = questions;
+  GuessCounts guesses{};
+  check(hytrain_guess_counts(engine, &guesses));
   check(hytrain_destroy(engine));
-  if (asked == 0) std::exit((std::fprintf(stderr, "unlocked_queries: nothing was asked\n"), 1));
+  if (asked == 0 || guesses.missed == 0 || guesses.sent == 0) {
+    std::fprintf(stderr, "unlocked_queries: %d questions, %lld missed guesses, %lld parameters sent ahead: expected some of each\n", asked,
+                 static_cast<long long>(guesses.missed), static_cast<long long>(guesses.sent));
+    return 1;
+  }
   std::printf(locked ? "locked\n" : "unlocked\n");
   return 0;
 }

@@ -173,12 +173,6 @@ class CudaEvent : public Event {
  public:
   explicit CudaEvent(std::shared_ptr<CudaShared> shared) : shared_(std::move(shared)), event_(shared_->pool.take()) {}
   ~CudaEvent() override { shared_->pool.give(event_); }
-  // Polls, with sleeps: the cores belong to the workers, and cuEventSynchronize spins on one. Events made with BLOCKING_SYNC would let it
-  // sleep, but once such an event is behind a copy, cuMemcpyDtoHAsync on that stream returns only when earlier copies have run: the thread
-  // that launches the backward is then held back to the GPU's pace (seen with driver 580 on an H200: 145 ms of a 200 ms backward).
-  void sync() override {
-    while (!done()) std::this_thread::sleep_for(kPollInterval);
-  }
   double time_us() override {
     const Current current(shared_->driver, shared_->context);
     float elapsed_ms = 0;
@@ -194,6 +188,12 @@ class CudaEvent : public Event {
     if (result == kNotReady) return false;
     shared_->driver.check(result, "query an event");
     return true;
+  }
+  // Polls, with sleeps: the cores belong to the workers, and cuEventSynchronize spins on one. Events made with BLOCKING_SYNC would let it
+  // sleep, but once such an event is behind a copy, cuMemcpyDtoHAsync on that stream returns only when earlier copies have run: the thread
+  // that launches the backward is then held back to the GPU's pace (seen with driver 580 on an H200: 145 ms of a 200 ms backward).
+  void await() override {
+    while (!done()) std::this_thread::sleep_for(kPollInterval);
   }
 
   std::shared_ptr<CudaShared> shared_;

@@ -51,13 +51,19 @@ class Event {
     if (!known_done() && query()) known_.store(true, std::memory_order_release);
     return known_done();
   }
-  // Whether done() has said so. An event that has come stays so.
+  // Waits until it has come. Not with the engine's lock held, unless it is known to have.
+  void sync() {
+    if (known_done()) return;
+    await();
+    known_.store(true, std::memory_order_release);
+  }
+  // Whether done() or sync() has said so. An event that has come stays so.
   bool known_done() const { return known_.load(std::memory_order_acquire); }
-  virtual void sync() = 0;
   virtual double time_us() = 0;
 
  protected:
   virtual bool query() = 0;
+  virtual void await() = 0;
 
  private:
   std::atomic<bool> known_{false};

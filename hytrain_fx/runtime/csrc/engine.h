@@ -250,7 +250,8 @@ class Engine {
   bool may_guess(const Row& row, int n_factors) const;
   int64_t shadow_slot_bytes() const;
   char* take_shadow();
-  void factors_came(const Landing& landing);
+  void factors_came(const Landing& landing, std::unique_lock<std::mutex>& lock);
+  void await_wrongly_sent(const Landing& landing, bool skipped, std::unique_lock<std::mutex>& lock);
   void settle_guess(Row& row, int index, bool at_commit);
   static int64_t guessed_params(const Chunk& chunk);
   void settle_shadows(Chunk& chunk, bool updated);

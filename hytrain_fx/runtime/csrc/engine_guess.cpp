@@ -37,8 +37,33 @@ bool Engine::may_guess(const Row& row, int n_factors) const {
   return n_factors == row.n_values && may_be_redone(row) && is_steady(row);
 }
 
-void Engine::factors_came(const Landing& landing) {
+// New weights that were sent on a wrong guess are read while their copies run, and written again after. Returns, with the lock held, when none
+// is on its way.
+void Engine::await_wrongly_sent(const Landing& landing, bool skipped, std::unique_lock<std::mutex>& lock) {
+  for (std::vector<EventPtr> sent;; sent.clear()) {
+    for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
+      const Row& row = rows_[r];
+      if (row.phase != Phase::PENDING || row.factors_known || row.commit != landing.commit || !row.guessing) continue;
+      bool wrong = skipped;
+      for (int i = 0; i < row.n_factors; ++i) {
+        wrong |= std::memcmp(&row.guess[i], &landing.factors[row.factors[i]], sizeof(float)) != 0;
+      }
+      for (int c = 0; wrong && c < static_cast<int>(row.chunks.size()); ++c) {
+        ahead_.erase({row.spec.unit, r, c});
+        const EventPtr& ahead = row.chunks[c].ahead;
+        if (ahead && !ahead->known_done()) sent.push_back(ahead);
+      }
+    }
+    if (sent.empty()) return;
+    lock.unlock();
+    for (const EventPtr& event : sent) event->sync();
+    lock.lock();
+  }
+}
+
+void Engine::factors_came(const Landing& landing, std::unique_lock<std::mutex>& lock) {
   const bool skipped = landing.skip >= 0 && landing.factors[landing.skip] != 0.0f;
+  await_wrongly_sent(landing, skipped, lock);
   const int64_t redone = guesses_.redone;
   bool guessed = false;
   for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
@@ -89,7 +114,7 @@ void Engine::settle_guess(Row& row, int index, bool at_commit) {
     ready_.erase(key);
     ahead_.erase(key);
     if (chunk.ahead) {
-      chunk.ahead->sync();  // it reads what is written again; little is under way at once
+      chunk.ahead->sync();  // it has come: await_wrongly_sent()
       chunk.ahead = nullptr;
       chunk.send_back = row.skipped;
     }

@@ -47,7 +47,7 @@ void Engine::land() {
     sleep_us(lander_delay_us_);
     lock.lock();
     if (landing.parts.empty()) {
-      factors_came(landing);
+      factors_came(landing, lock);
       continue;
     }
     if (landing.begin) lane_records_.push_back({0, landing.parts[0].row, landing.parts[0].chunk, landing.begin, landing.event});

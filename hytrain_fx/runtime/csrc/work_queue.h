@@ -21,10 +21,6 @@ inline double clock_us() {
 
 class CpuEvent : public Event {
  public:
-  void sync() override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    fired_cv_.wait(lock, [this] { return done(); });
-  }
   double time_us() override { return time_us_; }
   void fire() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -35,6 +31,10 @@ class CpuEvent : public Event {
 
  private:
   bool query() override { return fired_.load(std::memory_order_acquire); }
+  void await() override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    fired_cv_.wait(lock, [this] { return query(); });
+  }
 
   std::mutex mutex_;
   std::condition_variable fired_cv_;
