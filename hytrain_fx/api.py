@@ -14,6 +14,7 @@ from torch import nn
 
 from hytrain_fx.capture import GraphKind
 from hytrain_fx.config import Config
+from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graph_text import InspectedGraph, Inspection
 from hytrain_fx.explain.launching import launch_spans, step_launches
@@ -92,6 +93,8 @@ def explain(model: nn.Module) -> Explanation:
         optimizer=() if session.rule is None else session.rule.notes,
         guesses=guesses,
         copies=session.copies.in_words(),
+        outside=tuple(_outside(session)),
+        troubles=planning.aside.troubles,
         early=session.engine.early_counts(),
         stream=session.config.stream,
         launch_queue=length_asked_for() if cuda else None,
@@ -130,7 +133,7 @@ def record(model: nn.Module) -> Iterator[Recording]:
     session = session_of(model)
     if session.planning.recording:
         raise UnsupportedError("this model is being recorded already; end that record block first")
-    if session.planning.awaits_times:
+    if session.planning.awaits_times and session.planning.is_about_to_measure:
         raise UnsupportedError(
             f"the times for the first plan are still being measured ({session.steps_done} steps are done, it takes "
             f"{session.planning.steps_to_measure}); record once explain(model) shows a solved plan"
@@ -146,7 +149,8 @@ def record(model: nn.Module) -> Iterator[Recording]:
     try:
         yield recording
         session.drain()
-        recording.ended(_recorded(session, names, begin_us))
+        with session.planning.aside("reading a recording"):
+            recording.ended(_recorded(session, names, begin_us))
     finally:
         session.planning.recording = False
         session.engine.record(False)
@@ -184,6 +188,7 @@ def _measured(session: Session) -> Measured | None:
         statistics.median(steps_us) if steps_us else None,
         len(steps_us),
         session.engine.finish_times(),
+        times.held_us,
     )
 
 
@@ -204,6 +209,21 @@ def _not_offloaded(session: Session) -> dict[int, str]:
         for row in set(range(len(session.table))) - offloaded:
             found.setdefault(row, "no captured backward graph makes its gradient")
     return found
+
+
+def _outside(session: Session) -> Iterator[str]:
+    """What ran outside captured graphs, and what that costs."""
+    done, captured = session.steps_done, session.planning.captured_steps
+    if captured < done:
+        why = ("its gradients came from elsewhere (another method than the model's call, torch.func, gradients written by hand)"
+               if session.capture.graphs else "torch.compile captured no graph (TORCH_LOGS=graph_breaks tells why)")
+        yield (f"{done - captured} of {done} steps ran outside captured graphs: {why}. There updates begin at step() and the next forward "
+               f"waits for all of them, so nothing is hidden; step() itself took {time_text(session.in_step_us)} in the last step"
+               + ("" if session.planning.profile else ", and no times could be measured to plan with"))
+    if session.marks.broken:
+        held = _measured(session)
+        took = f" ({time_text(held.held_us)} a step, measured)" if held else ""
+        yield f"the forward is not one graph (a graph break; TORCH_LOGS=graph_breaks tells where): it waits for all new weights first{took}"
 
 
 def _spent_us(session: Session) -> dict[str, float]:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from hytrain_fx import layers
+from hytrain_fx.aside import Aside
 from hytrain_fx.balancing import Balancing
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.balance import streamed_share
@@ -27,6 +29,7 @@ from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import streamed_state_bytes
 from hytrain_fx.model_units import ModelUnits
 from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.plan_check import Advice, PlanCheck
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
@@ -79,7 +82,11 @@ class Planning:
         self._reader = StepReader(session.engine, session.marks)
         self._due = self._renumbered = False
         self._balancing = Balancing()
-        self._balanced: Plan | None = None  # due before the next forward
+        self._wanted: Plan | None = None  # due before the next forward
+        self._check = PlanCheck()
+        self._all_on_device: tuple[Profile, Plan | None] | None = None  # the plan for a profile
+        self.captured_steps = 0  # with a captured backward, so far
+        self.aside = Aside()
         self._guard = GUARD
         self._move_us_per_byte: float | None = None
         self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
@@ -125,8 +132,13 @@ class Planning:
         return self.units.placement_of(plan)
 
     def after_step(self) -> None:
-        """Decide whether the next forward begins with a new plan, and whether the step to come is measured for one."""
+        """Decide whether the next forward begins with a new plan, and whether the step to come is measured for one. Raises nothing."""
+        with self.aside("measuring a step"):
+            self._after_step()
+
+    def _after_step(self) -> None:
         session, done = self._session, self._session.steps_done
+        self.captured_steps += session.marks.captured
         # The forward order is known now; a given k counts units in it, and it may differ from the order of registration.
         self._renumbered = done == 1 and session.config.plan is None and not self._solves
         if self.recording:  # what was measured before is lost, and measured again afterwards
@@ -135,42 +147,60 @@ class Planning:
             return
         if self._reader.is_reading:
             self._reader.step_ended()
-        elif not self._due and done >= _COLD_STEPS and self._agenda.begins(done, tuple(session.step_us)):
+        elif not self._due and self.can_measure and self._agenda.begins(done, tuple(session.step_us)):
             self._reader.begin()
         if self._reader.steps >= session.config.warmup_steps and self._reader.is_reading and not self._due:
             self._reader.end()
-            self._due = True
+            self._due = session.marks.steps > 0
+            if not self._due:
+                self._reader.forget()  # none of them ran captured graphs: others are read once steps do
         if self._balances and not self._reader.is_reading:
             self._balancing.saw(session.engine.finish_times())
             better = self._balancing.better(self.plan, self.units(), session.step_us[-1], done)
-            self._balanced = None if better is None else self._if_it_repays(better)
+            self._wanted = None if better is None else self._if_it_repays(better)
             self._look_at_the_discipline()
+        if self.profile is not None and self._solves and self._checks and not self._reader.is_reading and not self._due:
+            self._check_the_plan(self.profile)
+
+    @property
+    def is_about_to_measure(self) -> bool:
+        """Whether steps are being measured, or will be as soon as enough are done."""
+        return self._reader.is_reading or self._due or self.can_measure or self._session.steps_done < self.steps_to_measure
+
+    @property
+    def can_measure(self) -> bool:
+        """Whether the last step ran captured graphs, and those before were not all cold."""
+        return self._session.marks.captured and self.captured_steps >= _COLD_STEPS
 
     def before_forward(self) -> None:
-        """Put a due plan in force, if no gradient is alive (it would lose its slot)."""
+        """Put a due plan in force, if no gradient is alive (it would lose its slot). Raises nothing."""
         session = self._session
-        if not (self._due or self._renumbered or self._balanced) or self.recording or session.nodes.gradients.any_in_place():
+        if not (self._due or self._renumbered or self._wanted) or self.recording or session.nodes.gradients.any_in_place():
             return
-        if self._balanced is not None and not self._due:
-            self._put_in_force(self._balanced)
+        steps_us = list(session.step_us)[-session.config.warmup_steps :]
+        was_due, plans = self._due, len(self.history)
+        with self.aside("making a plan"):
+            self._make_plan()
+        if was_due:
+            self._agenda = self._agenda.after(session.steps_done, len(self.history) > plans, steps_us)
+        self._due = self._renumbered = False
+        self._wanted = None
+
+    def _make_plan(self) -> None:
+        if self._wanted is not None and not self._due:
+            self._put_in_force(self._wanted)
             return
         begin_s = time.perf_counter()
         if self._due:
-            try:
-                self._measure()
-            except BaseException:
-                self._due = False  # what was read is gone: the next steps are measured
-                raise
+            self._measure()
             self.read_us = (time.perf_counter() - begin_s) * 1e6
             begin_s = time.perf_counter()
         new = self._next_plan()
-        steps_us = list(session.step_us)[-session.config.warmup_steps :]
         self.solve_us = (time.perf_counter() - begin_s) * 1e6
         if new is not None:
             self._put_in_force(new)
-        if self._due:
-            self._agenda = self._agenda.after(session.steps_done, new is not None, steps_us)
-        self._due = self._renumbered = False
+        else:
+            self._check.restart()
 
     def _measure(self) -> None:
         """The profile of the steps just measured. The device runs on, with what it has been given, except before the first plan."""
@@ -187,7 +217,12 @@ class Planning:
     def _put_in_force(self, new: Plan) -> None:
         session, before = self._session, list(self._session.states.placement)
         begin_s = time.perf_counter()
-        session.place(new)
+        try:
+            session.place(new)
+        except Exception:
+            with suppress(Exception):  # each row trains on from where it is; the plan in force is to say where that is
+                session.place(self.plan)
+            raise
         moved_us = (time.perf_counter() - begin_s) * 1e6
         moved = self._sizes.moved_bytes(before, session.states.placement)
         if moved:
@@ -197,7 +232,8 @@ class Planning:
         self.history.append(new)
         session.marks.clear()
         self._balancing.restart(new)
-        self._balanced, self._measured_anew = None, False
+        self._check.restart()
+        self._wanted, self._measured_anew = None, False
 
     # ---- probes ----
 
@@ -222,7 +258,8 @@ class Planning:
         # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU has run the backward by then.
         foresight, early = self._session.foresight, self._session.foresight.will_go_ahead
         commits_early = self._session.table.device.type == "cuda" and not foresight.awaits_factors
-        return Discipline(commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
+        return Discipline(barrier="before_forward" if self._session.marks.broken else "none",
+                          commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
                           early_weights=foresight.awaits_factors, runs_ahead=commits_early and not early and self._balancing.runs_ahead)
 
     @property
@@ -265,18 +302,9 @@ class Planning:
 
     def _solve(self, profile: Profile) -> Plan | None:
         """A plan solved from the profile, if it is the first, or worth moving states for."""
-        session, config = self._session, self._session.config
-        all_states = profile.params * self._sizes.device_bytes_per_param()
-        budget = device_budget_bytes(config.gpu_states, session.table.device, all_states, self._sizes.resident_device_bytes())
+        config = self._session.config
         stream: Stream = config.stream if config.stream == "auto" else given_share(config)
-        within: dict[str, Any] = {
-            "budget_bytes": max(int(budget) - (self._sizes.wider_bytes() if self._may_stream else 0), 0),
-            "budget_counts_streamed": config.gpu_states == "auto",
-            "host_budget_bytes": self._host_budget_bytes(),
-            "guard": self._guard,
-            "discipline": self.discipline,
-            **self._bytes_per_param(),
-        }
+        within = self._within(profile)
         try:
             if self._balances and self._solved_for is not None and streamed_k(profile, **within) == self.plan.k:
                 self._stay(profile, f"k={self.plan.k} is still solved")
@@ -289,17 +317,60 @@ class Planning:
             return None  # the plan in force stays: memory has become too short to move to another
         return new if self.awaits_times else self._if_worth_it(profile, new)
 
+    def _within(self, profile: Profile) -> dict[str, Any]:
+        """What a plan is solved within: memory, and how the runtime works."""
+        session, config = self._session, self._session.config
+        all_states = profile.params * self._sizes.device_bytes_per_param()
+        budget = device_budget_bytes(config.gpu_states, session.table.device, all_states, self._sizes.resident_device_bytes())
+        return {
+            "budget_bytes": max(int(budget) - (self._sizes.wider_bytes() if self._may_stream else 0), 0),
+            "budget_counts_streamed": config.gpu_states == "auto",
+            "host_budget_bytes": self._host_budget_bytes(),
+            "guard": self._guard,
+            "discipline": self.discipline,
+            **self._bytes_per_param(),
+        }
+
+    @property
+    def _checks(self) -> bool:
+        """Whether plans are held against all states on the device. Not where the device is the CPU: its steps are too uneven for that."""
+        return self._session.table.device.type == "cuda" and self._agenda.every > 0
+
+    def _check_the_plan(self, profile: Profile) -> None:
+        """See whether the plan in force keeps what was promised (`plan_check.py`)."""
+        if self._all_on_device is None or self._all_on_device[0] is not profile:
+            self._all_on_device = (profile, self._solved_for_all(profile))
+        of_all = self._all_on_device[1]
+        all_us = None if of_all is None or of_all.rows == self.plan.rows else of_all.predicted["step_us"]
+        advice = self._check.saw(self._session.step_us[-1], self.plan, all_us)
+        if advice is Advice.MEASURE:
+            self._agenda = self._agenda.soon(self._session.steps_done)
+            self._solved_for = None
+        elif advice is Advice.TRY:
+            assert of_all is not None
+            self._wanted = replace(of_all, notes=(*of_all.notes, self._check.note))
+        elif advice is Advice.BACK:
+            assert self._check.before is not None
+            self._wanted = replace(self._check.before, notes=(*self._check.before.notes, self._check.note))
+        if self._check.note and self._check.note not in self.plan.notes:
+            self.history[-1] = replace(self.plan, notes=(*self.plan.notes, self._check.note))
+
+    def _solved_for_all(self, profile: Profile) -> Plan | None:
+        """All states on the device, None where they do not fit."""
+        made = solve(profile, k=len(profile.units), **self._within(profile))
+        return made if made.k == len(profile.units) else None
+
     def _if_worth_it(self, profile: Profile, new: Plan) -> Plan | None:
         """The new plan, None where the one in force stays; what is predicted for that one is renewed."""
         session = self._session
-        predicted = self._predict(profile, self.plan)
+        present = replace(self.plan, predicted=self._predict(profile, self.plan))
         wanted = self.units.placement_of(new)
         migration_us = self._sizes.moved_bytes(session.states.placement, wanted) * self._us_per_moved_byte(profile)
         steps_us = list(session.step_us)[-session.config.warmup_steps :]
-        self.verdict = judge(predicted["step_us"], new.predicted["step_us"], steps_us, migration_us)
+        self.verdict = judge(self._check.expected_us(present), self._check.expected_us(new), steps_us, migration_us)
         if self.verdict.moves and wanted != session.states.placement:
             return replace(new, notes=(*new.notes, f"{_AGAIN} {session.steps_done} steps: {self.verdict}"))
-        self._stay(profile, str(self.verdict), predicted)
+        self._stay(profile, str(self.verdict), present.predicted)
         return None
 
     def _if_it_repays(self, better: Plan) -> Plan | None:

@@ -78,6 +78,7 @@ class Session:
         self.eager_rows: set[int] = set()  # rows that have had gradients from outside the graphs since the last step(),
         self.last_eager_rows: set[int] = set()  # and before it
         self.steps_done = 0
+        self.in_step_us = 0.0  # how long the last call of step() took
         self._depth = 0
         self._last_step_s: float | None = None
         self._hooks: list[RemovableHandle] = []
@@ -176,6 +177,7 @@ class Session:
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
         unguard_all(self.table.parameters)
+        self.marks.enabled = torch.is_grad_enabled()  # an evaluation leaves no marks
         self.marks.mark(Mark.FORWARD_BEGIN)
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
@@ -187,7 +189,8 @@ class Session:
 
     def before_eager_code(self) -> None:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
-        self.engine.wait(self._all_rows)
+        with self.marks.held("graph break"):
+            self.engine.wait(self._all_rows)
         self.copies.before_eager_code()
         self.nodes.gradients.let_go_of_all()
         self._writes.watch(self._all_rows)
@@ -199,6 +202,7 @@ class Session:
         if self._depth == 0:
             self._clock.close(Phase.COMPILE_FORWARD)
             self.marks.mark(Mark.FORWARD_END)
+            self.marks.enabled = True
             self._guard_all()
 
     @contextmanager
@@ -217,6 +221,7 @@ class Session:
         """
         self.require_whole_states()
         self.places.require_trained()
+        begin_s = time.perf_counter()
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
             if self.nodes.gradients.parts.open:
@@ -241,10 +246,11 @@ class Session:
         self.last_eager_rows, self.eager_rows = self.eager_rows, set()
         self.nodes.gradients.parts.used_eagerly.clear()
         self._guard_all()
-        self._end_step()
+        self._end_step(begin_s)
 
-    def _end_step(self) -> None:
+    def _end_step(self, begin_s: float) -> None:
         now_s = time.perf_counter()
+        self.in_step_us = (now_s - begin_s) * 1e6
         if self._last_step_s is not None:
             self.step_us.append((now_s - self._last_step_s) * 1e6)
         self._last_step_s = now_s
@@ -297,7 +303,8 @@ class Session:
         if not self._shut_down.alive:
             return  # a parameter that has outlived its model
         row = self.table.row_of[id(parameter)]
-        self.engine.settle([row])
+        with self.marks.held("read"):
+            self.engine.settle([row])
         self.copies.fill([row])
         self._writes.watch([row])
         self.touched.add(row)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hytrain_fx.cost_model.figures import time_text
-from hytrain_fx.cost_model.measure import Mark, between
+from hytrain_fx.cost_model.measure import Mark, between, stretches
 from hytrain_fx.explain.span import LAUNCHING, WORDS, LaunchKind, Span
 from hytrain_fx.ir.task_graph import TaskKind
 
@@ -88,24 +88,25 @@ def _moment(launch: StepLaunch) -> str:
 def _what(launch: StepLaunch, unit_names: Sequence[str]) -> str:
     if launch.longest_kind is None:
         return "the loop's own code before step()"
+    if launch.longest_unit < 0:
+        return "waiting in this library for weights that code outside the graphs may read"
     return f"launching the {WORDS[launch.longest_kind]} of {unit_names[launch.longest_unit] or '(model)'}"
 
 
 def _spans(marks: Marks) -> Iterator[Span]:
-    for (mark, unit, begin_us), (next_mark, next_unit, end_us) in itertools.pairwise(marks):
-        found = _between(mark, next_mark, unit, next_unit)
-        if found is not None:
-            yield Span(LAUNCHING, *found, begin_us, end_us)
+    for kind, unit, begin_us, end_us in stretches(marks):
+        yield Span(LAUNCHING, _KINDS[kind], unit, begin_us, end_us)
+    for (mark, _, begin_us), (next_mark, _, end_us) in itertools.pairwise(marks):
+        if mark is Mark.STEP_BEGIN and next_mark is Mark.STEP_END:
+            yield Span(LAUNCHING, LaunchKind.STEP, -1, begin_us, end_us)
 
 
 def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[LaunchKind, int] | None:
-    """As on the device, but that a wait is a gate: it ends when the weight is on its way; and `step()` is something too."""
-    if mark is Mark.STEP_BEGIN and next_mark is Mark.STEP_END:
-        return LaunchKind.STEP, -1
+    """As on the device, except that a wait is a gate: it ends when the weight is on its way."""
+    if mark is Mark.HELD_BEGIN and next_mark is Mark.HELD_END:
+        return LaunchKind.GATE, -1
     found = between(mark, next_mark, unit, next_unit)
-    if found is None or (mark is Mark.WAIT_BEGIN and next_mark is not Mark.WAIT_END):
-        return None
-    return _KINDS[found[0]], found[1]
+    return None if found is None else (_KINDS[found[0]], found[1])
 
 
 def _launch(device: Marks, launched: Marks) -> StepLaunch | None:

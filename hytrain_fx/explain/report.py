@@ -43,6 +43,7 @@ class Measured:
     forward_us, backward_us, stall_us    medians of the last `steps` steps, from marks on the compute stream
     cpu_update_us    the last update, its chunks' time divided among the workers; None for a unit that is not updated by the CPU
     step_us          median wall time of the last `step_count` steps; None before the second one
+    held_us          of the stalls, what the loop was held up for outside of gates: at graph breaks, and where it reads weights
     finish           when the updates of the step before the last had ended, from its commit on
     """
 
@@ -54,6 +55,7 @@ class Measured:
     step_us: float | None
     step_count: int
     finish: FinishTimes | None = None
+    held_us: float = 0.0
 
     @property
     def cpu_us(self) -> float | None:
@@ -87,6 +89,8 @@ class Explanation:
     early            updates that began before step(), and those put back or made again
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
+    outside          what ran outside captured graphs, and what that costs, in sentences
+    troubles         errors in measuring and planning that training went on without
     launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has its usual length
     """
 
@@ -109,6 +113,8 @@ class Explanation:
     early: EarlyCounts | None = None
     stream: Stream = "auto"
     copies: str | None = None
+    outside: tuple[str, ...] = ()
+    troubles: tuple[str, ...] = ()
     launch_queue: str | None = None
 
     @cached_property
@@ -179,6 +185,8 @@ class Explanation:
             "engine": {"name": self.engine, "workers": self.workers},
             "optimizer": list(self.optimizer),
             "copies": self.copies,
+            "outside": list(self.outside),
+            "troubles": list(self.troubles),
             "launch_queue": self.launch_queue,
             "steps_done": self.steps_done,
             "step": {

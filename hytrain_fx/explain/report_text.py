@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hytrain_fx.cost_model.balance import streamed_share
@@ -51,8 +52,18 @@ _USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx be
 
 def explanation_text(e: Explanation) -> str:
     """The page. Figures say whether they were profiled (before the plan was solved), predicted, measured (under it) or given."""
-    parts = (_head(e), _step(e), _helps(e), _rules(e), units_text(e), reasons_text(e.plan), memory_text(e.memory), _closing(e))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts: tuple[Callable[[], str], ...] = (
+        partial(_head, e), partial(_step, e), partial(_helps, e), partial(_rules, e), partial(units_text, e),
+        partial(reasons_text, e.plan), partial(memory_text, e.memory), partial(_closing, e))
+    return "\n\n".join(text for text in map(_told, parts) if text) + "\n"
+
+
+def _told(part: Callable[[], str]) -> str:
+    """A part of the page. One that cannot be told leaves the others: to explain never ends a run."""
+    try:
+        return part()
+    except Exception as error:
+        return f"(a part of this page could not be told: {type(error).__name__}: {error})"
 
 
 def _head(e: Explanation) -> str:
@@ -64,7 +75,8 @@ def _head(e: Explanation) -> str:
     else:
         how = f"profiled in {e.profile.steps} steps" if e.profile.steps else f"estimated (data sheets) for {e.profile.device}"
         lines.append(f"{how} on {e.profile.host}; predicted: simulated from the {'profiled' if e.profile.steps else 'estimated'} times")
-    return "\n".join([*lines, *(f"note: {text}" for text in (*([e.copies] if e.copies else []), *e.optimizer, *e.plan.notes))])
+    notes = (*e.outside, *e.troubles, *([e.copies] if e.copies else []), *e.optimizer, *e.plan.notes)
+    return "\n".join([*lines, *(f"note: {text}" for text in notes)])
 
 
 def _step(e: Explanation) -> str:

@@ -11,13 +11,12 @@ Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedul
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hytrain_fx.cost_model.measure import Mark, between
+from hytrain_fx.cost_model.measure import Mark, stretches
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.intervals import Interval, share_inside
 from hytrain_fx.explain.launching import StepLaunch
@@ -150,13 +149,7 @@ def read_trace(path: str | Path) -> list[Timeline]:
 
 def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Span]:
     """What the device did between the marks of each step (`StepMarks.finished`), by the rules of `cost_model.measure`."""
-    spans = []
-    for marks in steps:
-        for (mark, unit, begin_us), (next_mark, next_unit, end_us) in itertools.pairwise(marks):
-            found = between(mark, next_mark, unit, next_unit)
-            if found is not None:
-                spans.append(Span("device", *found, begin_us, end_us))
-    return spans
+    return [Span("device", kind, unit, begin_us, end_us) for marks in steps for kind, unit, begin_us, end_us in stretches(marks)]
 
 
 def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:

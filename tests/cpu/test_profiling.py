@@ -146,30 +146,98 @@ def test_no_measured_step_is_an_error() -> None:
         build_profile(replace(of, marks=StepMarks(torch.device("cpu"))), Rates(), None, streams=False)
 
 
-def test_a_step_with_a_long_evaluation_is_not_measured() -> None:
-    """Its marks do not pile up; the next step is measured again."""
-    marks = StepMarks(torch.device("cpu"))
+class Clock:
+    """Stands for the host's clock; `mark` moves it on by so many microseconds first."""
 
-    def forward() -> None:
-        for kind in (Mark.FORWARD_BEGIN, Mark.WAIT_BEGIN, Mark.WAIT_END, Mark.FORWARD_END):
-            marks.mark(kind, 0)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_us, self.marks = 0.0, StepMarks(torch.device("cpu"))
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_us * 1e-6)
 
-    def train() -> None:
-        forward()
-        marks.mark(Mark.GRADS, 0)
-        marks.mark(Mark.BACKWARD_END)
-        marks.note(Mark.STEP_END)
-        marks.end_step()
+    def mark(self, kind: Mark, after_us: float, unit: int = 0) -> None:
+        self.now_us += after_us
+        self.marks.mark(kind, unit)
 
+    def micro_batch(self, forward_us: float, backward_us: float) -> None:
+        self.mark(Mark.FORWARD_BEGIN, 3.0)
+        self.mark(Mark.WAIT_BEGIN, 0.0)
+        self.mark(Mark.WAIT_END, 5.0)
+        self.mark(Mark.FORWARD_END, forward_us)
+        self.mark(Mark.GRADS, backward_us)
+        self.mark(Mark.BACKWARD_END, 0.0)
+
+    def kept(self) -> int:
+        return sum(len(of.marks) for of in self.marks._running)
+
+
+@pytest.mark.parametrize("count", [1, 2, 700, 1000, 5000])
+def test_marks_of_many_micro_batches_keep_the_first_and_the_last(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded, the step is measured, and its times are those of all micro-batches where they are alike."""
+    clock = Clock(monkeypatch)
+    for _ in range(count):
+        clock.micro_batch(20.0, 30.0)
+        assert clock.kept() <= MOST_MARKS + 6
+    clock.marks.end_step()
+    assert clock.marks.captured
+    times = clock.marks.median(1)
+    assert times.forward_us[0] == pytest.approx(20.0 * count)
+    assert times.backward_us[0] == pytest.approx(30.0 * count)
+    assert times.stall_us[0] == pytest.approx(5.0 * count)
+    marks = clock.marks.finished()[0]
+    assert marks[0][2] == pytest.approx(3.0)
+    assert marks[-1][2] == pytest.approx(clock.now_us)
+    assert (Mark.LEFT_OUT in [kind for kind, _, _ in marks]) == (count * 6 > MOST_MARKS)
+
+
+def test_forwards_without_a_backward_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation with gradients on is forgotten where it is long; the training step after it is measured."""
+    clock = Clock(monkeypatch)
     for _ in range(MOST_MARKS):
-        forward()
-        assert len(marks._running) <= MOST_MARKS
-        assert len(marks._launching) <= MOST_MARKS
-    train()
-    assert marks.steps == 0
-    train()
-    assert marks.steps == 1
-    assert len(marks.launched()[0]) == 7
+        clock.mark(Mark.FORWARD_BEGIN, 1.0)
+        clock.mark(Mark.FORWARD_END, 1.0)
+        assert clock.kept() <= MOST_MARKS + 2
+    clock.micro_batch(20.0, 30.0)
+    clock.marks.end_step()
+    assert clock.marks.median(1).backward_us == pytest.approx((30.0,))
+
+
+def test_what_the_library_holds_up_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a graph break, and where the loop reads a weight between forward and backward: stall of the unit, neither forward nor backward."""
+    clock = Clock(monkeypatch)
+
+    def held(what: str, us: float) -> None:
+        with clock.marks.held(what):
+            clock.now_us += us
+
+    clock.mark(Mark.FORWARD_BEGIN, 0.0)
+    held("graph break", 1000.0)
+    clock.mark(Mark.WAIT_BEGIN, 2.0)
+    clock.mark(Mark.WAIT_END, 5.0)
+    clock.mark(Mark.FORWARD_END, 20.0)
+    held("read", 100.0)
+    held("read", 200.0)
+    clock.mark(Mark.GRADS, 30.0)
+    clock.mark(Mark.BACKWARD_END, 1.0)
+    held("read", 9000.0)  # after the backward it is no part of the step's times
+    clock.marks.end_step()
+    times = clock.marks.median(1)
+    assert times.forward_us == pytest.approx((22.0,))
+    assert times.stall_us == pytest.approx((1305.0,))
+    assert times.backward_us == pytest.approx((31.0,))
+    assert clock.marks.broken
+    clock.micro_batch(20.0, 30.0)
+    clock.marks.end_step()
+    assert not clock.marks.broken
+
+
+def test_a_step_without_a_captured_backward_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its marks are forgotten, and it does not count as captured."""
+    clock = Clock(monkeypatch)
+    clock.micro_batch(20.0, 30.0)
+    clock.marks.end_step()
+    clock.mark(Mark.FORWARD_BEGIN, 1.0)
+    clock.marks.end_step()
+    assert not clock.marks.captured
+    assert clock.marks.steps == 1
 
 
 def test_the_link_is_probed_both_ways() -> None:
