@@ -267,7 +267,7 @@ class Broken(Deep):
 
 
 def test_the_wait_at_a_graph_break_is_no_work() -> None:
-    """With slow updates the wait for all weights counts as stall, the plan is solved for a forward that waits for all, and `explain` tells."""
+    """With slow updates the wait counts as stall, the plan is solved for a forward that waits for all weights, and `explain` tells."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = Broken()
