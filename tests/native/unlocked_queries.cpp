@@ -90,7 +90,6 @@ int main() {
   std::vector<char> shadows(64 << 20);
   ShadowMemory shadow{shadows.data(), static_cast<int64_t>(shadows.size()), 3};
   check(hytrain_set_shadow(engine, &shadow));
-  check(hytrain_set_delay(engine, 0, 30000));
   std::vector<Kept> rows(kRows, Kept(kSize));
   std::vector<CommitItem> items(kRows);
   const int32_t all[] = {0, 1, 2, 3};
@@ -117,7 +116,11 @@ int main() {
   });
   WorkQueue compute;
   const float likely = 1.0f, other = 0.5f;
-  for (int step = 0; step < 12; ++step) {
+  GuessCounts guesses{};
+  bool wrongly_sent = false;
+  for (int step = 0; step < 100 && !wrongly_sent; ++step) {  // every sixth factor is another; a loaded machine may send nothing ahead then
+    const int64_t sent = guesses.sent, missed = guesses.missed;
+    check(hytrain_set_delay(engine, 0, 0));
     const void* factor = step % 6 == 5 ? &other : &likely;
     for (int r = kRows - 1; r >= 0; --r) {
       const int32_t row = r;
@@ -130,21 +133,20 @@ int main() {
       check(hytrain_arm_gpu(engine, &row, 1, &compute));
       check(hytrain_release(engine, &row, 1, &compute));
     }
+    check(hytrain_set_delay(engine, 0, 100000));  // the factor comes when updates have ended
     float* slots = nullptr;
     check(hytrain_factor_slots(engine, &slots));
     check(hytrain_commit(engine, items.data(), kRows, &factor, 1, -1, &compute));
     check(hytrain_wait(engine, all, kRows, &compute));
+    check(hytrain_guess_counts(engine, &guesses));
+    wrongly_sent = guesses.missed > missed && guesses.sent > sent;
   }
   check(hytrain_drain(engine, all, kRows));
   over = true;
   caller.join();
-  const int asked = questions;
-  GuessCounts guesses{};
-  check(hytrain_guess_counts(engine, &guesses));
   check(hytrain_destroy(engine));
-  if (asked == 0 || guesses.missed == 0 || guesses.sent == 0) {
-    std::fprintf(stderr, "unlocked_queries: %d questions, %lld missed guesses, %lld parameters sent ahead: expected some of each\n", asked,
-                 static_cast<long long>(guesses.missed), static_cast<long long>(guesses.sent));
+  if (questions == 0 || !wrongly_sent) {
+    std::fprintf(stderr, "unlocked_queries: nothing was asked, or no weight was sent on a wrong guess\n");
     return 1;
   }
   std::printf(locked ? "locked\n" : "unlocked\n");
