@@ -217,17 +217,20 @@ class StepMarks:
         for step in self._finished:
             last = step.marks[-1][2]
             if isinstance(last, torch.cuda.Event):
-                last.synchronize()  # not the device: copies and updates of the last step may run on
+                with torch.cuda.device(self._device):  # as in _reached
+                    last.synchronize()  # not the device: copies and updates of the last step may run on
 
     def _reached(self) -> list[_Step]:
         """The finished steps that the device is through with, oldest first; waits for the first alone, so that there is one."""
         reached: list[_Step] = []
         for step in self._finished:
             last = step.marks[-1][2]
-            if isinstance(last, torch.cuda.Event) and not last.query():
-                if reached:
-                    break
-                last.synchronize()
+            if isinstance(last, torch.cuda.Event):
+                with torch.cuda.device(self._device):  # torch asks as the thread's own device: a context would be made on that
+                    if not last.query():
+                        if reached:
+                            break
+                        last.synchronize()
             reached.append(step)
         return reached
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -253,6 +253,14 @@ class Device:
 
     given = reached = 0
     waited: ClassVar[list[int]] = []
+    current: ClassVar[torch.device | None] = None  # of the thread
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    Device.current = device
+    yield
+    Device.current = None
 
 
 class FakeEvent:
@@ -270,6 +278,7 @@ class FakeEvent:
         self.number = Device.given
 
     def query(self) -> bool:
+        assert Device.current is not None, "asked as the thread's own device, on which a context would be made"
         return self.number <= Device.reached
 
     def synchronize(self) -> None:
@@ -278,8 +287,7 @@ class FakeEvent:
             Device.reached = self.number
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.query()
-        assert end.query()
+        assert max(self.number, end.number) <= Device.reached
         return float(end.number - self.number)
 
 
@@ -288,7 +296,7 @@ def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle" if priority < 0 else "shares a queue")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", current_device)
     monkeypatch.setattr(measure, "current_stream_of", lambda device: lambda: 7)
     marks = StepMarks(torch.device("cuda"))
     for _ in range(3):
