@@ -58,11 +58,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
         self._require_own()
         self.session.drain()
-        self.state = read_states(self.session)  # type: ignore[assignment]
-        try:
-            return super().state_dict()
-        finally:
-            self.state = self._states
+        # Another object shows them, with all else that this one has: another thread may step meanwhile.
+        shown = object.__new__(type(self))
+        vars(shown).update(vars(self) | {"state": read_states(self.session)})
+        return torch.optim.Optimizer.state_dict(shown)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.

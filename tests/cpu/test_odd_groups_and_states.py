@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,6 +135,32 @@ def test_what_would_have_no_effect_is_an_error(name: str) -> None:
         with pytest.raises(errors.UnsupportedError, match=r"optimizer\.(state|param_groups) was replaced"):
             call()
     hytrain_fx.close(model)
+
+
+def test_a_step_while_another_thread_takes_the_state_dict_is_no_error(twins: Twins) -> None:
+    """`state_dict()` shows states as torch has them to itself alone; hooks get an optimizer of the same groups."""
+    optimizer = trained(twins)
+    raised: list[BaseException] = []
+    shown: list[Any] = []
+
+    def step() -> None:
+        try:
+            optimizer.step()
+        except BaseException as error:
+            raised.append(error)
+
+    def meanwhile(of: Any) -> None:
+        shown.append(of)
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+
+    handle = optimizer.register_state_dict_pre_hook(meanwhile)
+    saved = optimizer.state_dict()
+    handle.remove()
+    assert raised == []
+    assert shown[0].param_groups is optimizer.param_groups
+    assert len(saved["state"]) == 7
 
 
 def to_device(optimizer: Any) -> None:
