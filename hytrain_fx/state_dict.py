@@ -74,7 +74,9 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def _at_rest(self, parameter: torch.Tensor) -> int:
         self._session.require_whole_states()
-        row = self._session.table.row_of[id(parameter)]
+        row = self._session.table.row_of.get(id(parameter), -1)
+        if row < 0:
+            raise KeyError(f"a {type(parameter).__name__} that is no parameter of the optimizer when the model was compiled")
         self._session.drain()
         self._session.follow_written_weights()
         return row
@@ -179,6 +181,8 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the entry of {session.table.names[row]} is {saved!r} in the checkpoint, expected a dict of states")
     if (own := _own_entries(session)) is not None:
         own.check(row, saved, group)
         return

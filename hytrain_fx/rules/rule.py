@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from numbers import Number
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.rules.check import Untrusted, check_one_by_one, refuse_searches
 from hytrain_fx.rules.graph import graph_of
 from hytrain_fx.rules.recording import Form, Recording, Untraceable, entry_after, record
@@ -65,8 +67,10 @@ class UpdateRule:
         """What one `step()` runs for these rows, with the options that the groups have now, and the attributes that the user's optimizer
         has; sets what the step sets there.
 
-        The rows must be at rest.
+        The rows must be at rest. Raises UnsupportedError, and has done nothing, for groups that have lost an option, or its kind.
         """
+        for group in groups:
+            self._require_options(group)
         made: dict[int, RowStep] = {}
         attributes: dict[str, Any] = {}
         before, self._alike = self._alike, {}  # what no row of this step shares is not kept
@@ -120,6 +124,15 @@ class UpdateRule:
             said.append(f"{self.name} cannot be traced for {some}, its own step runs op by op: {reason}")
         return tuple(said)
 
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        """A step that fails on a worker ends the engine: so an option that was a number must still be one."""
+        first = next((self._first_options[self._row_of[id(p)]] for p in group["params"] if id(p) in self._row_of), Options())
+        for key, value in first.items():
+            if key not in group:
+                raise UnsupportedError(f"a parameter group has no {key!r}, only {sorted(group)}; write it back: group[{key!r}] = ...")
+            if _is_number(value) and not isinstance(value, bool) and not _is_number(group[key]):
+                raise UnsupportedError(f"{key} of a parameter group is {group[key]!r}: expected a number, as it was at compile")
+
     def _step(self, row: int, options: Options, states: RowStates, group: Hashable, before: Mapping[Hashable, Recording]) -> RowStep:
         """`group` stands for the options, `before` has recordings of the step before, which may be the same."""
         form, own = self._forms[row], own_of(states)
@@ -151,6 +164,10 @@ class UpdateRule:
         if key not in self._graphs:
             self._graphs[key] = graph_of(recording)
         return self._graphs[key]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _same_as(values: Mapping[str, Any]) -> Hashable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -209,7 +210,7 @@ def test_an_error_in_the_optimizer_is_reported() -> None:
     model, batches = start()
     _, optimizer = hytrain_fx.compile(model, OwnNorm(model.parameters()), k=0)
     plain_loop(1)(model, optimizer, batches)
-    optimizer.param_groups[0]["lr"] = "fast"
+    optimizer.param_groups[0]["lr"] = Decimal("0.1")  # a number that torch does not take
     with pytest.raises(EngineError, match="CPU update: unsupported operand"):
         plain_loop(2)(model, optimizer, batches)
     with pytest.raises(EngineError):

@@ -91,6 +91,26 @@ def test_a_group_that_no_step_can_take_is_an_error_at_compile(name: str) -> None
     hytrain_fx.close(model)
 
 
+@pytest.mark.parametrize("change", [missing("lr"), given("lr", "0.1"), given("momentum", None)], ids=["no lr", "text", "nothing"])
+def test_a_group_of_another_optimizer_that_no_step_can_take_is_an_error_at_step(change: Callable[[dict[str, Any]], None]) -> None:
+    """Found before the step reaches a worker, where it would end the engine: with the option put right the training goes on."""
+    torch._dynamo.reset()
+    model, batches = mlp()
+    optimizer: Any
+    _, optimizer = hytrain_fx.compile(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), k=2)
+    plain_loop(1)(model, optimizer, batches)
+    whole, before = dict(optimizer.param_groups[0]), weights(model)
+    change(optimizer.param_groups[0])
+    model(*batches[0]).backward()
+    with pytest.raises(errors.UnsupportedError, match=r"of a parameter group is|a parameter group has no 'lr'"):
+        optimizer.step()
+    assert_same(weights(model), before)
+    optimizer.param_groups[0].update(whole)
+    optimizer.step()
+    assert not torch.equal(weights(model)["first.weight"], before["first.weight"])
+    hytrain_fx.close(model)
+
+
 def test_a_numpy_scalar_as_learning_rate_decays_as_in_torch() -> None:
     """numpy's schedules give numpy's floats; with a gradient of zeros a step is the decay alone, in the scalar's own precision."""
     torch._dynamo.reset()
@@ -217,6 +237,7 @@ WRONG_ENTRIES: dict[str, tuple[Callable[[Any], None], str]] = {
     "no finite count": (lambda entry: entry.__setitem__("step", float("nan")), "step of first.weight is nan"),
     "one key less": (lambda entry: entry.__delitem__("exp_avg"), "no exp_avg for first.weight"),
     "one key taken": (lambda entry: entry.pop("step"), "no step for first.weight"),
+    "no dict": (lambda entry: entry._write([3]), r"entry of first.weight is \[3\]"),
     "several at once": (lambda entry: entry.update(step=3, exp_avg=torch.zeros(3)), "exp_avg of first.weight has shape"),
 }
 
@@ -233,6 +254,13 @@ def test_an_entry_that_does_not_fit_is_an_error_and_changes_nothing(name: str, t
     assert {key: id(value) for key, value in entry.items()} == {key: id(value) for key, value in before[1].items()}
     after = optimizer.state_dict()["state"]
     assert all(torch.equal(after[row][key], value) for row, kept in before[0]["state"].items() for key, value in kept.items())
+
+
+def test_an_entry_for_what_is_no_parameter_is_a_key_error(twins: Twins) -> None:
+    """Nothing would read it."""
+    states = trained(twins).state
+    with pytest.raises(KeyError, match="a Tensor that is no parameter"):
+        states[torch.zeros(2)] = {"step": 1}
 
 
 @pytest.mark.parametrize("saved", [{}, {"state": {}}, {"param_groups": []}, {"state": [], "param_groups": []}], ids=str)
