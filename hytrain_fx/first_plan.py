@@ -32,28 +32,29 @@ def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
 
 
 def require_room(
-    config: Config, units: Sequence[Unit], device_bytes_per_param: float, host_bytes_per_param: float, *, slots: bool
+    config: Config, units: Sequence[Unit], device_bytes_per_param: float, host_bytes_per_param: float, *, device_bytes: float, slots: bool
 ) -> None:
     """Raise where `gpu_states` and the host's memory together hold no plan: ConfigError for an option, HostMemoryError for the machine.
 
-    With gpu_states="auto" nothing is known before steps have run.
-    slots    whether every unit on the host has a slot for its gradient; streamed ones have none
+    device_bytes    what the device has: with gpu_states="auto" no more is known before steps have run
+    slots           whether every unit on the host has a slot for its gradient; streamed ones have none
     """
-    if config.gpu_states == "auto":
-        return
     total = device_bytes_per_param * sum(unit.params for unit in units)
-    on_device = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
+    if config.gpu_states == "auto":
+        on_device = device_bytes
+    else:
+        on_device = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
     most = sum(nbytes <= on_device for nbytes in accumulate(device_bytes_per_param * unit.params for unit in units))
     needed = sum(host_bytes_per_param * unit.params + (unit.grad_bytes if slots else 0) for unit in units[most:])
     limit = host_budget_bytes(config.host_memory)
     if needed <= limit:
         return
-    why = (f"gpu_states={config.gpu_states} leaves the states of {len(units) - most} of {len(units)} units to the host, "
+    why = (f"gpu_states={config.gpu_states!r} leaves the states of {len(units) - most} of {len(units)} units to the host, "
            f"{math.ceil(needed)} bytes")
     if config.host_memory is None:
         raise HostMemoryError(f"no plan fits the memory: {why}; the host has {limit} bytes for them. Keep more of them on the device "
                               "(gpu_states=...), or set host_memory where that figure is known to be wrong")
-    raise ConfigError(f"option host_memory={config.host_memory} and gpu_states={config.gpu_states}: no plan fits; {why}; expected "
+    raise ConfigError(f"option host_memory={config.host_memory} and gpu_states={config.gpu_states!r}: no plan fits; {why}; expected "
                       "more of one of the two")
 
 

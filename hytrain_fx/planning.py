@@ -32,7 +32,7 @@ from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.plan_check import Advice, PlanCheck
 from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us
 from hytrain_fx.runtime.engine import Engine
-from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
+from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes, total_bytes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 from hytrain_fx.runtime.states import StateStore
 from hytrain_fx.state_sizes import StateSizes
@@ -122,7 +122,7 @@ class Planning:
             plan = fixed_plan(session.config, units)
         else:
             require_room(session.config, units, self._sizes.device_bytes_per_param(), self._sizes.host_bytes_per_param(),
-                         slots=not self._may_stream)
+                         device_bytes=total_bytes(session.table.device), slots=not self._may_stream)
             plan = plan_until_measured(session.config, units, lambda unit: session.states.host_bytes(self.units.rows_of(unit)))
         if plan.numel(Placement.STREAM) and not session.engine.can_stream:
             asked = f"stream={session.config.stream!r}" if session.config.plan is None else "the given plan"

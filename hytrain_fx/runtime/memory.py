@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,11 @@ def device_budget_bytes(option: float | int | Literal["auto"], device: torch.dev
         free, _ = torch.cuda.mem_get_info(device)
         return max(0.0, resident_bytes + 0.95 * free - _DEVICE_MARGIN_BYTES)
     return resident_bytes + _HOST_SHARE * available_host_bytes()
+
+
+def total_bytes(device: torch.device) -> float:
+    """All the memory that a GPU has; no bound for a CPU, whose memory is the host's."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
 
 
 def host_budget_bytes(limit_bytes: int | None) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hytrain_fx
-from hytrain_fx import errors
+from hytrain_fx import errors, first_plan, planning
 
 from .loops import plain_loop
 from .models import Mlp, mlp
@@ -50,6 +50,18 @@ def test_refused_at_compile(name: str) -> None:
     assert native_threads() == threads
     assert all(type(p) is nn.Parameter for p in model.parameters())
     plain_loop(1)(model, optimizer, batches)
+
+
+@pytest.mark.parametrize(("limit", "error"), [({"host_memory": 1000}, errors.ConfigError), ({}, errors.HostMemoryError)])
+def test_states_that_device_and_host_together_do_not_hold(
+    limit: dict[str, int], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gpu_states="auto" the bound is what the device has in all; the error says how much is left to the host."""
+    monkeypatch.setattr(planning, "total_bytes", lambda device: 2000.0)
+    monkeypatch.setattr(first_plan, "host_budget_bytes", lambda option: 1000 if option is None else option)
+    model = Mlp()
+    with pytest.raises(error, match=r"no plan fits.*gpu_states='auto' leaves the states of 2 of 4 units"):
+        hytrain_fx.compile(model, adamw(model), **limit)
 
 
 TAKEN: dict[str, dict[str, Any]] = {
