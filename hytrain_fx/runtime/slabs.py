@@ -71,7 +71,7 @@ class HostSlab:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
         self._pinned_on: torch.device | None = None
-        self._kept_by: int | None = None  # the process that alone has the block; None: forked children have it too
+        self._made_by = os.getpid()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next `numel` elements of this slab as a flat tensor."""
@@ -98,7 +98,7 @@ class HostSlab:
 
         Forked children do not have the block: the kernel would copy all of it for each of them, as the driver holds its pages.
         """
-        self.keep_from_children()
+        self._map.madvise(mmap.MADV_DONTFORK)
         with torch.cuda.device(device):
             result = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         if result != 0:
@@ -113,17 +113,13 @@ class HostSlab:
         if self._pinned_on is not None:
             with torch.cuda.device(self._pinned_on):
                 torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._pinned_on = self._kept_by = None
+            self._pinned_on = None
             self._map.madvise(mmap.MADV_DOFORK)
 
-    def keep_from_children(self) -> None:
-        """Processes that are forked from now on do not have the block: reading it there would end them."""
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self._kept_by = os.getpid()
-
     def require_here(self) -> None:
-        """Raise EngineError in a forked child that does not have the block."""
-        if self._kept_by not in (None, os.getpid()):
+        """Raise EngineError in a forked child that does not have the block: reading it there would end the process."""
+        # While it was being pinned, or is: something else may have the addresses by now.
+        if os.getpid() != self._made_by and (self._pinned_on is not None or not _is_mapped(self._bytes.data_ptr())):
             raise EngineError(
                 "this process was forked from the one that compiled the model, and does not have the optimizer's states: their memory is "
                 "registered with the GPU's driver, and forked processes get none of it. Read the states in the parent (state_dict() before "
@@ -132,7 +128,7 @@ class HostSlab:
 
     def __del__(self) -> None:
         # A slab that is dropped while registered would leave the driver a stale mapping. In a forked child it is not ours.
-        if getattr(self, "_pinned_on", None) is not None and self._kept_by == os.getpid():
+        if getattr(self, "_pinned_on", None) is not None and self._made_by == os.getpid():
             self.unpin()
 
 
@@ -193,6 +189,11 @@ def _populate(address: int, nbytes: int) -> bool:
     """Whether the kernel made the pages in one call. ctypes releases the GIL meanwhile, mmap.madvise would not."""
     madvise = ctypes.CDLL(None).madvise
     return int(madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)) == 0
+
+
+def _is_mapped(address: int) -> bool:
+    """Whether this process has the page at `address`, in memory or not."""
+    return int(ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte()))) == 0
 
 
 def require_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:

@@ -325,6 +325,7 @@ def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -
     Weights can be read there, and the parent trains on and reads its states.
     """
     out = run(f"""
+        import mmap
         model, optimizer = make()
         model.to(torch.{dtype})
         model, optimizer = hytrain_fx.compile(model, optimizer, k=0, engine="{engine}", timeout_s=60.0)
@@ -336,7 +337,7 @@ def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -
         step()
         saved = optimizer.state_dict()
         for slab in session_of(model).states.slabs:
-            slab.keep_from_children()  # as `pin` does on a GPU
+            slab._map.madvise(mmap.MADV_DONTFORK)  # as `pin` does on a GPU
         pid = os.fork()
         if pid == 0:
             seen = [float(p.detach().sum()) for p in model.parameters()]
