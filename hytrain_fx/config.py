@@ -86,16 +86,16 @@ class Config:
         _require(_is_auto(self.stream) or _is_share(self.stream), "stream", self.stream, '"auto" or a number between 0 and 1')
         _require(_valid_gpu_states(self.gpu_states), "gpu_states", self.gpu_states,
                  '"auto", a float between 0 and 1 (fraction of the states), or an int >= 0 (bytes)')
-        _require(_is_none_or_int(self.host_memory, least=1), "host_memory", self.host_memory, "None or a positive int (bytes)")
+        _require(_is_none_or_bytes(self.host_memory, least=1), "host_memory", self.host_memory, "None or a positive int (bytes)")
         _require(_is_auto(self.speculate) or isinstance(self.speculate, bool), "speculate", self.speculate, '"auto", True or False')
-        _require(_is_none_or_int(self.shadow_memory, least=0), "shadow_memory", self.shadow_memory, "None or an int >= 0 (bytes)")
+        _require(_is_none_or_bytes(self.shadow_memory, least=0), "shadow_memory", self.shadow_memory, "None or an int >= 0 (bytes)")
         _require(_is_int(self.replan_every, least=0), "replan_every", self.replan_every, "an int >= 0")
         _require(_is_int(self.warmup_steps, least=1), "warmup_steps", self.warmup_steps, "an int >= 1")
         _require(_is_one_of(self.engine, get_args(EngineName)), "engine", self.engine, f"one of {get_args(EngineName)}")
         _require(self.workers is None or (_is_int(self.workers, least=1) and self.workers <= MOST_WORKERS), "workers", self.workers,
                  f"None or an int from 1 to {MOST_WORKERS}")
         _require(isinstance(self.pin_workers, bool), "pin_workers", self.pin_workers, "True or False")
-        _require(_is_none_or_int(self.ring_bytes, least=1), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
+        _require(_is_none_or_bytes(self.ring_bytes, least=1), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
         _require(isinstance(self.autocast_copies, bool), "autocast_copies", self.autocast_copies, "True or False")
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
@@ -128,6 +128,7 @@ class Config:
 
 _NUMBERS = ("k", "stream", "gpu_states", "host_memory", "shadow_memory", "replan_every", "warmup_steps", "workers", "ring_bytes",
             "timeout_s")
+_MOST_BYTES = 1 << 62  # what counts bytes in C holds more, and no machine has as much
 MOST_WORKERS = 4096
 """More threads than any host has cores for: such a number is a slip."""
 
@@ -158,8 +159,8 @@ def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_none_or_int(value: object, least: int) -> bool:
-    return value is None or _is_int(value, least)
+def _is_none_or_bytes(value: object, least: int) -> bool:
+    return value is None or (_is_int(value, least) and isinstance(value, int) and value <= _MOST_BYTES)
 
 
 def _is_number(value: object) -> bool:

@@ -20,9 +20,9 @@ class GraphDump:
     """Writes texts into a folder, which is made if it is missing. Raises ConfigError where it cannot be written."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
         self._ended = False
         try:
+            self.folder = Path(folder).absolute()  # the script may go to another one
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder) as probe:
                 probe.write(b"\n")

@@ -16,6 +16,7 @@ from hytrain_fx.errors import ConfigError, EngineError, UnsupportedError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
+from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
 
 # Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area, of three fp32
@@ -89,6 +90,9 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
         warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "
                       f"None takes {default_workers(device)}", stacklevel=4)
     ring_bytes = ring_bytes_for(parameters, config, streams=False)  # `Engine.set_transit`, where states come to be streamed
+    room = total_bytes(device) if device.type == "cuda" else psutil.virtual_memory().total
+    if config.ring_bytes is not None and ring_bytes > room:
+        raise ConfigError(f"option ring_bytes={ring_bytes}: the device has no room for it, {room} bytes in all; None takes what is needed")
     if config.engine in ("auto", "native"):
         try:
             return _native_engine(config, device, workers, ring_bytes)

@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dump that is a file": ({"dump": __file__}, "dump=.*cannot be written"),
     "dump with a zero byte": ({"dump": "a\0b"}, "dump=.*cannot be written"),
     "dump where nothing can be made": ({"dump": "/proc/folder"}, "dump=.*cannot be written"),
+    "ring that nothing holds": ({"ring_bytes": 1 << 60}, "ring_bytes=1152921504606846976: the device has no room for it"),
     "ring too small": ({"ring_bytes": 1}, r"ring_bytes=1: expected at least \d{5}"),
     "nowhere for the states": ({"gpu_states": 0, "host_memory": 1}, r"host_memory=1 and gpu_states=0.*no plan"),
     "nowhere for a share of the states": ({"gpu_states": 0.5, "host_memory": 2000}, "host_memory=2000 and gpu_states=0.5.*no plan"),
@@ -123,13 +124,15 @@ def test_a_dump_that_cannot_go_on_ends_with_one_warning(harm: Callable[[Path], N
     hytrain_fx.close(model)
 
 
-def test_a_dump_may_be_named_by_a_str(tmp_path: Path) -> None:
-    """Folders on the way are made; the texts are there after a step."""
+def test_a_dump_may_be_named_by_a_str(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders on the way are made; the texts are there after a step, also where the script has gone to another folder meanwhile."""
     torch._dynamo.reset()
     folder = tmp_path / "some" / "folder"
     model, batches = mlp()
     optimizer: Any
-    _, optimizer = hytrain_fx.compile(model, adamw(model), dump=str(folder))
+    monkeypatch.chdir(tmp_path)
+    _, optimizer = hytrain_fx.compile(model, adamw(model), dump="some/folder")
+    monkeypatch.chdir("/")
     plain_loop(1)(model, optimizer, batches)
     hytrain_fx.close(model)
     assert sorted(path.name for path in folder.glob("*.after.txt"))[0] == "00.forward.00.annotate_units.after.txt"

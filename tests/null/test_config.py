@@ -57,6 +57,7 @@ def test_accepted(options: dict[str, Any]) -> None:
     ("k", float("nan")), ("workers", 2.0), ("workers", 5000), ("workers", "all"), ("ring_bytes", 0), ("ring_bytes", True),
     ("pin_workers", 1), ("pin_workers", "yes"), ("engine", None), ("engine", ["native"]), ("planner", None), ("planner", 1),
     ("replan_every", 2.0), ("replan_every", None), ("warmup_steps", True), ("warmup_steps", "5"), ("stream", None), ("k", np.bool_(True)),
+    *((name, 1 << 70) for name in ("host_memory", "shadow_memory", "ring_bytes")),
     *((name, np.array([1, 2])) for name in ("k", "planner", "stream", "gpu_states", "host_memory", "speculate", "shadow_memory", "engine",
                                             "workers", "timeout_s", "mode", "options", "dynamic", "dump", "ring_bytes")),
 ])
