@@ -118,7 +118,7 @@ class HostSlab:
 
     def require_here(self) -> None:
         """Raise EngineError in a forked child that does not have the block: reading it there would end the process."""
-        # While it was being pinned, or is: something else may have the addresses by now.
+        # Where it is pinned, something else may have been mapped there in this process.
         if os.getpid() != self._made_by and (self._pinned_on is not None or not _is_mapped(self._bytes.data_ptr())):
             raise EngineError(
                 "this process was forked from the one that compiled the model, and does not have the optimizer's states: their memory is "
