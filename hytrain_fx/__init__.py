@@ -8,9 +8,9 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
-    from hytrain_fx.api import close, compile, explain, inspect, record
+    from hytrain_fx.api import close, compile, explain, inspect, record, settle
 
-__all__ = ["Config", "Plan", "close", "compile", "explain", "inspect", "record"]
+__all__ = ["Config", "Plan", "close", "compile", "explain", "inspect", "record", "settle"]
 
 # The package `explain` puts itself here when it is imported; done now and taken out, it cannot cover the function of that name later.
 import_module("hytrain_fx.explain")

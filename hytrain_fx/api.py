@@ -65,6 +65,15 @@ def close(model: nn.Module) -> None:
     set_compiled_call(model, None)
 
 
+def settle(model: nn.Module) -> None:
+    """Return when every committed update is done and every weight of `model` shows it.
+
+    Only for readers that this library cannot see: a raw pointer, or C++ code that keeps the parameter. Everybody else finds the new
+    weights anyway. Raises UnsupportedError for a model that is not compiled, EngineError where the engine has failed.
+    """
+    session_of(model).settle()
+
+
 def explain(model: nn.Module) -> Explanation:
     """The plan in force with its reasons, predicted beside measured. `print` it, or take `to_json()`.
 
@@ -202,6 +211,8 @@ def _not_offloaded(session: Session) -> dict[int, str]:
     """Rows whose gradients do not go to the host inside a graph, and why."""
     graphs = session.capture.graphs
     found = {row: why for graph in graphs for row, why in graph.kept_grads.items()}
+    for row in session.held.rows:
+        found.setdefault(row, "its memory is held outside the model, so step() waits for its update")
     for row in session.eager_rows | session.last_eager_rows:
         found.setdefault(row, "its gradient came from outside the captured graphs")
     if any(graph.kind is GraphKind.BACKWARD for graph in graphs):

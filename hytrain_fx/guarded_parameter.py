@@ -12,8 +12,9 @@ A CountedParameter is a plain parameter to torch and Dynamo, at no cost per op; 
 the first touch. Where a backward still needs the old weight, a write through `.data` is torch's error, as one in place is.
 
 Not noticed, because no torch function sees it:
-  - memory reached without `p`: views, `.data` or `.detach()` results, numpy and DLPack aliases, raw pointers, tensors saved for a backward,
-    all taken before `guard`. (The version counter that `step()` increments catches the saved tensors.)
+  - memory reached without `p`: views, `.data` or `.detach()` results, NumPy and DLPack aliases, tensors saved for a backward, all taken
+    before `guard`. (`held_weights` counts who holds them; the version counter that `step()` increments catches the saved tensors.)
+  - raw pointers: `hytrain_fx.settle(model)` before they are read.
   - `p` itself given to pybind11 functions of a C++ extension or to a torch.distributed process group's methods, which unpack it in C++.
     `torch.ops` and `torch.library` ops and Triton kernels (they ask for `data_ptr()`) are noticed.
   - torch functions that cannot be overridden: `torch.tensor(p)`, `p.as_subclass()`, `torch.utils.swap_tensors`, `torch.func.grad(f)(p)`.

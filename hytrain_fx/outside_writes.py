@@ -7,7 +7,7 @@
 Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it
 is brought home before eager code gets at it, and in the steps after, while what was got then may still be written to (`watch`).
 
-Not noticed: a write on a GPU through a raw pointer or a DLPack alias, and one through an alias from before `compile`.
+Not noticed: a write on a GPU through a raw pointer or a DLPack alias.
 """
 
 from __future__ import annotations

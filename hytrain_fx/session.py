@@ -31,6 +31,7 @@ from hytrain_fx.errors import StatesError
 from hytrain_fx.explain.resources import Resources, pinning_of
 from hytrain_fx.foresight import Foresight, Speculate
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
+from hytrain_fx.held_weights import HeldWeights
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
@@ -86,8 +87,10 @@ class Session:
         self._half_loaded: BaseException | None = None  # what ended the last loading of states
         with self._clock.phase(Phase.ENGINE):
             self.engine: Engine = make_engine(config, self.table.parameters)
+        self.held = HeldWeights(self.table.parameters, self.table.names)
         try:
-            self._build(model, optimizer)
+            with self.held.ours():
+                self._build(model, optimizer)
         except BaseException:
             self.engine.close()  # a refused model keeps no threads
             raise
@@ -242,11 +245,20 @@ class Session:
             self.copies.committed(rows)
             self._writes.note(rows)
             self._writes.end_step()
-        self.touched.clear()
+            self._settle_held()
+        self.touched = set(self.held.rows)  # whoever holds them may write to them at any time
         self.last_eager_rows, self.eager_rows = self.eager_rows, set()
         self.nodes.gradients.parts.used_eagerly.clear()
         self._guard_all()
         self._end_step(begin_s)
+
+    def _settle_held(self) -> None:
+        """Weights that others hold too are new before step() returns, in the order of the compute stream."""
+        if held := self.held.find():
+            self.engine.wait(held)
+            self.nodes.gradients.let_go(held)
+            self.copies.fill(held)
+            self._writes.watch(held)
 
     def _end_step(self, begin_s: float) -> None:
         now_s = time.perf_counter()
@@ -297,6 +309,7 @@ class Session:
         """Return when every committed update is done and every weight on the device; states rest where their updates have left them."""
         if not self.closed:
             self.engine.settle(range(len(self.table)))
+            self.copies.fill(self._all_rows)
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
@@ -321,7 +334,7 @@ class Session:
         if wanted != self.states.placement:
             self.resources.announce(wanted)
         for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
-            with self._clock.phase(Phase.MOVE), without_torch_function():
+            with self.held.ours(), self._clock.phase(Phase.MOVE), without_torch_function():
                 self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
         self._set_transit(wanted)
         self.copies.moved()

@@ -62,12 +62,19 @@ def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
     return fake.requires_grad_(requires_grad)
 
 
+def storage_uses_reader() -> Callable[[Tensor], int]:
+    """A function that counts the references to a tensor's storage: each tensor of it is one, and the asking is one.
+
+    Called `without_torch_function` for a guarded parameter.
+    """
+    count: Callable[[int], int] = _private("torch._C", "_storage_Use_Count")
+    return lambda tensor: count(tensor.untyped_storage()._cdata)
+
+
 def is_held_alone(parameter: nn.Parameter, accumulator: Node | None) -> bool:
     """Whether nobody but the model holds this parameter's memory: no view, no NumPy alias, no graph that has saved it.
 
     `accumulator` is its AccumulateGrad node, which refers to it too; None where it requires no gradient.
     """
-    storage_uses = _private("torch._C", "_storage_Use_Count")
     with without_torch_function():
-        storage = parameter.untyped_storage()  # one reference more
-        return storage_uses(storage._cdata) <= 2 and use_count(parameter) <= (1 if accumulator is None else 2)
+        return storage_uses_reader()(parameter) <= 2 and use_count(parameter) <= (1 if accumulator is None else 2)

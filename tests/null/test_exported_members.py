@@ -11,7 +11,7 @@ import pytest
 import hytrain_fx
 from hytrain_fx import errors
 
-FUNCTIONS = ["close", "compile", "explain", "inspect", "record"]
+FUNCTIONS = ["close", "compile", "explain", "inspect", "record", "settle"]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
     "HytrainError", "NonFiniteGradientError", "PlanError", "StatesError", "UnsupportedError",
@@ -19,7 +19,7 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the two value classes and the five functions; `dir` shows them before they are loaded."""
+    """`__all__` holds the two value classes and the six functions; `dir` shows them before they are loaded."""
     assert hytrain_fx.__all__ == ["Config", "Plan", *FUNCTIONS]
     assert set(hytrain_fx.__all__) <= set(dir(hytrain_fx))
 
