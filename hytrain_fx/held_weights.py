@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,9 +47,15 @@ class HeldWeights:
             uses = zip(self._expected, self._uses(), before, strict=True)
             self._expected = [of + now - then for of, now, then in uses]
 
-    def find(self) -> tuple[int, ...]:
-        """The rows whose memory others hold too; warns once. About 0.5 us a parameter."""
+    def find(self, wait: Callable[[Sequence[int]], None]) -> tuple[int, ...]:
+        """The rows whose memory others hold too; warns once. About 0.5 us a parameter.
+
+        `wait`: for updates of rows; called where somebody holds a weight, as that may be such an update (the torch engine's).
+        """
         uses = self._uses()
+        if (more := [row for row, (now, of) in enumerate(zip(uses, self._expected, strict=True)) if now > of]):
+            wait(more)
+            uses = self._uses()
         if uses == self._expected:
             self.rows = ()
             return self.rows

@@ -230,6 +230,7 @@ class Session:
             if self.nodes.gradients.parts.open:
                 self.nodes.gradients.end_sums()  # of a backward that ended in an error
             self.follow_written_weights()
+            held = self.held.find(self.engine.wait)
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             if skip is None:
                 self.engine.commit(items)
@@ -245,16 +246,16 @@ class Session:
             self.copies.committed(rows)
             self._writes.note(rows)
             self._writes.end_step()
-            self._settle_held()
-        self.touched = set(self.held.rows)  # whoever holds them may write to them at any time
+            self._settle_held(held)
+        self.touched = set(held)  # whoever holds them may write to them at any time
         self.last_eager_rows, self.eager_rows = self.eager_rows, set()
         self.nodes.gradients.parts.used_eagerly.clear()
         self._guard_all()
         self._end_step(begin_s)
 
-    def _settle_held(self) -> None:
+    def _settle_held(self, held: Sequence[int]) -> None:
         """Weights that others hold too are new before step() returns, in the order of the compute stream."""
-        if held := self.held.find():
+        if held:
             self.engine.wait(held)
             self.nodes.gradients.let_go(held)
             self.copies.fill(held)
