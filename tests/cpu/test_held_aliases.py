@@ -51,7 +51,7 @@ def _numpy(model: Any) -> Held:
 
 
 def _dlpack(model: Any) -> Held:
-    kept = [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())) for p in model.parameters()]
+    kept = [torch.utils.dlpack.from_dlpack(p.detach()) for p in model.parameters()]
     return lambda: kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ from .feed_forward import ADAMW, batches, build, deterministic, loss_of
 __all__ = ["deterministic"]  # the fixture, for this file too
 
 PLACES = {"host": [Placement.CPU], "device": [Placement.GPU], "streamed": [Placement.STREAM], "all three": list(Placement)}
-KINDS = {"state_dict": lambda model: list(model.state_dict().values()), "data": lambda model: [p.data for p in model.parameters()],
-         "DLPack": lambda model: [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())) for p in model.parameters()]}
+KINDS: dict[str, Callable[[Any], list[torch.Tensor]]] = {
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "data": lambda model: [p.data for p in model.parameters()],
+    "DLPack": lambda model: [torch.utils.dlpack.from_dlpack(p.detach()) for p in model.parameters()],
+}
 
 
 @pytest.mark.filterwarnings("ignore:the memory of")
