@@ -193,7 +193,8 @@ def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping
     name_of_row, expected = session.table.names[row], session.table.parameters[row].shape
     if not _is_count(saved["step"]):
         raise ValueError(f"step of {name_of_row} is {saved['step']!r} in the checkpoint, expected a number of steps")
-    for name in (*needed, "master"):
+    keeps_master = session.table.parameters[row].dtype != torch.float32  # else the weight is the master, whatever the entry has
+    for name in (*needed, *(["master"] if keeps_master else [])):
         if name in saved and not isinstance(saved[name], torch.Tensor):
             raise ValueError(f"{name} of {name_of_row} is {saved[name]!r} in the checkpoint, expected a tensor")
         if name in saved and saved[name].shape != expected:
