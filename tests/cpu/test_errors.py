@@ -177,7 +177,7 @@ def test_a_second_compile_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, "model", nn.Linear, nn.Linear(2, 2), torch.zeros(2), print], ids=lambda of: type(of).__name__)
-@pytest.mark.parametrize("function", ["close", "explain", "inspect", "record"])
+@pytest.mark.parametrize("function", ["close", "explain", "inspect", "record", "settle"])
 def test_what_is_no_compiled_model_is_refused_by_name(function: str, given: Any) -> None:
     """Every public function says what it was given."""
 
