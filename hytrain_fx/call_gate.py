@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hytrain_fx.interrupts import whole
 from hytrain_fx.parameter_places import Layout, ParameterPlaces
 
 MOST_LAYOUTS = 8
@@ -48,13 +49,18 @@ class CallGate:
             self._compiled.clear()
         layout = self._places.layout()
         call = self._call_of(layout)
-        self.session.enter_forward()
+        entered = False
         try:
+            with whole():
+                self.session.enter_forward()
+                entered = True
             if layout != self._places.compiled:
                 self.session.before_eager_code()  # what is there instead may share memory with any weight
             return call(*args, **kwargs)
         finally:
-            self.session.leave_forward()
+            if entered:
+                with whole():
+                    self.session.leave_forward()
 
     def _call_of(self, layout: Layout) -> Callable[..., Any]:
         if layout not in self._compiled:

@@ -58,7 +58,8 @@ class RowGradient:
         if not self.is_live():
             raise GradientConsumedError(
                 f"the gradient of {self._slots.name(self._row)} is gone: zero_grad() has dropped it, or a later backward() has taken its "
-                "host memory, or the model was closed; keep p.grad.clone() of a gradient that is read later than that"
+                "host memory or was interrupted while it added to it, or the model was closed; call zero_grad() before the next "
+                "backward(), and keep p.grad.clone() of a gradient that is read later"
             )
         return self._slots.fetch(self._row)
 

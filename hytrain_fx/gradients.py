@@ -11,8 +11,8 @@ This runs on the thread that launches the GPU's work, which must stay ahead of i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final
 
 import torch
@@ -24,10 +24,12 @@ from hytrain_fx.grad_rows import Part, RowGroup, RowGroups, form_of_each, like_p
 from hytrain_fx.grad_sources import HeldGradient, KeptGradient, Norm, RowGradient, StandIns, in_slot_at_all, is_clean, is_gone, is_in_slot
 from hytrain_fx.grad_standin import GradStandIn
 from hytrain_fx.grad_state import GradState
+from hytrain_fx.grad_undo import BeforeBackward
+from hytrain_fx.interrupts import whole
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.torch_private import get_grad, private_function, set_grad, without_torch_function
+from hytrain_fx.torch_private import get_grad, private_function, running_backward, set_grad, without_torch_function
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 _foreach_add_: Final = private_function("_foreach_add_")
@@ -53,6 +55,7 @@ class SessionGradients:
         self._states = states
         self._reader = SlotReader(table, engine)
         self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
+        self._before = BeforeBackward()
         self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
         self._summed: dict[int, _Noted] = {}  # and real ones of others that the graph has added to, with their version
@@ -67,6 +70,32 @@ class SessionGradients:
     def fetching_ahead(self, calls: Sequence[tuple[int, ...]]) -> AbstractContextManager[None]:
         """Around a graph that takes the gradients of these rows, call by call: earlier ones come back ahead of the call."""
         return self._earlier.ahead(calls)
+
+    @contextmanager
+    def all_or_none(self, rows: Iterable[int]) -> Iterator[None]:
+        """Around one run of a graph that takes the gradients of `rows`: where it ends in an error, `.grad` is as before the backward."""
+        self._before.graph_begins(running_backward())
+        try:
+            yield
+        except BaseException:
+            with whole(), without_torch_function():
+                for row in rows:
+                    self._undo(row)
+            raise
+
+    def _undo(self, row: int) -> None:
+        parameter, had = self.table.parameters[row], self._before.had(row)
+        laid_aside = self.parts.open.pop(row, None)
+        if laid_aside is not None:
+            set_grad(parameter, laid_aside.before)
+        elif self._before.had_none(row):
+            set_grad(parameter, None)
+            self._engine.discard([row])
+            self.taken.add(row)
+        elif had is not None and not had.is_as_before(get_grad(parameter), self.generation[row]):
+            self._engine.discard([row])
+            self.gone.add(row)  # it cannot be had back: whoever asks for it is told
+            set_grad(parameter, GradStandIn(parameter, RowGradient(self, row, None)))
 
     def end_sums(self) -> None:
         """Add what came in a backward that has ended to the gradients that were there before it."""
@@ -86,6 +115,7 @@ class SessionGradients:
         """The parameter's name."""
         return self.table.names[row]
 
+    @whole()
     def fetch(self, row: int) -> torch.Tensor:
         """The gradient in the slot of `row`, brought back to the device."""
         if row in self.taken and self.steps_may_write:
@@ -181,6 +211,7 @@ class SessionGradients:
         again = self.parts.arrive(group.rows)
         with without_torch_function():
             held = list(map(get_grad, group.parameters))
+            self._before.note(group.rows, held, again, self.generation)
             alike = not self.parts.open and group.fits(grads)
             if alike and not self._earlier.to_come and all(grad is None for grad in held):
                 self._take_first(group, grads)

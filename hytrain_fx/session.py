@@ -32,6 +32,7 @@ from hytrain_fx.explain.resources import Resources, pinning_of
 from hytrain_fx.foresight import Foresight, Speculate
 from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
 from hytrain_fx.held_weights import HeldWeights
+from hytrain_fx.interrupts import whole
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.layers import group_units, unit_of_rows
 from hytrain_fx.ops import NODES
@@ -217,6 +218,7 @@ class Session:
         finally:
             self._guard_all()
 
+    @whole()
     def step(self, skip: torch.Tensor | None = None) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now.
 
@@ -292,26 +294,29 @@ class Session:
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those that are in their slots."""
-        with without_torch_function():
+        with whole(), without_torch_function():
             for group in self.groups:
                 for parameter in group["params"]:
                     set_grad(parameter, None)
-        self.nodes.gradients.parts.open.clear()
-        self.engine.discard(self._all_rows)
-        self.nodes.gradients.taken.update(self._all_rows)
-        self.foresight.dropped()
+            self.nodes.gradients.parts.open.clear()
+            self.engine.discard(self._all_rows)
+            self.nodes.gradients.taken.update(self._all_rows)
+            self.foresight.dropped()
 
+    @whole()
     def drain(self) -> None:
         """Return when every committed weight is on the device and every state at rest."""
         if not self.closed:
             self.engine.drain(range(len(self.table)))
 
+    @whole()
     def settle(self) -> None:
         """Return when every committed update is done and every weight on the device; states rest where their updates have left them."""
         if not self.closed:
             self.engine.settle(range(len(self.table)))
             self.copies.fill(self._all_rows)
 
+    @whole()
     def touch(self, parameter: nn.Parameter) -> None:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
         if not self._shut_down.alive:

@@ -17,6 +17,7 @@ from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import DroppedNodeError
 from hytrain_fx.grad_destinations import NOWHERE_ELSE, Elsewhere
 from hytrain_fx.gradients import SessionGradients
+from hytrain_fx.interrupts import whole
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
@@ -41,6 +42,7 @@ class SessionNodes:
 
     # ---- the nodes ----
 
+    @whole()  # an engine in Python holds locks and takes memory in several lines
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """Take the gradients of `rows`, in the parameters' shapes, from buffers that die after this call."""
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
@@ -52,6 +54,7 @@ class SessionNodes:
         group.place(self._states.placement)
         self.gradients.take(group, grads)
 
+    @whole()
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
         group = self.gradients.groups[rows]
@@ -59,6 +62,7 @@ class SessionNodes:
             self._engine.arm_cpu(group.rows)
         self.runs["cpu_step"] += len(rows)
 
+    @whole()
     def gpu_step(self, rows: Sequence[int]) -> None:
         """Arm the update on the device of rows placed there."""
         group = self.gradients.groups[rows]
@@ -66,6 +70,7 @@ class SessionNodes:
             self._engine.arm_gpu(group.rows)
         self.runs["gpu_step"] += len(rows)
 
+    @whole()
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights of rows placed on the host."""
         group = self.gradients.groups[rows]
@@ -73,11 +78,13 @@ class SessionNodes:
             self._engine.arm_reload(group.rows)
         self.runs["reload"] += len(rows)
 
+    @whole()
     def release(self, rows: Sequence[int]) -> None:
         """The compute stream has, at this point, read these weights for the last time."""
         self._engine.release(rows)
         self.runs["release"] += len(rows)
 
+    @whole()
     def backward_end(self, graph: int, rows: Sequence[int]) -> None:
         """Release the rest and check the count. Raises DroppedNodeError."""
         missing = self.graph_rows.get(graph, frozenset()) - self._offloaded
@@ -93,6 +100,7 @@ class SessionNodes:
         self._marks.mark(Mark.BACKWARD_END)
         self.runs["backward_end"] += 1
 
+    @whole()
     def wait(self, rows: Sequence[int]) -> None:
         """Return when the compute stream will see the committed weights of `rows`."""
         unit = self.unit_of[rows[0]]
@@ -114,7 +122,11 @@ class SessionNodes:
         before = self.runs.copy()
         self._offloaded.clear()  # by a graph that ended in an error
         self.gradients.forget_fresh()
-        yield
+        with self.gradients.all_or_none(self.graph_rows[graph]):
+            yield
+            self._require_all_ran(graph, before)
+
+    def _require_all_ran(self, graph: int, before: Counter[str]) -> None:
         rows = len(self.graph_rows[graph])
         for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "backward_end"):
             ran, expected = self.runs[kind] - before[kind], min(rows, 1) if kind == "backward_end" else rows

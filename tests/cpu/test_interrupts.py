@@ -1,0 +1,181 @@
+"""Ctrl+C anywhere in a step: what follows has the bits of the plain loop that was interrupted before or after the same call."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from hytrain_fx import errors
+from hytrain_fx.runtime.engine import Stage
+
+from .loops import Twins, plain_loop, weights
+from .models import Batches, mlp
+
+PLANS: dict[str, dict[str, Any]] = {
+    "host": {"k": 0}, "both": {"k": 2}, "streamed": {"k": 1, "stream": 1.0}, "torch": {"k": 0, "engine": "torch"},
+}
+CALLS = ("forward", "backward", "step", "zero")
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
+    made = Twins(mlp, workers=2, timeout_s=20.0, **PLANS[request.param])
+    made.agree(plain_loop(2))
+    for stage in (Stage.D2H, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D):
+        made.session.engine.set_delay(stage, 100)
+    yield made
+    made.close()
+
+
+@contextmanager
+def signal_at(line: int) -> Iterator[list[int]]:
+    """Send SIGINT at the n-th line of the library that this thread runs; gives how many lines have run."""
+    ran = [0]
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            ran[0] += 1
+            if ran[0] == line:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return local
+
+    def tracer(frame: FrameType, event: str, arg: object) -> Any:
+        return local if "/hytrain_fx/" in frame.f_code.co_filename and "interrupts.py" not in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        yield ran
+    finally:
+        sys.settrace(before)
+
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def run(model: Any, optimizer: Any, batches: Batches, without: Callable[[str, Callable[[], Any]], bool], zeroed: bool) -> Result:
+    """Five steps; `without` makes the calls of the third, True where one was interrupted: then the rest of that step is left out."""
+    losses = []
+    for step in range(5):
+        made: list[Any] = []
+        calls = {
+            "forward": lambda step=step, made=made: made.append(model(*batches[step % 3])),
+            "backward": lambda made=made: made[0].backward(),
+            "step": optimizer.step,
+            "zero": optimizer.zero_grad,
+        }
+        for name in CALLS:
+            if step != 2:
+                calls[name]()
+            elif without(name, calls[name]):
+                if zeroed:
+                    optimizer.zero_grad()
+                break
+        losses += [float(loss.detach()) for loss in made]
+    return losses, weights(model)
+
+
+def same(found: Result, expected: Result) -> bool:
+    return found[0] == expected[0] and all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("zeroed", [True, False], ids=["zero_grad() follows", "gradients stay"])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str, zeroed: bool) -> None:
+    """SIGINT at lines all over each call. A forward that was broken off may be one that has not happened."""
+
+    def left_out(when: str) -> Callable[[str, Callable[[], Any]], bool]:
+        def without(name: str, make: Callable[[], Any]) -> bool:
+            if name != call:
+                make()
+                return False
+            if when == "after":
+                make()
+            return True
+
+        return without
+
+    expected = []
+    for when in ("before", "after"):
+        reference, _ = twins.restart()
+        expected.append(run(twins.plain, reference, twins.batches, left_out(when), zeroed))
+    line, seen = 1, 0
+    while True:
+        interrupted = [False]
+
+        def without(name: str, make: Callable[[], Any], line: int = line, interrupted: list[bool] = interrupted) -> bool:
+            if name != call:
+                make()
+                return False
+            try:
+                with signal_at(line):
+                    make()
+            except KeyboardInterrupt:
+                interrupted[0] = True
+            return interrupted[0]
+
+        _, optimizer = twins.restart()
+        found = run(twins.ours, optimizer, twins.batches, without, zeroed)
+        if not interrupted[0]:
+            break
+        assert any(same(found, one) for one in expected), f"line {line} of {call}"
+        line, seen = line + 1 + line // 4, seen + 1
+    assert seen > 3
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_backward_broken_off_while_it_adds_says_so_until_zero_grad(twins: Twins, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of micro-batches that are half in cannot be had back: reading them and step() are errors, then training goes on, bit for bit."""
+    nodes, calls = twins.session.nodes, [0]
+    offload = nodes.grad_offload
+
+    def interrupted(rows: Any, grads: Any) -> None:
+        calls[0] += 1
+        offload(rows, grads)
+        if calls[0] == at:
+            raise KeyboardInterrupt
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = plain_loop(2)(model, optimizer, batches)
+        model(*batches[0]).backward()
+        if model is twins.ours:
+            loss = model(*batches[1])
+            with monkeypatch.context() as patched:
+                patched.setattr(nodes, "grad_offload", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    loss.backward()
+            with pytest.raises(errors.GradientConsumedError, match="interrupted"):
+                optimizer.step()
+        optimizer.zero_grad()
+        return losses + plain_loop(3)(model, optimizer, batches)
+
+    twins.agree(loop)
+
+
+def test_a_handler_of_the_users_is_called_once_and_stays(twins: Twins) -> None:
+    """A signal in step() reaches the user's own handler after it, which need not raise; other handlers are left as they are."""
+    _, optimizer = twins.restart()
+    called = []
+
+    def noting(number: int, frame: FrameType | None) -> None:
+        called.append(twins.session.steps_done)
+
+    before = signal.signal(signal.SIGINT, noting)
+    try:
+        twins.ours(*twins.batches[0]).backward()
+        steps = twins.session.steps_done
+        with signal_at(60):
+            optimizer.step()
+        assert called == [steps + 1]
+        assert signal.getsignal(signal.SIGINT) is noting
+        optimizer.zero_grad()
+    finally:
+        signal.signal(signal.SIGINT, before)
