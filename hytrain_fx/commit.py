@@ -172,5 +172,6 @@ def _readable(group: Mapping[str, Any]) -> bool:
 def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
     return UnsupportedError(
         f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled "
-        "(it was frozen, or was added to the optimizer later); call hytrain_fx.compile again after such a change"
+        "(it was frozen, or was added to the optimizer later). Freeze after hytrain_fx.compile() what is trained later, or call "
+        "hytrain_fx.compile again after such a change"
     )

@@ -51,7 +51,8 @@ def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> Parameter
     optimized = {id(p) for p in in_optimizer}
     managed = {name: p for name, p in named.items() if p.requires_grad and id(p) in optimized and p.numel() > 0}
     if not managed:
-        raise UnsupportedError("no parameter of the model requires grad and is in the optimizer; there is nothing to train")
+        raise UnsupportedError("no parameter of the model requires grad and is in the optimizer; there is nothing to train. A model that "
+                               "is trained later (a GAN's discriminator): freeze it after hytrain_fx.compile()")
     device = next(iter(managed.values())).device
     for name, parameter in managed.items():
         _check_parameter(name, parameter, device)
