@@ -3,6 +3,7 @@
 // Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, updates
 // that begin before their commit on right and wrong guesses, gradients dropped, made anew and brought back a unit ahead, rows that move, records taken.
 // The compute stream is the thread that launches, or a queue behind which that thread runs ahead.
+// A second thread settles and drains rows and asks for figures all the while, as loggers, checkpoints and forks do.
 // What the engine makes of it is compared, bit for bit, with adamw_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
 //
 //     race_driver STEPS SEED
@@ -81,6 +82,7 @@ class Run {
     ShadowMemory shadow{shadow_.data(), static_cast<int64_t>(shadow_.size()), kShadowArrays};
     check(hytrain_set_shadow(engine_, &shadow));
     for (int r = 0; r < 12; ++r) add(r);
+    other_ = std::thread([this, seed] { look_from_elsewhere(seed + 1); });
   }
   ~Run() { check(hytrain_destroy(engine_)); }
 
@@ -119,6 +121,8 @@ class Run {
   }
 
   void finish() {
+    ended_ = true;
+    other_.join();
     catch_up();
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
@@ -328,6 +332,7 @@ class Run {
   // The loop waits for the device, looks at states and gradients, drops the gradient of a row, makes one anew.
   void between(std::vector<CommitItem>& items) {
     if (chance(60)) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 1500));
+    if (chance(15)) wait(every());  // an evaluation: it reads the weights of before the step, also while step() is called
     if (chance(8)) {  // weights are read, states stay where they are
       const std::vector<int32_t> all = every();
       check(hytrain_settle(engine_, all.data(), static_cast<int>(all.size())));
@@ -550,6 +555,37 @@ class Run {
     at_once_ += times.at_once;
   }
 
+  // The second thread: whatever it asks for, the steps of the first stay as they are.
+  void look_from_elsewhere(unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<TaskRecord> records(64);
+    while (!ended_) {
+      const int32_t row = static_cast<int32_t>(random() % rows_.size());
+      const bool all = random() % 4 == 0;
+      const std::vector<int32_t> rows = all ? every() : std::vector<int32_t>{row};
+      const int n = static_cast<int>(rows.size());
+      int found = 0;
+      double us = 0;
+      FinishTimes times{};
+      GuessCounts guesses{};
+      EarlyCounts early{};
+      switch (random() % 8) {
+        case 0:
+        case 1: check(hytrain_settle(engine_, rows.data(), n)); break;
+        case 2:
+        case 3: check(hytrain_drain(engine_, rows.data(), n)); break;
+        case 4: check(hytrain_pending(engine_, row, &found)); break;
+        case 5: check(hytrain_take_records(engine_, records.data(), static_cast<int>(records.size()), &found)); break;
+        case 6: check(hytrain_cpu_update_us(engine_, row, &us)); break;
+        default:
+          check(hytrain_finish_times(engine_, &times));
+          check(hytrain_guess_counts(engine_, &guesses));
+          check(hytrain_early_counts(engine_, &early));
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+    }
+  }
+
   void compare_states(const TrainedRow& row) const {
     const Reference& r = row.reference;
     compare(row.weight, narrowed(r.master, row.dtype), "a weight");
@@ -588,6 +624,8 @@ class Run {
   bool runs_ahead_ = false;
   WorkQueue compute_;
   Engine* engine_ = nullptr;
+  std::atomic<bool> ended_{false};
+  std::thread other_;
 };
 
 }  // namespace

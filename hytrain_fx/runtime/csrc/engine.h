@@ -161,6 +161,8 @@ class Engine {
     bool passed = false;          // PENDING, and wait() has let the launching thread go on: its next calls are of the next step
     bool next_gradient = false;   // passed, and the next gradient is on its way
     EventPtr landing, ready, released, weight;
+    bool awaited = false;          // wait() has made a compute stream wait for `weight`: this one
+    const void* awaited_on = nullptr;
     EventPtr open;                 // of ready and released that which was recorded last: from it on it may be updated
     uint64_t open_mark = 0;        // its number: events of the compute stream come in the order in which they are recorded
     EventPtr stored;               // streamed: the last copy of its states back to the host
@@ -230,6 +232,10 @@ class Engine {
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
   void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
+  static void give_weight(Row& row, const EventPtr& end) {
+    row.weight = end;
+    row.awaited = false;
+  }
   float* half_of(uint64_t commit) { return options_.factor_slots + (commit % 2) * options_.factor_capacity; }
   static void take_factors(Row& row, const float* slots, bool skipped);
   struct Task {  // what a worker does next
@@ -308,6 +314,7 @@ class Engine {
   void bring_home(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
   void carry_all_home(std::unique_lock<std::mutex>& lock);
   void carry_home(std::unique_lock<std::mutex>& lock);  // one piece
+  void await_last_step(std::unique_lock<std::mutex>& lock);
   const Key* next_of(const std::set<Key>& keys) const;
   void ask_events(std::unique_lock<std::mutex>& lock) const;
   Upload next_upload();
@@ -365,7 +372,8 @@ class Engine {
   GuessCounts guesses_{};
   EarlyCounts early_{};
   uint64_t last_early_ = ~0ull, last_missed_ = ~0ull;  // numbers of the last commits that count in early_.commits and .missed
-  bool stop_ = false, recording_ = false;
+  bool stop_ = false;
+  std::atomic<bool> recording_{false};
   std::string failure_;
   std::vector<TaskRecord> records_;
   std::vector<int> running_;  // by worker: its last record, -1 for none

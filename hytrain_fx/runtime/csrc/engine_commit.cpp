@@ -18,7 +18,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   EventPtr end = device_->record_compute(stream);
   const double called_us = device_->now_us();
   std::unique_lock<std::mutex> lock(mutex_);
-  end_flagged(lock);
+  await_last_step(lock);
   throw_if_failed();
   if (factors_on_way_[commits_ % 2]) throw std::logic_error("internal: the slots for factors are in use");
   if (skip_on_way_) throw std::logic_error("internal: a commit before it is known whether the last one was left out");
@@ -103,7 +103,7 @@ void Engine::check_committable(const CommitItem& item) {
 
 void Engine::expect(const CommitItem* items, int n) {
   std::unique_lock<std::mutex> lock(mutex_);
-  end_flagged(lock);
+  await_last_step(lock);
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
     if (row.phase != Phase::IDLE || row.place != Place::HOST) throw std::logic_error("only an idle row on the host can be committed ahead");
@@ -187,7 +187,7 @@ void Engine::commit_on_device(const std::vector<const CommitItem*>& items, const
   if (before) lane_records_.push_back({2, items[0]->row, 0, before, after});
   for (const CommitItem* item : items) {
     Row& row = at(item->row);
-    row.weight = after;
+    give_weight(row, after);
     row.phase = Phase::PENDING;
     row.issued = static_cast<int>(row.chunks.size());
   }

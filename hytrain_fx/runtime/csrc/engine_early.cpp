@@ -14,7 +14,8 @@
 namespace hytrain_fx {
 
 void Engine::commit_early(const CommitItem* items, int n) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  carry_all_home(lock);  // another thread's drain() may be reading the states
   throw_if_failed();
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);

@@ -180,8 +180,14 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
     throw_if_failed();
     for (int i = 0; i < n; ++i) {
       Row& row = at(rows[i]);
-      if (row.phase != Phase::PENDING || row.passed) continue;
       finish_wait(row, rows[i], lock);
+      // The stream reads the weight from here on: a release before this point is not its last one, and commit() makes up for it.
+      row.released = nullptr;
+      // Another thread may have settled the row: then nobody has made this stream wait for what that thread still waits for.
+      if (!row.weight || (row.awaited && row.awaited_on == stream)) continue;
+      row.awaited = true;
+      row.awaited_on = stream;
+      if (row.weight->known_done()) continue;
       if (row.place != Place::HOST) {
         updated.insert(row.weight);
       } else if (!reloaded || row.issue > issue) {
@@ -218,7 +224,7 @@ void Engine::settle(const int32_t* rows, int n) {
     std::unique_lock<std::mutex> lock(mutex_);
     throw_if_failed();
     Row& row = at(rows[i]);
-    if (row.phase == Phase::PENDING) finish_wait(row, rows[i], lock);
+    finish_wait(row, rows[i], lock);
     // Also where a wait() has passed: that made the compute stream wait, not the host. Of a step that was left out it is the old weight's, sent
     // back, or of a step before; and states may still be on their way home.
     EventPtr weight = row.weight, stored = row.stored;
@@ -230,9 +236,14 @@ void Engine::settle(const int32_t* rows, int n) {
   }
 }
 
+// Several threads may wait for one row. The first that wakes ends the step for it, and the launching thread may begin the next one before the
+// others wake: they leave the row as they find it.
 void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock) {
+  if (row.phase != Phase::PENDING || row.passed) return;
   const int chunks = static_cast<int>(row.chunks.size());
-  auto issued = [&] { return row.issued == chunks || !failure_.empty(); };
+  const uint64_t commit = row.commit;
+  auto is_over = [&] { return row.phase != Phase::PENDING || row.passed || row.commit != commit; };
+  auto issued = [&] { return is_over() || row.issued == chunks || !failure_.empty(); };
   ++waiting_;
   upload_cv_.notify_one();
   const bool in_time = issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), issued);
@@ -242,6 +253,7 @@ void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock
                              " chunks of its new weight were on their way after " + std::to_string(options_.timeout_s) + " s");
   }
   throw_if_failed();
+  if (is_over()) return;
   row.released = row.ready = row.open = nullptr;
   row.grad = nullptr;
   passed_us_ = launched_us_ = device_->now_us();

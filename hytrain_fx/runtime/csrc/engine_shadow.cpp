@@ -99,6 +99,14 @@ void Engine::carry_all_home(std::unique_lock<std::mutex>& lock) {
   }
 }
 
+// Returns when no update may still change what begins anew here, and another thread's drain() carries no states.
+void Engine::await_last_step(std::unique_lock<std::mutex>& lock) {
+  do {
+    carry_all_home(lock);
+    end_flagged(lock);
+  } while (homeward_left_ > 0);
+}
+
 void Engine::carry_home(std::unique_lock<std::mutex>& lock) {
   const auto [r, c, granule] = homeward_.back();
   homeward_.pop_back();

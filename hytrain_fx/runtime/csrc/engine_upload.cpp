@@ -168,7 +168,7 @@ void Engine::note_copy(const Upload& upload, const InFlight& copy) {
 // Copies of one row's chunks come in any order; the last one on the lane is what a reader waits for.
 void Engine::weight_was_sent(Row& row, const EventPtr& end, uint64_t issue) {
   if (issue > row.issue) {
-    row.weight = end;
+    give_weight(row, end);
     row.issue = issue;
   }
   if (++row.issued == static_cast<int>(row.chunks.size())) {
@@ -275,7 +275,7 @@ Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std
     lane_records_.push_back({2, upload.row, upload.chunk, update_begin, updated});
     lane_records_.push_back({7, upload.row, upload.chunk, out_begin, out});
   }
-  row.weight = updated;
+  give_weight(row, updated);
   finish_.streamed_us = device_->now_us() - commit_us_;
   if (++row.issued == chunks) {
     row.stored = out;

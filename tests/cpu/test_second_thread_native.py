@@ -1,0 +1,44 @@
+"""The engine beside a second thread, and a forward between backward and step. The compute stream is a queue of a native program."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hytrain_fx.runtime import build
+from hytrain_fx.runtime.native_engine import SOURCES
+
+NATIVE = Path(__file__).resolve().parents[1] / "native"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tests/native/second_thread.cpp, built."""
+    library, program = build.library(SOURCES), tmp_path_factory.mktemp("native") / "second_thread"
+    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
+    subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", f"-I{NATIVE}", str(NATIVE / "second_thread.cpp"), str(library),
+                    f"-Wl,-rpath,{library.parent}", "-o", str(program)], check=True)
+    return program
+
+
+def _run(program: Path, what: str) -> None:
+    done = subprocess.run([program, what], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forward_waits_for_a_weight_that_another_thread_has_drained(program: Path) -> None:
+    """The other thread still waits for the copy: the row counts as at rest, but the new weight is not there."""
+    _run(program, "drain")
+
+
+def test_another_thread_may_drain_beside_commits_with_guessed_factors(program: Path) -> None:
+    """No row hangs, and masters and moments have the bits of the steps in order."""
+    _run(program, "commits")
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_forward_between_backward_and_step_reads_the_old_weight(program: Path, place: str) -> None:
+    """Also where the device comes to it only after step() was called."""
+    _run(program, place)
