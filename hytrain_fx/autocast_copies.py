@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from hytrain_fx.cast_trial import CastRows
 from hytrain_fx.errors import EngineError
+from hytrain_fx.held_weights import HeldWeights
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.outside_writes import OutsideWrites
 from hytrain_fx.parameters import ParameterTable
@@ -42,6 +43,7 @@ class AutocastCopies:
         engine: Engine,
         states: StateStore,
         writes: OutsideWrites,
+        held: HeldWeights,
         *,
         wanted: bool,
         on_change: Callable[[], None],
@@ -50,6 +52,7 @@ class AutocastCopies:
         self._engine = engine
         self._states = states
         self._writes = writes
+        self._held = held
         self._copies = states.copies
         self._wanted = wanted and engine.takes_copies
         self._on_change = on_change
@@ -85,8 +88,9 @@ class AutocastCopies:
             self._writes.follow(())
             idle = [row for row in rows if get_grad(self._table.parameters[row]) is None]  # a gradient in a slot stays where it is
             self._engine.discard(idle)
-            for row in idle:
-                self._states.use_copy(row)
+            with self._held.ours():
+                for row in idle:
+                    self._states.use_copy(row)
             self._on_change()
             self._give_back(idle)
 

@@ -1,9 +1,11 @@
 """Weights that somebody besides the model holds, where no guard can watch: a kept `state_dict()`, `.data`, a view, NumPy, DLPack.
 
 Such a holder would find old weights after `step()`, as the new ones are still on their way. Torch counts who uses a storage: what is
-beyond the parameter and this library is a holder, whoever made it and whenever. `step()` has such weights updated before it returns.
+beyond the parameters in it and this library is a holder, whoever made it and whenever. `step()` has such weights updated before it
+returns. So it has weights in the host memory of several processes (`share_memory()`): others read them uncounted.
 
-Not seen: who keeps the parameter object itself in C++, or a raw pointer. They call `hytrain_fx.settle(model)` before they read.
+Not seen: who keeps the parameter object itself in C++, a raw pointer, or memory of a GPU in another process. They call
+`hytrain_fx.settle(model)` before they read.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from hytrain_fx.torch_private import without_torch_function
@@ -31,61 +32,81 @@ class HeldWeights:
     def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._parameters = parameters
         self._names = names
-        self._uses_of = storage_uses_reader()
-        alone = self._uses_of(torch.zeros(1))  # the tensor, and whoever asks
-        self._expected = [alone] * len(parameters)
+        self._uses_of, self._alone = storage_uses_reader()
+        self._ours: dict[int, int] = {}  # uses by this library, by storage: weights may share one
+        self._nested = False
         self._warned = False
         self.rows: tuple[int, ...] = ()
+        self._expect()
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """Around what makes this library hold weights, or let go of them; nobody else's code runs meanwhile."""
+        """Around what makes this library hold weights, or let go of them; nobody else's code runs meanwhile. May be nested."""
+        if self._nested:
+            yield
+            return
+        self._nested = True
         before = self._uses()
         try:
             yield
         finally:
-            uses = zip(self._expected, self._uses(), before, strict=True)
-            self._expected = [of + now - then for of, now, then in uses]
+            self._nested = False
+            storages = self._storages()
+            more = {of: now - then for of, now, then in zip(storages, self._uses(), before, strict=True)}
+            self._ours = {of: self._ours.get(of, 0) + count for of, count in more.items()}
+            self._expect()
 
     def find(self, wait: Callable[[Sequence[int]], None]) -> tuple[int, ...]:
         """The rows whose memory others hold too; warns once. About 0.5 us a parameter.
 
         `wait`: for updates of rows; called where somebody holds a weight, as that may be such an update (the torch engine's).
+        Parameters have the memory that the last `ours` has left them with.
         """
         uses = self._uses()
-        if (more := [row for row, (now, of) in enumerate(zip(uses, self._expected, strict=True)) if now > of]):
+        if (more := self._above(uses)):
             wait(more)
             uses = self._uses()
-        if uses == self._expected:
-            self.rows = ()
-            return self.rows
-        # What is below has been let go of by us, as garbage that was collected or a weight that got a 16-bit copy.
-        self._expected = list(map(min, self._expected, uses))
-        more = [row for row, (now, of) in enumerate(zip(uses, self._expected, strict=True)) if now > of]
-        sharing = self._sharing() if more else {}
-        self.rows = tuple(row for row in more if uses[row] - self._expected[row] > sharing[row])
+        if uses != self._expected:
+            self._let_go(uses)
+        self.rows = tuple(sorted({*self._above(uses), *self._shared}))
         if self.rows and not self._warned:
             self._warned = True
             self._warn()
         return self.rows
 
+    def _above(self, uses: list[int]) -> list[int]:
+        if uses == self._expected:
+            return []
+        return [row for row, (now, of) in enumerate(zip(uses, self._expected, strict=True)) if now > of]
+
+    def _let_go(self, uses: list[int]) -> None:
+        """What is below was this library's, and garbage since."""
+        for storage, now, of in zip(self._storages(), uses, self._expected, strict=True):
+            if now < of:
+                self._ours[storage] = min(self._ours[storage], self._ours[storage] + now - of)
+        self._expect()
+
+    def _expect(self) -> None:
+        storages = self._storages()
+        weights = Counter(storages)
+        self._expected = [self._alone - 1 + weights[of] + self._ours.get(of, 0) for of in storages]
+        with without_torch_function():
+            self._shared = [row for row, p in enumerate(self._parameters) if p.device.type == "cpu" and p.is_shared()]
+
     def _uses(self) -> list[int]:
         with without_torch_function():
             return list(map(self._uses_of, self._parameters))
 
-    def _sharing(self) -> dict[int, int]:
-        """By row: uses of its storage by other managed parameters in the same storage, and by this library for them."""
+    def _storages(self) -> list[int]:
         with without_torch_function():
-            of = [parameter.untyped_storage()._cdata for parameter in self._parameters]
-        parameters = Counter(of)
-        return {row: parameters[storage] - 1 for row, storage in enumerate(of)}
+            return [parameter.untyped_storage()._cdata for parameter in self._parameters]
 
     def _warn(self) -> None:
         named = ", ".join(repr(self._names[row]) for row in self.rows[:_NAMED])
         more = f" and {len(self.rows) - _NAMED} more" if len(self.rows) > _NAMED else ""
         warnings.warn(
-            f"the memory of {named}{more} is held outside the model too (a kept state_dict(), .data, .detach(), a view, a NumPy or "
-            "DLPack array, another module, or a graph kept for another backward): step() waits for their updates, so that it shows the "
-            "new weights, and nothing of these updates is hidden. Keep a .clone() instead, or drop it before step()",
+            f"the memory of {named}{more} is held outside the model too (a kept state_dict(), .data, .detach(), a view, a NumPy or DLPack "
+            "array, another module, another process, or a graph kept for another backward): step() waits for their updates, so that it "
+            "shows the new weights, and nothing of these updates is hidden. Keep a .clone() instead, or drop it before step()",
             stacklevel=7,
         )

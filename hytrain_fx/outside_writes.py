@@ -7,7 +7,7 @@
 Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it
 is brought home before eager code gets at it, and in the steps after, while what was got then may still be written to (`watch`).
 
-Not noticed: a write on a GPU through a raw pointer or a DLPack alias.
+Not noticed: a write on a GPU through a raw pointer, a DLPack alias, or a `.data` taken before `compile`, which has a counter of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.held_weights import HeldWeights
 from hytrain_fx.parameters import ParameterTable
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states import StateStore
@@ -50,10 +51,11 @@ class _Form:
 class OutsideWrites:
     """Remembers versions and memory of all parameters as this library left them."""
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, held: HeldWeights) -> None:
         self._table = table
         self._engine = engine
         self._states = states
+        self._held = held
         with without_torch_function():
             self._forms = [_Form.of(p) for p in table.parameters]
             self._memory = self._memory_now()
@@ -104,10 +106,11 @@ class OutsideWrites:
             for row in moved:
                 self._require_form(row)
             self._engine.drain(moved)
-            for row in moved:
-                if row not in self._states.copies:
-                    self._engine.set_weight(row, self._table.parameters[row].detach())
-                self._states.follow_memory(row)
+            with self._held.ours():
+                for row in moved:
+                    if row not in self._states.copies:
+                        self._engine.set_weight(row, self._table.parameters[row].detach())
+                    self._states.follow_memory(row)
             self._memory = now
             self._moved.update(moved)
             return set(moved)

@@ -107,9 +107,9 @@ class Session:
         self.planning = Planning(self)
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
-        self._writes = OutsideWrites(self.table, self.engine, self.states)
+        self._writes = OutsideWrites(self.table, self.engine, self.states, self.held)
         wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
-        self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, wanted=wanted, on_change=on_change)
+        self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, self.held, wanted=wanted, on_change=on_change)
         copies = self.copies if self.engine.takes_copies and wanted else None
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self._plain_weights, self._clock.phase,
                                     copies, self.config.dump)
@@ -233,6 +233,7 @@ class Session:
                 self.nodes.gradients.end_sums()  # of a backward that ended in an error
             self.follow_written_weights()
             held = self.held.find(self.engine.wait)
+            self._follow_new_holders(set(held) - self.touched)
             items = self.builder.build(self.groups, self.touched | self.eager_rows)
             if skip is None:
                 self.engine.commit(items)
@@ -254,6 +255,13 @@ class Session:
         self.nodes.gradients.parts.used_eagerly.clear()
         self._guard_all()
         self._end_step(begin_s)
+
+    def _follow_new_holders(self, rows: set[int]) -> None:
+        """Whoever holds these weights, found just now, may have written to them already, and may read them until now."""
+        if rows:
+            self._writes.watch(rows)
+            self.touched |= rows
+            self.follow_written_weights()
 
     def _settle_held(self, held: Sequence[int]) -> None:
         """Weights that others hold too are new before step() returns, in the order of the compute stream."""

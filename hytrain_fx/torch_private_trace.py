@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any, Final, TypeVar
 
 import torch
@@ -62,13 +63,19 @@ def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
     return fake.requires_grad_(requires_grad)
 
 
-def storage_uses_reader() -> Callable[[Tensor], int]:
-    """A function that counts the references to a tensor's storage: each tensor of it is one, and the asking is one.
+def storage_uses_reader() -> tuple[Callable[[Tensor], int], int]:
+    """A function that counts the references to a tensor's storage: each tensor of it is one, its Python object too where somebody keeps
+    it, and the asking some. And the count of a tensor that is alone.
 
     Called `without_torch_function` for a guarded parameter.
     """
     count: Callable[[int], int] = _private("torch._C", "_storage_Use_Count")
-    return lambda tensor: count(tensor.untyped_storage()._cdata)
+
+    def uses_of(tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        return count(storage._cdata) + getrefcount(storage)
+
+    return uses_of, uses_of(torch.zeros(1, device="cpu"))
 
 
 def is_held_alone(parameter: nn.Parameter, accumulator: Node | None) -> bool:
@@ -76,5 +83,6 @@ def is_held_alone(parameter: nn.Parameter, accumulator: Node | None) -> bool:
 
     `accumulator` is its AccumulateGrad node, which refers to it too; None where it requires no gradient.
     """
+    uses_of, alone = storage_uses_reader()
     with without_torch_function():
-        return storage_uses_reader()(parameter) <= 2 and use_count(parameter) <= (1 if accumulator is None else 2)
+        return uses_of(parameter) <= alone and use_count(parameter) <= (1 if accumulator is None else 2)

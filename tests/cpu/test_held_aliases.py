@@ -131,6 +131,27 @@ def test_a_write_through_an_alias_counts(twins: Twins) -> None:
     twins.agree(loop)
 
 
+def test_a_write_through_an_alias_waits_for_a_weight_on_its_way_home() -> None:
+    """bf16 rows that are streamed: the copy of the weight to the host, for comparing, has the weight as the update left it."""
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        held = [p.detach() for p in model.parameters()]
+        if model is twins.ours:
+            twins.session.engine.set_delay(Stage.STREAM_OUT, 5000)
+        losses = []
+        for step in range(5):
+            losses += plain_loop(1)(model, optimizer, batches[step:] + batches[:step])
+            for tensor in held:
+                tensor.view(-1)[::2] *= 0.9
+        return losses
+
+    twins = Twins(_bf16_mlp, k=0, workers=2, stream=1.0, timeout_s=30.0, warmup_steps=10**6)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the memory of")
+        twins.agree(loop)
+    twins.close()
+
+
 def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a plain loop step() finds no holder, and again none once an alias is dropped; with one it waits, and warns once with the name."""
     twins.restart()
@@ -159,6 +180,11 @@ def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeyp
     plain_loop(2)(twins.ours, twins.optimizer, twins.batches)
     assert session.held.rows == ()
     assert waits == [()] * 3 + [(row,)] * 3 + [()] * 2
+
+
+def _bf16_mlp() -> tuple[nn.Module, Batches]:
+    model, batches = mlp()
+    return model.bfloat16(), [tuple(part.bfloat16() if part.is_floating_point() else part for part in batch) for batch in batches]
 
 
 class Caching(nn.Module):

@@ -190,6 +190,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
       if (row.weight->known_done()) continue;
       if (row.place != Place::HOST) {
         updated.insert(row.weight);
+        if (row.sends_weight && row.stored) updated.insert(row.stored);  // the caller may write to the weight, which still goes home
       } else if (!reloaded || row.issue > issue) {
         reloaded = row.weight;
         issue = row.issue;
