@@ -81,9 +81,9 @@ class HeldWeights:
 
     def _let_go(self, uses: list[int]) -> None:
         """What is below was this library's, and garbage since."""
-        for storage, now, of in zip(self._storages(), uses, self._expected, strict=True):
-            if now < of:
-                self._ours[storage] = min(self._ours[storage], self._ours[storage] + now - of)
+        below = {storage: of - now for storage, now, of in zip(self._storages(), uses, self._expected, strict=True) if now < of}
+        for storage, fewer in below.items():
+            self._ours[storage] = self._ours.get(storage, 0) - fewer
         self._expect()
 
     def _expect(self) -> None:
