@@ -136,8 +136,8 @@ def test_a_write_through_an_alias_waits_for_a_weight_on_its_way_home() -> None:
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         held = [p.detach() for p in model.parameters()]
-        if model is twins.ours:
-            twins.session.engine.set_delay(Stage.STREAM_OUT, 5000)
+        if model is streamed.ours:
+            streamed.session.engine.set_delay(Stage.STREAM_OUT, 5000)
         losses = []
         for step in range(5):
             losses += plain_loop(1)(model, optimizer, batches[step:] + batches[:step])
@@ -145,11 +145,11 @@ def test_a_write_through_an_alias_waits_for_a_weight_on_its_way_home() -> None:
                 tensor.view(-1)[::2] *= 0.9
         return losses
 
-    twins = Twins(_bf16_mlp, k=0, workers=2, stream=1.0, timeout_s=30.0, warmup_steps=10**6)
+    streamed = Twins(_bf16_mlp, k=0, workers=2, stream=1.0, timeout_s=30.0, warmup_steps=10**6)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the memory of")
-        twins.agree(loop)
-    twins.close()
+        streamed.agree(loop)
+    streamed.close()
 
 
 def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
