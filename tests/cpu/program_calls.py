@@ -1,0 +1,340 @@
+"""The calls that a generated program is made of: each does one thing to one of the two loops and gives back what the loop saw."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import hytrain_fx
+from hytrain_fx.errors import HytrainError
+from hytrain_fx.ir.plan import Placement
+
+from .program_models import Side
+from .test_placements import plan_of
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of call.
+
+    run       does it; `at` is a drawn number that it may use as it likes
+    weight    how often it is drawn, 0 = switched off (the comment says what is missing)
+    refusals  documented errors with which the library may refuse it where a plain loop does it
+    """
+
+    run: Callable[[Side, int], Any]
+    weight: int = 2
+    refusals: tuple[type[HytrainError], ...] = ()
+
+
+def _loss(side: Side, at: int) -> torch.Tensor:
+    with side.setup.casting():
+        return side.model(side.batches[at])  # type: ignore[no-any-return]
+
+
+def _backward(side: Side, at: int) -> float:
+    loss = _loss(side, at % 3)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _backward_other_shape(side: Side, at: int) -> float:
+    loss = _loss(side, 3)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _forward(side: Side, at: int) -> float:
+    side.losses.append(_loss(side, at % 3))
+    return float(side.losses[-1].detach())
+
+
+def _late_backward(side: Side, at: int) -> None:
+    if side.losses:
+        side.losses.pop().backward()
+
+
+def _scaled_backward(side: Side, at: int) -> float:
+    loss = _loss(side, at % 3)
+    side.scaler.scale(loss * (float("inf") if at == 7 else 1.0)).backward()
+    return float(loss.detach())
+
+
+def _scaled_step(side: Side, at: int) -> float:
+    if all(p.grad is None for p in side.parameters):
+        return 0.0  # the scaler's own assertion
+    if at % 2:
+        side.scaler.unscale_(side.optimizer)
+        if at % 4 == 1:
+            clip_grad_norm_(side.model.parameters(), 0.05)
+    side.scaler.step(side.optimizer)
+    side.scaler.update()
+    return float(side.scaler.get_scale())
+
+
+def _scaled_train(side: Side, at: int) -> tuple[float, float]:
+    """One scaled step; its gradients are dropped, as a later step would refuse those that are not finite."""
+    side.optimizer.zero_grad()
+    found = _scaled_backward(side, at), _scaled_step(side, at // 2)
+    side.optimizer.zero_grad()
+    return found
+
+
+def _step(side: Side, at: int) -> None:
+    side.optimizer.step()
+
+
+def _train(side: Side, at: int) -> float:
+    loss = _backward(side, at)
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+    return loss
+
+
+def _closure(side: Side, at: int) -> float:
+    def closure() -> torch.Tensor:
+        side.optimizer.zero_grad()
+        loss = _loss(side, at % 3)
+        loss.backward()
+        return loss
+
+    return float(side.optimizer.step(closure).detach())
+
+
+def _clip_norm(side: Side, at: int) -> float:
+    return float(clip_grad_norm_(side.model.parameters(), (0.02, 1e3)[at % 2]))
+
+
+def _clip_value(side: Side, at: int) -> None:
+    clip_grad_value_(side.model.parameters(), (0.01, 1e3)[at % 2])
+
+
+def _grads_to_none(side: Side, at: int) -> None:
+    for p in side.parameters:
+        p.grad = None
+
+
+def _gradient(side: Side, at: int) -> Any:
+    return side.parameters[at % len(side.parameters)].grad
+
+
+def _read_grad(side: Side, at: int) -> Any:
+    found = _gradient(side, at)
+    return None if found is None else float(found.double().sum())
+
+
+def _scale_grad(side: Side, at: int) -> None:
+    if (found := _gradient(side, at)) is not None:
+        found.mul_(0.5)
+
+
+def _add_to_grad(side: Side, at: int) -> None:
+    if (found := _gradient(side, at)) is not None:
+        found.add_(1e-3)
+
+
+def _drop_one_grad(side: Side, at: int) -> None:
+    side.parameters[at % len(side.parameters)].grad = None
+
+
+def _write_grad(side: Side, at: int) -> None:
+    p = side.parameters[at % len(side.parameters)]
+    p.grad = torch.full_like(p, 0.01 * (1 + at % 3))
+
+
+def _evaluate(side: Side, at: int) -> float:
+    side.model.eval()
+    try:
+        with torch.inference_mode() if at % 2 else torch.no_grad():
+            return float(_loss(side, at % 3))
+    finally:
+        side.model.train()
+
+
+def _change_group(side: Side, at: int) -> None:
+    group = side.optimizer.param_groups[at % len(side.optimizer.param_groups)]
+    group["lr"] = (1e-3, 3e-3, 1e-2)[at % 3]
+    if side.setup.is_adam:
+        group["weight_decay"] = (0.0, 0.1)[at % 2]
+        group["betas"] = ((0.9, 0.999), (0.8, 0.95))[at // 2 % 2]
+
+
+def _scheduler_step(side: Side, at: int) -> list[float]:
+    if side.scheduler is None:
+        side.scheduler = (ExponentialLR(side.optimizer, 0.7), StepLR(side.optimizer, 2, 0.3))[at % 2]
+    side.scheduler.step()
+    return [group["lr"] for group in side.optimizer.param_groups]
+
+
+def _read_weight(side: Side, at: int) -> float:
+    p = side.parameters[at % len(side.parameters)]
+    return float((p.data if at % 2 else p.detach()).double().sum())
+
+
+def _write_weight(side: Side, at: int) -> None:
+    p = side.parameters[at % len(side.parameters)]
+    if at % 2:
+        p.data.mul_(0.99)
+    else:
+        with torch.no_grad():
+            p.add_(0.01)
+
+
+def _save(side: Side, at: int) -> None:
+    weights = {name: value.detach().clone() for name, value in side.model.state_dict().items()}
+    side.saved = weights, copy.deepcopy(side.optimizer.state_dict())
+
+
+def _load(side: Side, at: int) -> None:
+    """Both, or one of the two; 16-bit masters of a checkpoint are only of use with its weights."""
+    if side.saved is not None and (at % 3 != 1 or side.setup.dtype == "bfloat16"):
+        side.model.load_state_dict(side.saved[0])
+    if side.saved is not None and at % 3 != 2:
+        side.optimizer.load_state_dict(copy.deepcopy(side.saved[1]))
+
+
+def _state_dicts(side: Side, at: int) -> float:
+    side.optimizer.state_dict()
+    return sum(float(value.double().sum()) for value in side.model.state_dict().values())
+
+
+def _copy_model(side: Side, at: int) -> float:
+    copied = copy.deepcopy(side.model)
+    return sum(float(p.detach().double().sum()) for p in copied.parameters())
+
+
+def _bad_forward(side: Side, at: int) -> str:
+    """Which of torch's errors it is depends on whether it tries to capture it."""
+    try:
+        side.model(side.batches[0].float() if at % 2 else "no tokens")
+    except HytrainError:
+        raise
+    except Exception:
+        return "torch's error"
+    return "no error"
+
+
+class Stop(KeyboardInterrupt):
+    """The user's interrupt, where a program wants it."""
+
+
+def _stop(*_: Any) -> None:
+    raise Stop
+
+
+def _interrupted_backward(side: Side, at: int) -> None:
+    """Before the graph's backward."""
+    loss = _loss(side, at % 3)
+    loss.register_hook(_stop)
+    loss.backward()
+
+
+def _interrupted_step(side: Side, at: int) -> None:
+    handle = (side.optimizer.register_step_pre_hook if at % 2 else side.optimizer.register_step_post_hook)(_stop)
+    try:
+        side.optimizer.step()
+    finally:
+        handle.remove()
+
+
+def _place(side: Side, at: int) -> None:
+    """States move, as a new plan has it; there are no gradients then."""
+    side.optimizer.zero_grad()
+    if side.is_ours:
+        session = side.session
+        possible = [place for place in Placement if session.engine.can_stream or place is not Placement.STREAM]
+        places = [possible[(at >> shift) % len(possible)] for shift in range(4)]
+        session.place(plan_of(session, places))
+
+
+def _explain(side: Side, at: int) -> None:
+    if side.is_ours:
+        str(hytrain_fx.explain(side.model))
+
+
+def _hold_alias(side: Side, at: int) -> None:
+    p = side.parameters[at % len(side.parameters)]
+    side.held.append((lambda: p.data, lambda: p.detach(), lambda: p.detach().view(-1),
+                      lambda: next(iter(side.model.state_dict().values())))[at % 4]())
+
+
+def _read_aliases(side: Side, at: int) -> list[float]:
+    return [float(held.double().sum()) for held in side.held]
+
+
+def _autograd_grad(side: Side, at: int) -> list[float]:
+    """Gradients that go nowhere."""
+    found = torch.autograd.grad(_loss(side, at % 3), side.parameters)
+    return [float(g.double().sum()) for g in found]
+
+
+def _part(side: Side, at: int) -> float:
+    """The embedding called on its own: a gradient from eager code."""
+    loss = side.model.embedding(side.batches[at % 3]).float().square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def _penalty(side: Side, at: int) -> float:
+    loss = _loss(side, at % 3) + 1e-3 * sum(p.float().square().sum() for p in side.parameters)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _freeze(side: Side, at: int) -> None:
+    side.parameters[at % len(side.parameters)].requires_grad_(False)
+
+
+def _unfreeze(side: Side, at: int) -> None:
+    for p in side.parameters:
+        p.requires_grad_(True)
+
+
+KINDS: dict[str, Kind] = {
+    "train": Kind(_train, 10),
+    "backward": Kind(_backward, 8),
+    "step": Kind(_step, 8),
+    "zero_grad": Kind(lambda side, at: side.optimizer.zero_grad(), 5),
+    "zero_grad(set_to_none=False)": Kind(lambda side, at: side.optimizer.zero_grad(set_to_none=False), 2),
+    "model.zero_grad": Kind(lambda side, at: side.model.zero_grad()),
+    "grads to None": Kind(_grads_to_none),
+    "clip_grad_norm_": Kind(_clip_norm, 4),
+    "clip_grad_value_": Kind(_clip_value),
+    "forward": Kind(_forward),
+    "late backward": Kind(_late_backward),
+    "backward of another shape": Kind(_backward_other_shape, 1),
+    "scaled step": Kind(_scaled_train, 4),
+    "step with closure": Kind(_closure),
+    "read grad": Kind(_read_grad),
+    "scale grad": Kind(_scale_grad),
+    "add to grad": Kind(_add_to_grad),
+    "drop one grad": Kind(_drop_one_grad, 1),
+    "write grad": Kind(_write_grad, 1),
+    "evaluate": Kind(_evaluate, 4),
+    "change group": Kind(_change_group),
+    "scheduler.step": Kind(_scheduler_step),
+    "read weight": Kind(_read_weight),
+    "write weight": Kind(_write_weight),
+    "save": Kind(_save),
+    "load": Kind(_load),
+    "state_dicts": Kind(_state_dicts),
+    "copy model": Kind(_copy_model, 1),
+    "bad forward": Kind(_bad_forward, 1),
+    "interrupted backward": Kind(_interrupted_backward),
+    "interrupted step": Kind(_interrupted_step),
+    "place": Kind(_place),
+    "explain": Kind(_explain, 1),
+    "autograd.grad": Kind(_autograd_grad, 1),
+    "part of the model": Kind(_part, 1),
+    "penalty": Kind(_penalty, 1),
+    "hold alias": Kind(_hold_alias),
+    "read aliases": Kind(_read_aliases),
+    "freeze": Kind(_freeze, 0),  # not tried yet
+    "unfreeze": Kind(_unfreeze, 0),
+}

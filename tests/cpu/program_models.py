@@ -1,0 +1,242 @@
+"""What a generated program trains: a model of drawn units, an optimizer of two groups, compiled by torch and by hytrain_fx."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.session import Session
+
+from . import optimizers
+from .loops import HandAdam
+from .models import VOCABULARY, GptBlock
+
+WIDTH = 8
+DTYPES = ("float32", "bfloat16", "autocast")  # autocast: fp32 parameters under autocast to bf16
+ADAMS = ("AdamW", "Adam", "AdamW amsgrad")
+OPTIMIZERS = (*ADAMS, "SGD nesterov", "RMSprop", "Lion", "Adagrad")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "k=0": {"k": 0},
+    "k=2": {"k": 2},
+    "k=all": {"gpu_states": 1.0},
+    "solved": {"warmup_steps": 2, "replan_every": 5},
+    "gpu_states=0.5": {"gpu_states": 0.5, "warmup_steps": 2},
+    "stream=1.0": {"k": 0, "stream": 1.0},
+    "stream=0.5": {"k": 1, "stream": 0.5},
+    "torch engine": {"k": 1, "engine": "torch"},
+}
+FOR_ADAM_ALONE = ("stream=1.0", "stream=0.5")
+IS_FREED_AT_CLOSE = False  # whether it is a failure that engine and states are there after close(): torch holds the graphs still
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Small(nn.Module):
+    """A block whose parameters are small: the rows of several fit one chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3)
+        self.down = nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Broken(nn.Module):
+    """A graph break before its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + self.linear(x)  # type: ignore[no-any-return]
+
+
+class Disabled(nn.Module):
+    """A layer that torch.compile leaves to eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)  # type: ignore[no-any-return]
+
+
+UNITS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "small": Small,
+    "conv": Conv,
+    "attention": lambda: GptBlock(WIDTH),
+    "shared": lambda: nn.Linear(WIDTH, WIDTH),  # one layer, at each of its places
+    "break": Broken,
+    "disabled": Disabled,
+}
+
+
+class Composed(nn.Module):
+    """An embedding, units in any order, a head that may be tied to the embedding; the forward returns a loss."""
+
+    def __init__(self, units: tuple[str, ...], tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        shared = UNITS["shared"]()
+        self.units = nn.ModuleList(shared if name == "shared" else UNITS[name]() for name in units)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for unit in self.units:
+            x = unit(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), (tokens * 7 + 3).flatten() % VOCABULARY)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compiled once for many programs."""
+
+    units: tuple[str, ...] = ("linear",)
+    tied: bool = False
+    dtype: str = "float32"
+    optimizer: str = "AdamW"
+    options: str = "k=0"
+
+    @property
+    def is_adam(self) -> bool:
+        return self.optimizer in ADAMS
+
+    def casting(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16) if self.dtype == "autocast" else contextlib.nullcontext()
+
+    def make_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Composed(self.units, self.tied).to(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Matrices and vectors; only the first group has amsgrad, where it has."""
+        amsgrad = {"amsgrad": True} if self.optimizer.endswith("amsgrad") else {}
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() <= 1]
+        return [{"params": of, **flag} for of, flag in ((matrices, amsgrad), (vectors, {})) if of]
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The user's optimizer."""
+        groups = self.groups(model)
+        if self.is_adam:
+            return getattr(torch.optim, self.optimizer.split()[0])(groups, lr=1e-2)  # type: ignore[no-any-return]
+        return optimizers.make(self.optimizer, groups)
+
+    def make_reference(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The one whose bits count."""
+        if self.is_adam:
+            return HandAdam(self.groups(model), decoupled=self.optimizer != "Adam", lr=1e-2,
+                            weight_decay=0.0 if self.optimizer == "Adam" else 1e-2)
+        return optimizers.make(self.optimizer, self.groups(model))
+
+
+@dataclass
+class Side:
+    """One of the two loops, with what it holds."""
+
+    model: Any
+    optimizer: Any
+    is_ours: bool
+    setup: Setup
+    batches: list[torch.Tensor]
+    scaler: Any = None
+    scheduler: Any = None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
+    saved: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def begin(self) -> None:
+        """Let go of all that an earlier program held."""
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        self.scheduler, self.saved = None, None
+        self.losses, self.held = [], []
+
+    @property
+    def session(self) -> Session:
+        return session_of(self.model)
+
+
+class Pair:
+    """The model of a setup compiled twice, put back to the start for each program."""
+
+    def __init__(self, setup: Setup) -> None:
+        torch._dynamo.reset()
+        self.setup = setup
+        torch.manual_seed(1)
+        shapes = ((2, 6), (2, 6), (2, 6), (3, 5))
+        batches = [torch.randint(0, VOCABULARY, shape) for shape in shapes]
+        plain, ours = setup.make_model(), setup.make_model()
+        plain.compile(options={"layout_optimization": False})  # ours has it off, and another layout has other last bits
+        self._first = {name: value.detach().clone() for name, value in plain.state_dict().items()}
+        _, optimizer = hytrain_fx.compile(ours, setup.make_optimizer(ours), workers=2, timeout_s=30.0, **OPTIONS[setup.options])
+        self.plain = Side(plain, setup.make_reference(plain), False, setup, batches)
+        self.ours = Side(ours, optimizer, True, setup, batches)
+        self._empty = copy.deepcopy(optimizer.state_dict())
+
+    def restart(self) -> None:
+        """First weights, no gradients, no states, first options in every group."""
+        for side in (self.plain, self.ours):
+            side.begin()
+            side.optimizer.zero_grad()
+            side.model.zero_grad()
+            side.model.train()
+            side.model.load_state_dict(self._first)
+        self.ours.optimizer.load_state_dict(copy.deepcopy(self._empty))
+        self.plain.optimizer = self.setup.make_reference(self.plain.model)
+
+    def close(self) -> str:
+        """Close ours and drop both. Tells what is left over, empty where nothing is."""
+        session = self.ours.session
+        watched: dict[str, weakref.ref[Any]] = {"engine": weakref.ref(session.engine), "states": weakref.ref(session.states)}
+        hytrain_fx.close(self.ours.model)
+        del session
+        self.ours = self.plain = None  # type: ignore[assignment]
+        torch._dynamo.reset()
+        gc.collect()
+        left = [what for what, of in watched.items() if of() is not None and IS_FREED_AT_CLOSE]
+        return ", ".join(left + own_threads())
+
+
+def own_threads() -> list[str]:
+    """Names of the library's threads in this process."""
+    names = []
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text().strip())
+    return sorted(name for name in names if name.startswith("hytrain"))

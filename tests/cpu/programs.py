@@ -1,0 +1,388 @@
+"""A generator of programs: drawn training loops, run on a plain model and on ours in lockstep, bit for bit.
+
+    python -m tests.cpu.programs --programs 10000 --seed 1 --processes 16
+
+A program is a value: what is compiled (`Setup`), what the engine is told, and a list of calls (`program_calls.py`). hypothesis draws it and
+shrinks the failing ones; what is printed can be pasted into a test (`check(Program(...))`). Programs of one seed share one compiled model,
+put back to the start for each: compiling takes seconds, a program milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
+from torch._inductor import config as inductor_config
+
+from hytrain_fx.foresight import Speculate
+from hytrain_fx.runtime.engine import Stage
+
+from .program_calls import KINDS
+from .program_models import ADAMS, DTYPES, FOR_ADAM_ALONE, OPTIMIZERS, OPTIONS, UNITS, Pair, Setup, Side
+
+PER_SEED = 25
+_SHRINK_S = 60.0
+Call = tuple[str, int]
+Plant = Callable[[Pair], None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A drawn loop.
+
+    speculate  whether updates may begin before step()
+    delays     microseconds by stage of the engine
+    calls      kind and a number that the kind uses as it likes
+    """
+
+    setup: Setup = field(default_factory=Setup)
+    speculate: Speculate = "auto"
+    delays: tuple[tuple[str, int], ...] = ()
+    calls: tuple[Call, ...] = ()
+
+
+class Differs(AssertionError):
+    """The two loops part."""
+
+
+# ---- drawing ----
+
+
+def drawn_setup(number: int) -> Setup:
+    """The setup of a seed."""
+    draw = random.Random(number)
+    optimizer = draw.choice([*OPTIMIZERS[:1] * 4, *OPTIMIZERS[1:]])
+    options = [name for name in OPTIONS if optimizer in ADAMS or name not in FOR_ADAM_ALONE]
+    units = tuple(draw.choice(list(UNITS)) for _ in range(draw.randint(1, 5)))
+    # Other optimizers than Adam keep no masters, so their reference in bf16 would be one more class.
+    dtypes = DTYPES if optimizer in ADAMS else [name for name in DTYPES if name != "bfloat16"]
+    return Setup(units, draw.random() < 0.4, draw.choice(dtypes), optimizer, draw.choice(options))
+
+
+@st.composite
+def programs_of(draw: st.DrawFn, setup: Setup) -> Program:
+    """Mostly long ones; shrunk ones may be short."""
+    weighted = [name for name, kind in KINDS.items() for _ in range(kind.weight)]
+    calls = st.tuples(st.sampled_from(weighted), st.integers(0, 11))
+    delays = st.tuples(st.sampled_from([stage.name for stage in Stage]), st.sampled_from([200, 2000]))
+    return Program(
+        setup,
+        draw(st.sampled_from(["auto", True, False])),
+        tuple(dict(draw(st.lists(delays, min_size=draw(st.sampled_from([0, 2])), max_size=3))).items()),
+        tuple(draw(st.lists(calls, min_size=draw(st.sampled_from([1, 8, 12, 16])), max_size=30))),
+    )
+
+
+# ---- running ----
+
+
+class Workshop:
+    """Keeps the compiled pair of the last setup."""
+
+    def __init__(self, plant: Plant | None = None) -> None:
+        self._plant = plant
+        self._pair: Pair | None = None
+        self.counts: Counter[str] = Counter()
+        self.left: list[str] = []
+
+    def check(self, program: Program) -> None:
+        """Run the program on both sides. Raises Differs, naming the call, where they part."""
+        if self._pair is None or self._pair.setup != program.setup:
+            self.close()
+            self._pair = Pair(program.setup)
+            if self._plant is not None:
+                self._plant(self._pair)
+        whole = False
+        try:
+            _run(self._pair, program, self.counts)
+            whole = True
+        finally:
+            if not whole:
+                self.close(failed=True)
+
+    def close(self, failed: bool = False) -> None:
+        """Close the pair; what is left over is only asked after programs that pass, as errors hold the frames that they came through."""
+        if self._pair is None:
+            return
+        pair, self._pair = self._pair, None
+        left = pair.close()
+        if left and not failed:
+            self.left.append(f"after close of {pair.setup} there are: {left}")
+
+
+def check(program: Program) -> None:
+    """Run one program on a pair of its own."""
+    workshop = Workshop()
+    with quick_compiling():
+        workshop.check(program)
+    workshop.close()
+    assert not workshop.left, workshop.left[0]
+
+
+@contextmanager
+def quick_compiling() -> Iterator[None]:
+    """Inductor without kernels of its own, one thread for torch, room for the graphs of every kind of call."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with inductor_config.patch(fallback_by_default=True), torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch.set_num_threads(threads)
+
+
+def _run(pair: Pair, program: Program, counts: Counter[str]) -> None:
+    pair.restart()
+    session = pair.ours.session
+    if session.engine.name == "native":
+        session.speculate(program.speculate, session.table.device.type == "cuda")
+    for stage, mean_us in program.delays:
+        session.engine.set_delay(Stage[stage], mean_us)
+    del session
+    try:
+        for number, call in enumerate(program.calls):
+            counts[call[0]] += 1
+            _both(pair, call, f"call {number}, {call}")
+        _compare(pair, "at the end")
+    finally:
+        for stage, _ in program.delays:
+            pair.ours.session.engine.set_delay(Stage[stage], 0)
+
+
+def _both(pair: Pair, call: Call, where: str) -> None:
+    kind = KINDS[call[0]]
+    found = _outcome(pair.ours, call)
+    if isinstance(found, kind.refusals):
+        return  # the plain loop leaves the call out
+    expected = _outcome(pair.plain, call)
+    if isinstance(found, BaseException) or isinstance(expected, BaseException):
+        if type(found) is not type(expected):
+            raise Differs(f"{where}: {_words(found)} instead of {_words(expected)}") from (found if isinstance(found, Exception) else None)
+    elif repr(found) != repr(expected):
+        raise Differs(f"{where}: {found} instead of {expected}")
+
+
+def _outcome(side: Side, call: Call) -> Any:
+    name, at = call
+    try:
+        return KINDS[name].run(side, at)
+    except (Exception, KeyboardInterrupt) as error:
+        return error
+
+
+def _words(found: Any) -> str:
+    return f"{type(found).__name__}({_first_line(found)})" if isinstance(found, BaseException) else f"{found}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _compare(pair: Pair, where: str) -> None:
+    """Every weight, gradient, state and group has the same bits."""
+    ours, plain = pair.ours, pair.plain
+    saved = ours.optimizer.state_dict()
+    names = [name for name, _ in plain.model.named_parameters()]
+    for name, p, q in zip(names, ours.parameters, plain.parameters, strict=True):
+        _require_same(p.grad, q.grad, f"{where}: the gradient of {name}")
+        _require_same(p.detach(), q.detach(), f"{where}: {name}")
+    of_plain = plain.optimizer.state_dict()
+    for number, (group, expected) in enumerate(zip(saved["param_groups"], of_plain["param_groups"], strict=True)):
+        for key in ("lr", "weight_decay", "betas", "params"):
+            if key in expected and group[key] != expected[key]:
+                raise Differs(f"{where}: {key} of group {number} is {group[key]} instead of {expected[key]}")
+    parameters = [p for group in plain.optimizer.param_groups for p in group["params"]]
+    if saved["state"].keys() != of_plain["state"].keys():
+        raise Differs(f"{where}: there are states of {sorted(saved['state'])} instead of {sorted(of_plain['state'])}")
+    for number, expected in of_plain["state"].items():
+        of_reference = _adam_entry(parameters[number], expected) if pair.setup.is_adam else expected
+        for key, value in of_reference.items():
+            if key in saved["state"][number] or not pair.setup.is_adam:
+                _require_same(saved["state"][number][key], value, f"{where}: {key} of state {number}")
+
+
+def _adam_entry(p: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    """What HandAdam keeps, in torch's names; its master follows a written weight no sooner than at the next step."""
+    names = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "vmax": "max_exp_avg_sq"}
+    master = torch.where(entry["master"].to(p.dtype) == p.detach(), entry["master"], p.detach().float())
+    return {new: entry[old] for old, new in names.items()} | {"master": master}
+
+
+def _require_same(found: Any, expected: Any, what: str) -> None:
+    if found is None or expected is None:
+        if found is not expected:
+            raise Differs(f"{what} is {'not there' if found is None else 'there'}")
+        return
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    if found.shape != expected.shape or not torch.equal(found.isnan(), expected.isnan()):
+        raise Differs(f"{what}: {found} instead of {expected}")
+    if not torch.equal(found.nan_to_num(), expected.nan_to_num()):
+        raise Differs(f"{what}: {(found != expected).sum()} of {found.numel()} differ, by {(found - expected).abs().max()}")
+
+
+# ---- searching ----
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A shrunk program and what is seen; `alone`: whether it also fails on a pair that no other program has used."""
+
+    seed: int
+    program: str
+    error: str
+    alone: bool
+
+
+@dataclass
+class Found:
+    """What a search gives."""
+
+    programs: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def search(number: int, programs: int = PER_SEED, setup: Setup | None = None, plant: Plant | None = None,
+           shrink_s: float = _SHRINK_S) -> Found:
+    """Draw programs from this seed until one fails; shrink it for some time."""
+    setup = drawn_setup(number) if setup is None else setup
+    workshop, found = Workshop(plant), Found()
+    failed: dict[Program, Exception] = {}
+    last: list[Program] = []
+    first_failed_s: list[float] = []
+
+    @seed(number)
+    @settings(max_examples=programs, deadline=None, database=None, derandomize=False, phases=[Phase.generate, Phase.shrink],
+              suppress_health_check=list(HealthCheck), print_blob=False)
+    @given(programs_of(setup))
+    def one(program: Program) -> None:
+        if program in failed:
+            last.append(program)
+            raise failed[program]
+        if first_failed_s and time.monotonic() - first_failed_s[0] > shrink_s:
+            return  # shrunk enough
+        if not first_failed_s:
+            found.programs += 1
+        try:
+            workshop.check(program)
+        except Exception as error:
+            failed[program] = error
+            last.append(program)
+            first_failed_s.append(time.monotonic())
+            raise
+
+    with quick_compiling():
+        try:
+            one()
+        except (Exception, FlakyFailure):
+            if not last:
+                raise
+            smallest = last[-1]
+            found.failures.append(Failure(number, text(smallest), _described(failed[smallest]), _fails(smallest, plant)))
+        workshop.close()
+    found.counts = workshop.counts
+    if not found.failures:
+        found.failures = [Failure(number, text(Program(setup)), left, True) for left in workshop.left]
+    return found
+
+
+def _fails(program: Program, plant: Plant | None) -> bool:
+    workshop = Workshop(plant)
+    try:
+        workshop.check(program)
+    except Exception:
+        return True
+    finally:
+        workshop.close()
+    return False
+
+
+def _described(error: BaseException) -> str:
+    cause = error.__cause__
+    return f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {_first_line(cause)})" if cause else "")
+
+
+def text(program: Program) -> str:
+    """Python that makes the program."""
+    whole = replace(program, calls=())
+    head = repr(whole)[: -len("calls=())")]
+    return head + "calls=(\n" + "".join(f"    {call!r},\n" for call in program.calls) + "))"
+
+
+# ---- the command ----
+
+
+def _worker(first: int, seeds: int, programs: int) -> None:
+    """One line of JSON a seed."""
+    for number in range(first, first + seeds):
+        begin_s = time.monotonic()
+        found = search(number, programs)
+        print(json.dumps({"seed": number, "programs": found.programs, "counts": found.counts, "took_s": time.monotonic() - begin_s,
+                          "failures": [vars(failure) for failure in found.failures]}), flush=True)
+
+
+def _in_a_process(first: int, seeds: int, programs: int) -> Found:
+    """Seeds in a process of its own: a crash is a failure of the seed it came in."""
+    command = [sys.executable, "-m", "tests.cpu.programs", "--worker", str(seeds), "--seed", str(first), "--programs", str(programs)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    total, done = Found(), 0
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    out, err = process.communicate()
+    for line in out.splitlines():
+        if not line.startswith('{"seed"'):
+            continue
+        read = json.loads(line)
+        done += 1
+        total.programs += read["programs"]
+        total.counts.update(read["counts"])
+        total.failures += [Failure(**failure) for failure in read["failures"]]
+        print(f"seed {read['seed']}: {read['programs']} programs, {read['took_s']:.1f} s, "
+              f"{'FAILED' if read['failures'] else 'ok'}", flush=True)
+    if done < seeds:
+        lost = first + done
+        total.failures.append(Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}: {err[-2000:]}", True))
+    return total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Drawn training loops on a plain model and on ours, bit for bit.")
+    parser.add_argument("--programs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="the first; each model takes the next")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
+    of = parser.parse_args()
+    if of.worker:
+        _worker(of.seed, of.worker, of.programs)
+        return 0
+    seeds = -(-of.programs // PER_SEED)
+    each = max(1, min(4, seeds // of.processes))
+    starts = range(of.seed, of.seed + seeds, each)
+    begin_s = time.monotonic()
+    with ThreadPoolExecutor(of.processes) as pool:
+        parts = list(pool.map(lambda at: _in_a_process(at, min(each, of.seed + seeds - at), PER_SEED), starts))
+    counts = sum((part.counts for part in parts), Counter[str]())
+    failures = [failure for part in parts for failure in part.failures]
+    print(f"\n{sum(part.programs for part in parts)} programs of seeds {of.seed} to {of.seed + seeds - 1} in "
+          f"{time.monotonic() - begin_s:.0f} s; calls: " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+    for failure in failures:
+        print(f"\nseed {failure.seed}: {failure.error}\n" + ("" if failure.alone else "(only after other programs of its seed)\n")
+              + failure.program)
+    print(f"\n{len(failures)} failures")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,91 @@
+"""Drawn training loops have the plain loop's bits, and the generator that draws them finds defects that are planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from . import program_models
+from .program_calls import KINDS
+from .program_models import Pair, Setup
+from .programs import Program, check, drawn_setup, search, text
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's and ours, on odd orders of calls
+
+SEEDS = range(1, 9)  # 25 programs each
+PLANTED_IN = Setup(("linear", "linear"), options="k=0")
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_drawn_programs_have_the_plain_loops_bits(number: int) -> None:
+    """Every loss, weight, gradient and state is the plain loop's, with delays, and no thread is left after close."""
+    found = search(number)
+    assert not found.failures, f"{found.failures[0].error}\n{found.failures[0].program}"
+    assert found.programs == 25
+
+
+def test_the_seeds_draw_every_kind_of_unit_dtype_and_option() -> None:
+    """What CI runs is not one corner of what can be drawn."""
+    setups = [drawn_setup(number) for number in SEEDS]
+    assert {unit for setup in setups for unit in setup.units} == set(program_models.UNITS)
+    assert {setup.dtype for setup in setups} == set(program_models.DTYPES)
+    assert len({setup.options for setup in setups}) >= 5
+    assert {setup.tied for setup in setups} == {True, False}
+
+
+def _no_wait(pair: Pair) -> None:
+    """The forward does not wait for new weights."""
+    pair.ours.session.engine.wait = lambda rows: None  # type: ignore[method-assign]
+
+
+def _no_settle(pair: Pair) -> None:
+    """Eager code reads a weight while it is on its way."""
+    pair.ours.session.engine.settle = lambda rows: None  # type: ignore[method-assign]
+
+
+def _no_drain(pair: Pair) -> None:
+    """Checkpoints are read while states are updated."""
+    pair.ours.session.engine.drain = lambda rows: None  # type: ignore[method-assign]
+
+
+def _no_discard(pair: Pair) -> None:
+    """zero_grad leaves gradients in their slots."""
+    pair.ours.session.engine.discard = lambda rows: None  # type: ignore[method-assign]
+
+
+def _late_rates(pair: Pair) -> None:
+    """A step counts twice for the bias correction."""
+    builder: Any = pair.ours.session.builder
+    committed = builder.committed
+
+    def twice(items: Any) -> None:
+        committed(items)
+        committed(items)
+
+    builder.committed = twice
+
+
+@pytest.mark.parametrize("plant", [_no_wait, _no_settle, _no_drain, _no_discard, _late_rates])
+def test_a_planted_defect_is_found(plant: Callable[[Pair], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 150 programs."""
+    monkeypatch.setattr(program_models, "WIDTH", 128)  # updates take a while
+    assert search(1, 150, PLANTED_IN, plant, shrink_s=0.0).failures
+
+
+def test_without_a_planted_defect_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 40 programs of the test above."""
+    monkeypatch.setattr(program_models, "WIDTH", 128)
+    assert not search(1, 40, PLANTED_IN).failures
+
+
+def test_a_program_prints_as_python_that_makes_it() -> None:
+    """A failure can be pasted into a test."""
+    program = Program(Setup(("break", "conv"), True), True, (("H2D", 200),), tuple((name, 3) for name in KINDS))
+    assert eval(text(program), {"Program": Program, "Setup": Setup}) == program
+
+
+def test_a_program_can_be_checked_alone() -> None:
+    """What a regression test calls."""
+    check(Program(Setup(), calls=(("train", 0), ("train", 1))))
