@@ -10,6 +10,7 @@ Not seen: who keeps the parameter object itself in C++, a raw pointer, or memory
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -41,11 +42,16 @@ class HeldWeights:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """Around what makes this library hold weights, or let go of them; nobody else's code runs meanwhile. May be nested."""
+        """Around what makes this library hold weights, or let go of them; nobody else's code runs meanwhile. May be nested.
+
+        No garbage is collected inside: an alias in it would be taken for one that this library has let go of.
+        """
         if self._nested:
             yield
             return
         self._nested = True
+        collects = gc.isenabled()
+        gc.disable()
         before = self._uses()
         try:
             yield
@@ -55,6 +61,8 @@ class HeldWeights:
             more = {of: now - then for of, now, then in zip(storages, self._uses(), before, strict=True)}
             self._ours = {of: self._ours.get(of, 0) + count for of, count in more.items()}
             self._expect()
+            if collects:
+                gc.enable()
 
     def find(self, wait: Callable[[Sequence[int]], None]) -> tuple[int, ...]:
         """The rows whose memory others hold too; warns once. About 0.5 us a parameter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.held_weights import HeldWeights
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, assert_same, plain_loop, weights
@@ -173,3 +175,24 @@ def test_weights_that_other_processes_map_are_held() -> None:
         plain_loop(2)(model, optimizer, batches)
         assert session_of(model).held.rows == tuple(range(len(list(model.parameters()))))
         hytrain_fx.close(model)
+
+
+def test_garbage_that_held_a_weight_is_not_taken_for_ours() -> None:
+    """Collected while the library takes its own aliases, it would leave a weight that seems held for good."""
+    weight = nn.Parameter(torch.zeros(3))
+    held = HeldWeights([weight], ["weight"])
+    gc.collect()
+    garbage: list[Any] = [weight.detach()]
+    garbage.append(garbage)
+    del garbage
+    thresholds = gc.get_threshold()
+    try:
+        with held.ours():
+            gc.set_threshold(100)
+            more = [[number] for number in range(1000)]  # the collector would run many times
+            del more
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert held.find(lambda rows: None) == ()
+    assert gc.isenabled()
