@@ -154,7 +154,11 @@ class StateStore:
             for row, states in before.items():
                 if place is Placement.GPU:
                     self._states[row] = self._device_states(row)
-                copy_states(states, self._states[row], self._weights[row].device)
+                target = self._states[row]
+                if place is Placement.GPU and self._weights[row].dtype == torch.float32 and row not in self.copies:
+                    # It is the weight, which has these bits: written, it would end the backward of a forward from before the move.
+                    states = replace(states, master=target.master)
+                copy_states(states, target, self._weights[row].device)
                 if row in self.copies and place is Placement.GPU:
                     self.copies[row].current = True
             to_tell.update(self._arrange_slots(rows))

@@ -85,6 +85,22 @@ def test_optimizer_state_of_streamed_rows_is_at_rest_when_read(twins: Twins) -> 
             assert torch.equal(value, places[1][key][name]), (key, name)
 
 
+def test_states_may_move_between_a_forward_and_its_backward(twins: Twins) -> None:
+    """Moving writes no weight: the backward of a forward from before the move runs, with the plain loop's bits."""
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = plain_loop(2)(model, optimizer, batches)
+        for place in (Placement.GPU, Placement.CPU, Placement.STREAM, Placement.GPU):
+            early = model(*batches[0])
+            if model is twins.ours:
+                twins.session.place(plan_of(twins.session, [place]))
+            early.backward()
+            losses += plain_loop(1)(model, optimizer, batches)
+        return losses
+
+    twins.agree(loop)
+
+
 def test_streamed_rows_need_no_slot(twins: Twins) -> None:
     """12 bytes a parameter on the host, and moving back brings the slot again."""
     session = twins.session
