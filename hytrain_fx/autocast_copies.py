@@ -111,6 +111,10 @@ class AutocastCopies:
         if self._copies:
             self.fill(direct)
 
+    def copy_of(self, row: int) -> torch.Tensor:
+        """The copy of a row that has one."""
+        return self._copies[row].copy
+
     def before_eager_code(self) -> None:
         """Eager code is about to read parameters."""
         self._stays = True

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from torch import fx, nn
 from hytrain_fx import dataflow, torch_private
 from hytrain_fx.cast_trial import CastRows, cast_rows
 from hytrain_fx.copy_inputs import with_copies
-from hytrain_fx.errors import CaptureError, UnsupportedError
+from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.flops import node_flops
 from hytrain_fx.layers import Unit, unit_of_rows
 from hytrain_fx.runtime.startup import Phase
@@ -131,6 +132,9 @@ class InputCopies(Protocol):
     def before_graph(self, direct: Collection[int]) -> None:
         """A compiled graph that reads these rows' parameters themselves is about to run."""
 
+    def copy_of(self, row: int) -> torch.Tensor:
+        """The copy of a row that has one."""
+
 
 class Capture(Generic[R]):
     """The backend of one compiled model and the record of its graphs.
@@ -194,28 +198,43 @@ class Capture(Generic[R]):
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
         pair = _Pair(self._pairs, self._rows_of_inputs(example_inputs))
         self._pairs += 1
+        alive = self._alive  # torch keeps what it is given here for as long as the code lives: a model that was dropped must not
         with self._timed(Phase.COMPILE_FORWARD):
             copies = self._copies_for(gm, example_inputs, pair)
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
-            with self._timed(Phase.PASSES):
-                captured = self._on_graph(graph, pair, _kind(kwargs))
+            with alive()._timed(Phase.PASSES):
+                captured = alive()._on_graph(graph, pair, _kind(kwargs))
             with torch_private.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
                 compiled = torch_private.compile_fx_inner(graph, inputs, **kwargs)
             if captured.kind is not GraphKind.BACKWARD:
                 return compiled
             # The compiled backward reads weights too, which is no touch by the user; and its nodes are counted.
-            return torch_private.boxed_within(lambda: self._around_backward(captured.index), compiled)
+            index = captured.index
+            return torch_private.boxed_within(lambda: alive()._around_backward(index), compiled)
 
         def timed_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             backward = _kind(kwargs) is GraphKind.BACKWARD
-            with self._timed(Phase.COMPILE_BACKWARD if backward else Phase.COMPILE_FORWARD):
+            with alive()._timed(Phase.COMPILE_BACKWARD if backward else Phase.COMPILE_FORWARD):
                 return inner_compile(graph, inputs, **kwargs)
 
         with self._timed(Phase.COMPILE_FORWARD), torch_private.autograd_cache_off():
             compiled = torch_private.compile_fx(gm, _traced_with(example_inputs, copies), timed_compile, patches)
         return compiled if self._copies is None else self._called_with(compiled, pair, copies)
+
+    @property
+    def _alive(self) -> Callable[[], Capture[R]]:
+        """A function that gives this capture without keeping it alive. It raises EngineError once the model is closed or gone."""
+        found = weakref.ref(self)
+
+        def alive() -> Capture[R]:
+            capture = found()
+            if capture is None:
+                raise EngineError("a graph of a model that was closed or dropped was called; compile the model again")
+            return capture
+
+        return alive
 
     def _copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], pair: _Pair) -> dict[int, torch.Tensor]:
         """By position among the inputs: the copies that this graph reads in the place of parameters."""
@@ -226,9 +245,17 @@ class Capture(Generic[R]):
         return {i: of_row[row] for i, row in pair.row_of_input.items() if row in of_row}
 
     def _called_with(self, compiled: Callable[..., Any], pair: _Pair, copies: Mapping[int, torch.Tensor]) -> Callable[..., Any]:
-        assert self._copies is not None
+        alive = self._alive
+        rows = {i: row for i, row in pair.row_of_input.items() if i in copies}
         direct = tuple(row for i, row in pair.row_of_input.items() if i not in copies)
-        return with_copies(compiled, copies, partial(self._copies.before_graph, direct))
+
+        def copies_now() -> Sequence[torch.Tensor]:
+            of = alive()._copies
+            assert of is not None
+            of.before_graph(direct)
+            return [of.copy_of(row) for row in rows.values()]
+
+        return with_copies(compiled, tuple(rows), copies_now)
 
     def _rows_of_inputs(self, example_inputs: Sequence[Any]) -> dict[int, int]:
         return {i: self._row_of[id(e)] for i, e in enumerate(example_inputs) if id(e) in self._row_of}

@@ -8,7 +8,7 @@ is widened, which is exact; those that our nodes take come back as None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,15 @@ class _Copies(torch.autograd.Function):
 
 
 def with_copies(
-    compiled: Callable[..., Any], copy_of_input: Mapping[int, torch.Tensor], before: Callable[[], None]
+    compiled: Callable[..., Any], positions: tuple[int, ...], copies_now: Callable[[], Sequence[torch.Tensor]]
 ) -> Callable[..., Any]:
-    """What a torch.compile backend has made, called with copies in the place of these inputs. `before` runs first."""
-    positions, copies = tuple(copy_of_input), tuple(copy_of_input.values())
+    """What a torch.compile backend has made, called with copies instead of the inputs at these positions.
+
+    `copies_now` runs before each call and gives them: the call itself holds none.
+    """
 
     def exchanged(args: Sequence[Any]) -> list[Any]:
-        before()
+        copies = copies_now()
         given = list(args)
         if not positions:
             return given

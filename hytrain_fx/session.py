@@ -48,7 +48,7 @@ from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of
+from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of, weakly
 from hytrain_fx.session_graphs import SessionGraphs
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
@@ -153,7 +153,8 @@ class Session:
             for row in rows:
                 self.nodes.unit_of[row] = number
         of = self.config
-        compile_call = partial(compiled_call_of, model, self.capture.backend, of.dynamic, of.mode, of.options, self.before_eager_code)
+        backend, told = weakly(self.capture.backend), weakly(self.before_eager_code)
+        compile_call = partial(compiled_call_of, model, backend, of.dynamic, of.mode, of.options, told)
         self.places = ParameterPlaces(model, self.table)
         set_compiled_call(model, CallGate(compile_call, plain_call(model), self, self.places))
         self._guarded = guard_type(touch_of(weakref.ref(self)))
@@ -402,6 +403,8 @@ class Session:
         finally:
             self.closed = True
             self.nodes.gradients.end()
+            self.marks.clear()
+            self.capture.graphs.clear()
             for hook in self._hooks:
                 hook.remove()
             unguard_all(self.table.parameters)

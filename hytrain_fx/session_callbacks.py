@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from hytrain_fx.errors import EngineError
 from hytrain_fx.ops import NODES
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.step_nodes import SessionNodes
@@ -45,6 +46,22 @@ def eager_gradient_of(session: weakref.ref[Called], row: int) -> Callable[[torch
             found.nodes.gradients.parts.several.add(row)
 
     return on_gradient
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method for torch to keep, which lives as long as compiled code does: it keeps nothing of a session alive.
+
+    Raises EngineError once the model is closed or gone.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = found()
+        if alive is None:
+            raise EngineError("a graph of a model that was closed or dropped was called; compile the model again")
+        return alive(*args, **kwargs)
+
+    return call
 
 
 def shut_down(

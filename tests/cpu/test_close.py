@@ -1,0 +1,189 @@
+"""After `close()`, or when model and optimizer are dropped, nothing of them is left: no slab, engine, thread, mark or graph."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.errors import HostMemoryError
+
+from .loops import HYPER, plain_loop, weights
+from .models import Batches, cnn, gpt, mlp
+
+References = dict[str, weakref.ref[Any]]
+
+
+class Broken(nn.Module):
+    """A graph break between two linear layers: Dynamo keeps code of the class's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.last(x).square().mean()  # type: ignore[no-any-return]
+
+
+def broken() -> tuple[nn.Module, Batches]:
+    return Broken(), [(torch.randn(5, 6),) for _ in range(3)]
+
+
+class Autocast(nn.Module):
+    """Trains under autocast: its weights rest as bf16 copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(torch.tanh(self.first(x))).float().square().mean()  # type: ignore[no-any-return]
+
+
+def autocast() -> tuple[nn.Module, Batches]:
+    return Autocast(), [(torch.randn(5, 64),) for _ in range(3)]
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **HYPER)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+CASES: dict[str, tuple[Callable[[], tuple[Any, Batches]], Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    "host": (mlp, adamw, {"k": 0}),
+    "tied weights, some on the device": (gpt, adamw, {"k": 1}),
+    "convolutions": (cnn, adamw, {"k": 0}),
+    "streamed": (mlp, adamw, {"k": 0, "stream": 1.0}),
+    "a graph break": (broken, adamw, {"k": 0}),
+    "autocast": (autocast, adamw, {"k": 0}),
+    "the torch engine": (mlp, adamw, {"k": 0, "engine": "torch"}),
+    "another optimizer": (mlp, sgd, {}),
+}
+
+
+def references(model: Any, optimizer: Any) -> References:
+    session = session_of(model)
+    found = {"model": model, "optimizer": optimizer, "session": session, "engine": session.engine, "states": session.states,
+             "nodes": session.nodes, "capture": session.capture, "marks": session.marks, "planning": session.planning,
+             "weight": next(iter(model.parameters()))}
+    found |= {f"slab {number}": slab for number, slab in enumerate(session.states.slabs)}
+    return {name: weakref.ref(value) for name, value in found.items()}
+
+
+def threads() -> list[str]:
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith("hytrain")]
+
+
+def alive(found: References) -> list[str]:
+    for _ in range(2):  # a model's end lets go of the engine: what is in a cycle with it is found the second time
+        gc.collect()
+    return [name for name, reference in found.items() if reference() is not None]
+
+
+def trained(name: str, closed: bool) -> References:
+    make, kind, options = CASES[name]
+    torch.manual_seed(0)
+    model: Any
+    model, batches = make()
+    _, optimizer = hytrain_fx.compile(model, kind(model), workers=1, **options)
+    plain_loop(3)(model, optimizer, batches)
+    with torch.no_grad():
+        model(*batches[0])
+    found = references(model, optimizer)
+    if closed:
+        hytrain_fx.close(model)
+    return found
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_of_a_model_is_left(name: str, closed: bool) -> None:
+    """Weak references to everything that a session has are dead, and its threads have ended, without a reset of Dynamo."""
+    torch._dynamo.reset()
+    gc.collect()
+    before = threads()
+    found = trained(name, closed)
+    assert alive(found) == []
+    assert threads() == before
+
+
+def test_what_is_left_after_close_is_what_the_user_holds() -> None:
+    """With the optimizer kept, its states can be read; marks, graphs and the engine's own memory are gone. The model trains plainly."""
+    torch._dynamo.reset()
+    model: Any
+    model, batches = mlp()
+    _, optimizer = hytrain_fx.compile(model, adamw(model), k=0)
+    plain_loop(3)(model, optimizer, batches)
+    expected, session = optimizer.state_dict()["state"], session_of(model)
+    hytrain_fx.close(model)
+    assert session.capture.graphs == []
+    assert session.marks.steps == 0
+    assert session.engine._ring.numel() == 0  # type: ignore[attr-defined]
+    found = optimizer.state_dict()["state"]
+    for number, entry in expected.items():
+        for name, value in entry.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[number][name]))
+    before = weights(model)
+    plain_loop(2)(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+    assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+def test_a_model_compiled_again_and_again_leaves_one_session() -> None:
+    """compile, close and compile of one model: each session but the last is gone."""
+    torch._dynamo.reset()
+    model: Any
+    model, batches = mlp()
+    earlier: list[References] = []
+    for _ in range(3):
+        _, optimizer = hytrain_fx.compile(model, adamw(model), k=0)
+        plain_loop(2)(model, optimizer, batches)
+        found = references(model, optimizer)
+        earlier.append({name: found[name] for name in ("session", "engine", "states", "capture")})
+        hytrain_fx.close(model)
+        del optimizer
+    assert [alive(found) for found in earlier] == [[], [], []]
+
+
+def test_a_compile_that_is_refused_leaves_nothing() -> None:
+    """The model is plain, and dies when it is dropped."""
+    model: Any
+    model, _ = mlp()
+    with pytest.raises(HostMemoryError):
+        hytrain_fx.compile(model, adamw(model), k=0, host_memory=1)
+    found = {"model": weakref.ref(model)}
+    del model
+    assert alive(found) == []
+
+
+def test_memory_of_twenty_models_does_not_add_up() -> None:
+    """Resident memory after twenty models of 48 MB of states each is what it was after five, to less than two models."""
+    torch._dynamo.reset()
+    resident = []
+    for _ in range(20):
+        net: Any = nn.Sequential(nn.Linear(2048, 2048, bias=False))
+        model, optimizer = hytrain_fx.compile(net, adamw(net), k=0, workers=1)
+        for _ in range(2):
+            model(torch.randn(2, 2048)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hytrain_fx.close(model)
+        del net, model, optimizer
+        gc.collect()
+        resident.append(psutil.Process().memory_info().rss)
+    assert resident[-1] - resident[4] < 2 * 48e6
