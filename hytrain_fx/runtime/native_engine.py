@@ -370,7 +370,8 @@ class NativeEngine:
             self._keep.clear()
             self._skips.clear()
             self._fetching.clear()
-            self._ring, self._staging, self._shadow = self._ring.new_empty(0), None, None  # an optimizer that is kept keeps the states alone
+            # An optimizer that is kept keeps the states, and nothing else.
+            self._ring, self._staging, self._shadow = self._ring.new_empty(0), None, None
 
 
 def _no_stream() -> None:
