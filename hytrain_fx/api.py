@@ -58,7 +58,8 @@ def compile(model: M, optimizer: torch.optim.Optimizer, **options: Any) -> tuple
 def close(model: nn.Module) -> None:
     """Finish committed updates, stop the threads and free what they used; the weights stay as trained, and the model is a plain one.
 
-    The optimizer's states can be read as long as the optimizer is kept, and are freed with it. Raises UnsupportedError for a model that is not compiled.
+    The optimizer's states can be read as long as the optimizer is kept, and are freed with it.
+    Raises UnsupportedError for a model that is not compiled.
     """
     session = session_of(model)
     session.close()
