@@ -131,12 +131,14 @@ def test_a_closed_and_an_unknown_session_are_told_apart() -> None:
 
 def test_a_wait_on_a_copy_is_an_error() -> None:
     """A `wait` that is handed anything but the parameter's own memory raises: its readers would see an old weight."""
-    weight, calls = torch.ones(3), Calls()
+    weight, calls = torch.ones(3, 2), Calls()
     nodes: StepNodes = calls
     number = NODES.register(nodes, [weight])
-    ops.WAIT([weight.view(3)], number, [0])
-    with pytest.raises(EngineError, match="copy of the parameter"):
+    ops.WAIT([weight.view(3, 2)], number, [0])
+    with pytest.raises(EngineError, match="another tensor than the parameter"):
         ops.WAIT([weight.clone()], number, [0])
+    with pytest.raises(EngineError, match="copy of the parameter, made ahead of it by a layout change"):
+        ops.WAIT([weight.t().contiguous().t()], number, [0])
     NODES.unregister(number)
     assert calls.seen == [("wait", [0])]
 
