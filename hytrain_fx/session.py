@@ -86,9 +86,9 @@ class Session:
         self._hooks: list[RemovableHandle] = []
         self.closed = False
         self._half_loaded: BaseException | None = None  # what ended the last loading of states
+        self.held = HeldWeights(self.table.parameters, self.table.names)
         with self._clock.phase(Phase.ENGINE):
             self.engine: Engine = make_engine(config, self.table.parameters)
-        self.held = HeldWeights(self.table.parameters, self.table.names)
         try:
             with self.held.ours():
                 self._build(model, optimizer)

@@ -61,8 +61,10 @@ def test_every_step_is_near_the_reference(update: DeepSpeedAdam, options: dict[s
     torch.testing.assert_close(ours.master, reference.master, rtol=5e-7, atol=1e-5 * STEPS * LR)
     torch.testing.assert_close(ours.exp_avg, reference.exp_avg, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.exp_avg_sq, reference.exp_avg_sq, rtol=1e-5, atol=1e-7)
+    assert torch.equal(ours.slot, grad)  # it can be read until the next backward
     if dtype != torch.float32:
-        assert torch.equal(ours.slot, ours.master.to(dtype))
+        assert ours.out is not None
+        assert torch.equal(ours.out, ours.master.to(dtype))
 
 
 def test_the_engine_runs_it_on_the_host_only(update: DeepSpeedAdam) -> None:
