@@ -181,7 +181,7 @@ class Planning:
         was_due, plans = self._due, len(self.history)
         with self.aside("making a plan"):
             self._make_plan()
-        if was_due:
+        if was_due and self.profile is not None:  # without one the next steps are measured
             self._agenda = self._agenda.after(session.steps_done, len(self.history) > plans, steps_us)
         self._due = self._renumbered = False
         self._wanted = None

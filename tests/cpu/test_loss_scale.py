@@ -245,8 +245,8 @@ def test_an_error_before_a_forward_leaves_the_next_ones_whole(monkeypatch: pytes
     try:
         with monkeypatch.context() as patch:
             patch.setattr(made.session, "probe_device_update_us_per_param", lambda: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                made.agree(scaled_loop([False] * 9))
+            made.agree(scaled_loop([False] * 9))
+            assert any("ZeroDivisionError" in trouble for trouble in made.session.planning.aside.troubles)
         for _ in range(3):
             made.agree(scaled_loop([False, True, False, False]))
         assert made.session.planning.profile is not None

@@ -29,6 +29,8 @@ rows_strategy = st.lists(
 class NoEngine:
     """Takes states and does nothing with them."""
 
+    workers = 1
+
     splits_masters = True
 
     def place_on_host(self, row: int, states: RowStates) -> None: ...
