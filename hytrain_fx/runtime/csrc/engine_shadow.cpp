@@ -99,7 +99,7 @@ void Engine::carry_all_home(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Returns when no update may still change what begins anew here, and another thread's drain() carries no states.
+// Returns when no update may still change what begins here again, and another thread's drain() carries no states.
 void Engine::await_last_step(std::unique_lock<std::mutex>& lock) {
   do {
     carry_all_home(lock);
