@@ -95,9 +95,9 @@ def cache_dir() -> Path:
 def publish(data: bytes, path: Path) -> None:
     """Write `data` to `path` in one rename, so that no process ever sees half of it. Raises EngineError where it cannot."""
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="publish-") as scratch:
+            (Path(scratch) / path.name).write_bytes(data)
+            os.replace(Path(scratch) / path.name, path)
     except OSError as error:
         raise _unwritable(path.parent, error) from error
 

@@ -1,28 +1,34 @@
 """A loop in which a fault may hit any call, and what is left after it: the step whole, or none of it.
 
-    python -m tests.cpu.fault_loop        prints the table of docs/faults.md
+    python -m tests.cpu.fault_loop [DEVICE]        prints the table of docs/faults.md
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
-from hytrain_fx.errors import StatesError
+from hytrain_fx.errors import HytrainError, StatesError
 from hytrain_fx.ir.plan import Placement
 
 from .faults import KINDS, Faults, Place
-from .loops import Twins, weights
+from .loops import HYPER, Twins, plain_loop, weights
 from .models import Batches, mlp
 from .test_placements import plan_of
 
+PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 _MOST_TIMES = 1  # a line is tried once for each call of the loop
 _START = [Placement.CPU, Placement.STREAM, Placement.GPU]
 _MOVES = {
@@ -52,11 +58,12 @@ class FaultLoop:
     options   of `hytrain_fx.compile`
     """
 
-    def __init__(self, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, dtype: torch.dtype, device: str = "cpu", **options: Any) -> None:
         self._options = {"k": 0, "workers": 2, "timeout_s": 20.0, "warmup_steps": 10**6, **options}  # no plan but ours
         def make() -> tuple[torch.nn.Module, Batches]:
             model, batches = mlp()
-            return model.to(dtype), [tuple(x.to(dtype) if x.is_floating_point() else x for x in batch) for batch in batches]
+            model.to(device, dtype)
+            return model, [tuple(x.to(device, dtype if x.is_floating_point() else None) for x in batch) for batch in batches]
 
         self._make = make
         self._compile()
@@ -197,6 +204,76 @@ def _different(found: State, expected: State) -> list[str]:
     return [n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n])][:4]
 
 
+def assert_whole_or_undone(kind: str, loop: FaultLoop) -> None:
+    """A fault of this kind at every place: the error names its cause, nothing is torn, training goes on, and docs/faults.md has the row."""
+    places = loop.places(kind)
+    assert places, "no place was found: the loop or what is watched has changed"
+    outcomes = [loop.outcome(kind, place) for place in places]
+    wrong = [f"{outcome.place}: {outcome.error}, {outcome.left}" for outcome in outcomes if not _is_right(outcome)]
+    assert not wrong, "\n".join(wrong)
+    documented = PAGE.read_text()
+    for call in {outcome.place.call for outcome in outcomes}:
+        assert f"| {kind} | `{call}` |" in documented, f"docs/faults.md has no row for {kind} in {call}"
+
+
+def _is_right(outcome: Outcome) -> bool:
+    in_step = outcome.place.call in ("zero_grad()", "forward", "backward()", "clip_grad_norm_()", "step()")
+    expected = ("before", "after") if outcome.place.call == "step()" else ("before",) if in_step else ("after",)
+    if outcome.place.call == "optimizer.load_state_dict()":
+        expected = ("after", "load again")
+    if outcome.place.call.startswith("move") and not outcome.error:
+        return outcome.left == "after"  # what the loop may still read of old gradients is kept where there is memory for it
+    return outcome.error.endswith("Error") and outcome.left in expected
+
+
+def assert_compile_undone(kind: str, engine: str, device: str = "cpu") -> None:
+    """A fault of this kind at every place in compile(): its cause is named, model and optimizer stay plain, and a second try trains."""
+    before = engine_threads()
+    hytrain_fx.close(_compiled(engine, device)[0])
+    faults = Faults(kind)
+    with faults.counted() as found:
+        made = _compiled(engine, device, faults)[0]
+        faults.call = "close()"
+        hytrain_fx.close(made)
+    places = [place for place in dict.fromkeys(found) if place.nth < 2 and place.call == "compile()"]
+    for place in places:
+        model, optimizer, batches = _uncompiled(device)
+        faults = Faults(kind)
+        faults.call = "compile()"
+        with faults.at(place), pytest.raises(Exception, match="injected") as raised:
+            hytrain_fx.compile(model, optimizer, k=1, engine=engine, workers=2)
+        assert isinstance(raised.value, HytrainError | torch.OutOfMemoryError), f"{place}: {raised.value!r}"
+        assert all(type(p) is nn.Parameter for p in model.parameters()), place
+        assert engine_threads() == before, place
+        plain_loop(1)(model, optimizer, batches)
+    model, optimizer, batches = _compiled(engine, device)
+    plain_loop(1)(model, optimizer, batches)
+    hytrain_fx.close(model)
+
+
+def _uncompiled(device: str) -> tuple[Any, Any, Batches]:
+    torch.manual_seed(0)
+    model, batches = mlp()
+    model.to(device)
+    moved = [tuple(x.to(device) for x in batch) for batch in batches]
+    return model, torch.optim.AdamW(model.parameters(), **HYPER), moved
+
+
+def _compiled(engine: str, device: str, faults: Faults | None = None) -> tuple[Any, Any, Batches]:
+    model, optimizer, batches = _uncompiled(device)
+    if faults is not None:
+        faults.call = "compile()"
+    _, ours = hytrain_fx.compile(model, optimizer, k=1, engine=engine, workers=2)
+    return model, ours, batches
+
+
+def engine_threads() -> list[str]:
+    """The names of the engine's threads, native and Python's."""
+    native = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    python = [thread.name for thread in threading.enumerate()]
+    return sorted(name for name in (*native, *python) if name.startswith("hytrain"))
+
+
 def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
     """A Markdown row for each kind of fault and call of the loop: places tried, the errors, what was left."""
     rows = ["| fault | in | places | error | what is left |", "|---|---|---|---|---|"]
@@ -212,5 +289,5 @@ def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    loop = FaultLoop(torch.bfloat16)
+    loop = FaultLoop(torch.bfloat16, *sys.argv[1:2])
     print("\n".join(table({kind: [loop.outcome(kind, place) for place in loop.places(kind)] for kind in KINDS})))

@@ -212,6 +212,24 @@ def test_a_copy_to_the_host_that_fails_is_the_backwards_error(trained: Trained, 
 # ---- surroundings ----
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a Linux device that is always full")
+def test_a_checkpoint_that_a_full_disk_refuses_costs_nothing(trained: Trained, tmp_path: Path) -> None:
+    """torch.save to a full disk raises; the loop saves elsewhere and goes on, bit for bit, and what was saved loads."""
+    model, optimizer, batches = trained
+    expected_model = copy.deepcopy(model)
+    for path in (Path("/dev/full"), tmp_path / "checkpoint.pt"):
+        with contextlib.nullcontext() if path.parent == tmp_path else pytest.raises((OSError, RuntimeError)):
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    found = plain_loop(3)(model, optimizer, batches)
+    saved = torch.load(path)
+    expected_model.load_state_dict(saved["model"])
+    _, restored = hytrain_fx.compile(expected_model, torch.optim.AdamW(expected_model.parameters(), **HYPER), k=0)
+    restored.load_state_dict(saved["optimizer"])
+    assert plain_loop(3)(expected_model, restored, batches) == found
+    assert_same(weights(expected_model), weights(model))
+    hytrain_fx.close(expected_model)
+
+
 def test_threads_that_the_system_refuses_are_an_error_that_says_so() -> None:
     """The engine ends those that had started, the model stays plain, and compiles once fewer are asked for."""
     run("""
