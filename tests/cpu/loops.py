@@ -28,7 +28,7 @@ HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 class HandAdam(torch.optim.Optimizer):
-    """AdamW (or Adam, where not `decoupled`) with the library's stated arithmetic, on the CPU, one parameter after the other."""
+    """AdamW (or Adam, where not `decoupled`) with the library's stated arithmetic, in torch ops, one parameter after the other."""
 
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True, **hyper: Any) -> None:
         whole = torch.optim.AdamW([torch.zeros(1)], **hyper).defaults
@@ -56,9 +56,10 @@ class HandAdam(torch.optim.Optimizer):
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         if not state:
-            state.update(step=0, master=p.detach().float().clone(), **{name: torch.zeros(p.shape) for name in ("m", "v", "vmax")})
+            state.update(step=0, master=p.detach().float().clone())
+            state.update({name: torch.zeros_like(p, dtype=torch.float32) for name in ("m", "v", "vmax")})
         state["step"] += 1
-        scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=False)
+        scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=p.is_cuda)
         assert p.grad is not None
         master = p.detach() if p.dtype == torch.float32 else state["master"]  # what is written to the weight counts
         master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
