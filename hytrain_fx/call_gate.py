@@ -10,6 +10,7 @@ import torch
 
 from hytrain_fx.interrupts import whole
 from hytrain_fx.parameter_places import Layout, ParameterPlaces
+from hytrain_fx.turns import Turns
 
 MOST_LAYOUTS = 8
 """That are compiled; a call with another one runs in plain Python, as Dynamo's does beyond its recompile limit."""
@@ -17,6 +18,8 @@ MOST_LAYOUTS = 8
 
 class Gated(Protocol):
     """What is told of each call: the session of the compiled model."""
+
+    turns: Turns
 
     def must_capture_anew(self) -> bool: ...
     def enter_forward(self) -> None: ...
@@ -45,6 +48,10 @@ class CallGate:
     # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own would have none of our nodes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.session.turns.calls:
+            return self._in_turn(*args, **kwargs)
+
+    def _in_turn(self, *args: Any, **kwargs: Any) -> Any:
         if self.session.must_capture_anew():
             self._compiled.clear()
         layout = self._places.layout()

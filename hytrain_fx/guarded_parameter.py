@@ -27,6 +27,8 @@ A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from threading import RLock
 from types import new_class
 from typing import Any, ClassVar, Final, cast
 
@@ -65,6 +67,9 @@ class GuardedParameter(CountedParameter):
     """The class a parameter has while guarded; made for one model by `guard_type`. Never instantiated: parameters are given it."""
 
     on_touch: ClassVar[OnTouch]
+    settle: ClassVar[OnTouch]
+    lock: ClassVar[AbstractContextManager[object]]
+    touching: ClassVar[set[int]]
 
     @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
     def grad(self) -> Tensor | None:
@@ -96,9 +101,17 @@ class GuardedParameter(CountedParameter):
         return func(*args, **kwargs)
 
 
-def guard_type(on_touch: OnTouch) -> type[GuardedParameter]:
-    """A class of guarded parameters that call `on_touch`. One per compiled model: parameters carry no attribute of ours into a pickle."""
-    return new_class("GuardedParameter", (GuardedParameter,), exec_body=lambda body: body.update(on_touch=staticmethod(on_touch)))
+def guard_type(
+    on_touch: OnTouch, settle: OnTouch | None = None, lock: AbstractContextManager[object] | None = None
+) -> type[GuardedParameter]:
+    """A class of guarded parameters that call `on_touch`. One per compiled model: parameters carry no attribute of ours into a pickle.
+
+    settle    called before it, while the parameter is guarded still: another thread must not take a weight in flight for a new one
+    lock      held meanwhile; one thread may take it twice
+    """
+    before = settle or (lambda _: None)
+    own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(before), "lock": lock or RLock(), "touching": set()}
+    return new_class("GuardedParameter", (GuardedParameter,), exec_body=lambda body: body.update(own))
 
 
 def guard(parameter: Tensor, guarded: type[GuardedParameter]) -> bool:
@@ -139,13 +152,23 @@ def touched(parameter: Tensor) -> nn.Parameter:
     """The same parameter, no longer guarded and with `on_touch` called if it was. What `on_touch` raises passes through, guard on again."""
     guarded = type(parameter)
     if issubclass(guarded, GuardedParameter):
-        parameter.__class__ = CountedParameter
-        try:
-            guarded.on_touch(cast(nn.Parameter, parameter))
-        except BaseException:
-            guard(parameter, guarded)
-            raise
+        with guarded.lock:
+            if type(parameter) is guarded and id(parameter) not in guarded.touching:  # another thread may have touched it meanwhile
+                _touch(cast(nn.Parameter, parameter), guarded)
     return cast(nn.Parameter, parameter)
+
+
+def _touch(parameter: nn.Parameter, guarded: type[GuardedParameter]) -> None:
+    guarded.touching.add(id(parameter))
+    try:
+        guarded.settle(parameter)
+        parameter.__class__ = CountedParameter
+        guarded.on_touch(parameter)
+    except BaseException:
+        guard(parameter, guarded)
+        raise
+    finally:
+        guarded.touching.discard(id(parameter))
 
 
 def _plainly(parameter: nn.Parameter, read: Callable[[nn.Parameter], Any]) -> Any:
@@ -155,7 +178,8 @@ def _plainly(parameter: nn.Parameter, read: Callable[[nn.Parameter], Any]) -> An
     try:
         return read(plain)
     finally:
-        plain.__class__ = CountedParameter
+        if type(plain) is nn.Parameter:  # a step() of another thread may have guarded it
+            plain.__class__ = CountedParameter
 
 
 def _guarded_in(value: object) -> Iterator[Tensor]:

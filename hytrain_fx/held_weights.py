@@ -116,5 +116,5 @@ class HeldWeights:
             f"the memory of {named}{more} is held outside the model too (a kept state_dict(), .data, .detach(), a view, a NumPy or DLPack "
             "array, another module, another process, or a graph kept for another backward): step() waits for their updates, so that it "
             "shows the new weights, and nothing of these updates is hidden. Keep a .clone() instead, or drop it before step()",
-            stacklevel=7,
+            stacklevel=8,
         )

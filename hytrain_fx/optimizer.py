@@ -13,6 +13,7 @@ from hytrain_fx.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session import Session
 from hytrain_fx.state_dict import ParameterStates, load_states, read_states
 from hytrain_fx.torch_private import load_state_dict_hooks
+from hytrain_fx.turns import Turns, in_turn
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -54,6 +55,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             super().zero_grad(set_to_none=False)
 
+    @property
+    def turns(self) -> Turns:
+        """The session's."""
+        return self.session.turns
+
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
         self._require_own()
@@ -63,6 +70,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         vars(shown).update(vars(self) | {"state": read_states(self.session)})
         return torch.optim.Optimizer.state_dict(shown)
 
+    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.
 

@@ -43,12 +43,12 @@ from hytrain_fx.planning import Planning
 from hytrain_fx.rule_commit import RuleCommitBuilder
 from hytrain_fx.rules.probe import RuleProbe
 from hytrain_fx.rules.rule import UpdateRule
-from hytrain_fx.runtime.engine import Engine, RowSpec, settle_before_forks
+from hytrain_fx.runtime.engine import Engine, RowSpec, settling
 from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.session_callbacks import eager_gradient_of, shut_down, touch_of, weakly
+from hytrain_fx.session_callbacks import eager_gradient_of, settle_of, shut_down, touch_of, weakly
 from hytrain_fx.session_graphs import SessionGraphs
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
@@ -60,6 +60,7 @@ from hytrain_fx.torch_private import (
     without_torch_function,
 )
 from hytrain_fx.torch_private_modules import plain_call
+from hytrain_fx.turns import Turns, in_turn
 
 
 class Session:
@@ -67,6 +68,7 @@ class Session:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self._clock = StartupClock()
+        self.turns = Turns()
         self.config = config
         self.table: ParameterTable = build_table(model, optimizer)
         self.rule = None if type(optimizer) in ADAM_KINDS else UpdateRule(optimizer, self.table.parameters, self.table.names)
@@ -157,22 +159,26 @@ class Session:
         compile_call = partial(compiled_call_of, model, backend, of.dynamic, of.mode, of.options, told)
         self.places = ParameterPlaces(model, self.table)
         set_compiled_call(model, CallGate(compile_call, plain_call(model), self, self.places))
-        self._guarded = guard_type(touch_of(weakref.ref(self)))
+        self._guarded = guard_type(touch_of(weakref.ref(self)), settle_of(weakref.ref(self)), self.turns.state)
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(eager_gradient_of(weakref.ref(self), row)))
         self._guard_all()
-        settle_before_forks(self.engine, len(self.table))
+        self.turns.keep_whole_in_forks(settling(self.engine, len(self.table)))
         # Not a reference to the session: it must not be kept alive by its own end.
         ends = (self.engine, self.number, len(self.table), os.getpid(), weakref.ref(model), self.copies.restore)
         self._shut_down = weakref.finalize(model, shut_down, *ends)
 
     # ---- the loop ----
 
+    @in_turn
     def enter_forward(self) -> None:
         """Before the compiled call."""
         if self._depth > 0:
             self._depth += 1
             return
+        if self.turns.must_settle:
+            self.settle()
+        self.turns.called_elsewhere |= self.turns.is_elsewhere
         self.touched |= self._writes.follow_memory()
         self.copies.enter_forward(self.touched)
         if torch.is_grad_enabled():  # in an evaluation weights may be there that are not the training's (an average of them)
@@ -181,7 +187,7 @@ class Session:
             self.nodes.gradients.parts.call_begins()
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
-        unguard_all(self.table.parameters)
+        self._become_plain()
         self.marks.enabled = torch.is_grad_enabled()  # an evaluation leaves no marks
         self.marks.mark(Mark.FORWARD_BEGIN)
         if not self.capture.graphs:
@@ -201,6 +207,7 @@ class Session:
         self._writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
 
+    @in_turn
     def leave_forward(self) -> None:
         """After the compiled call."""
         self._depth -= 1
@@ -208,19 +215,34 @@ class Session:
             self._clock.close(Phase.COMPILE_FORWARD)
             self.marks.mark(Mark.FORWARD_END)
             self.marks.enabled = True
-            self._guard_all()
+            self._end_plain()
 
     @contextmanager
     def _plain_weights(self) -> Iterator[None]:
         """While a compiled backward runs: what it reads of weights is no touch by eager code."""
-        unguard_all(self.table.parameters)
+        self._become_plain()
         try:
             yield
         finally:
+            self._end_plain()
+
+    @in_turn
+    def _become_plain(self) -> None:
+        self.turns.become_plain()
+        unguard_all(self.table.parameters)
+
+    @in_turn
+    def _end_plain(self) -> None:
+        if self.turns.end_plain():
             self._guard_all()
 
-    @whole()
     def step(self, skip: torch.Tensor | None = None) -> None:
+        """`_step` in its turn: no other thread is in the compiled call."""
+        with self.turns.calls, self.turns.state:
+            self._step(skip)
+
+    @whole()
+    def _step(self, skip: torch.Tensor | None = None) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now.
 
         `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step counts stay as they are.
@@ -235,7 +257,8 @@ class Session:
             self.follow_written_weights()
             held = self.held.find(self.engine.wait)
             self._follow_new_holders(set(held) - self.touched)
-            items = self.builder.build(self.groups, self.touched | self.eager_rows)
+            read = self._all_rows if self.turns.called_elsewhere else ()  # perhaps after the backward has released them
+            items = self.builder.build(self.groups, self.touched.union(self.eager_rows, read))
             if skip is None:
                 self.engine.commit(items)
                 self.builder.committed(items)
@@ -254,6 +277,7 @@ class Session:
         self.touched = set(held)  # whoever holds them may write to them at any time
         self.last_eager_rows, self.eager_rows = self.eager_rows, set()
         self.nodes.gradients.parts.used_eagerly.clear()
+        self.turns.stepped()
         self._guard_all()
         self._end_step(begin_s)
 
@@ -299,8 +323,10 @@ class Session:
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""
         self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.gradients.generation, runs_behind)
-        self.nodes.gradients.on_sent = self.foresight.sent
+        # Another thread may be reading states, which a guess would change.
+        self.nodes.gradients.on_sent = self.turns.if_free(self.foresight.sent)
 
+    @in_turn
     def zero_grad(self) -> None:
         """Drop all gradients, also those that are in their slots."""
         with whole(), without_torch_function():
@@ -312,12 +338,14 @@ class Session:
             self.nodes.gradients.taken.update(self._all_rows)
             self.foresight.dropped()
 
+    @in_turn
     @whole()
     def drain(self) -> None:
         """Return when every committed weight is on the device and every state at rest."""
         if not self.closed:
             self.engine.drain(range(len(self.table)))
 
+    @in_turn
     @whole()
     def settle(self) -> None:
         """Return when every committed update is done and every weight on the device; states rest where their updates have left them."""
@@ -326,19 +354,31 @@ class Session:
             self.copies.fill(self._all_rows)
 
     @whole()
+    def settle_one(self, parameter: nn.Parameter) -> None:
+        """Have the committed weight there, for eager code that is about to reach it."""
+        if not self._shut_down.alive:
+            return
+        row = self.table.row_of[id(parameter)]
+        if self.turns.is_elsewhere:
+            self.turns.read()
+            self.engine.settle([row])
+        else:
+            with self.marks.held("read"):
+                self.engine.settle([row])
+        self.copies.fill([row])
+
+    @whole()
     def touch(self, parameter: nn.Parameter) -> None:
         """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
         if not self._shut_down.alive:
             return  # a parameter that has outlived its model
         row = self.table.row_of[id(parameter)]
-        with self.marks.held("read"):
-            self.engine.settle([row])
-        self.copies.fill([row])
         self._writes.watch([row])
         self.touched.add(row)
         if torch.is_grad_enabled():
             self.nodes.gradients.parts.used_eagerly.add(row)
 
+    @in_turn
     def place(self, plan: Plan) -> None:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
         self.drain()
@@ -366,6 +406,7 @@ class Session:
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):  # random numbers are the training's own
             return self._probe.us_per_param()
 
+    @in_turn
     def follow_written_weights(self) -> None:
         """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
         if not self.closed:
@@ -395,6 +436,7 @@ class Session:
 
     # ---- the end ----
 
+    @in_turn
     def close(self) -> None:
         """Finish what is committed and stop the threads; the model stays as trained, the states readable. Safe to call twice."""
         try:

@@ -23,6 +23,18 @@ class Called(Protocol):
     eager_rows: set[int]
 
     def touch(self, parameter: nn.Parameter) -> None: ...
+    def settle_one(self, parameter: nn.Parameter) -> None: ...
+
+
+def settle_of(session: weakref.ref[Called]) -> Callable[[nn.Parameter], None]:
+    """What a guarded parameter calls before it counts as touched."""
+
+    def settle(parameter: nn.Parameter) -> None:
+        found = session()
+        if found is not None:
+            found.settle_one(parameter)
+
+    return settle
 
 
 def touch_of(session: weakref.ref[Called]) -> Callable[[nn.Parameter], None]:

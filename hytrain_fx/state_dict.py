@@ -14,6 +14,7 @@ from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session import Session
 from hytrain_fx.state_entry import StateEntry
 from hytrain_fx.torch_private import without_torch_function
+from hytrain_fx.turns import in_turn
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -29,17 +30,21 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.turns = session.turns
 
+    @in_turn
     def __len__(self) -> int:
         return sum(_has_entry(self._session, row) for row in range(len(self._session.table)))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (p for p in self._session.table.parameters if p in self)
+        return iter([p for p in self._session.table.parameters if p in self])
 
+    @in_turn
     def __contains__(self, parameter: object) -> bool:
         row = self._session.table.row_of.get(id(parameter))
         return row is not None and _has_entry(self._session, row)
 
+    @in_turn
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         write = partial(self._write, parameter)
         if parameter not in self:
@@ -48,12 +53,14 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         with torch.inference_mode():  # torch refuses to write to what is made here
             return StateEntry(_read_row(self._session, row), write)
 
+    @in_turn
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
         _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
         with self._session.loading(all_states=False):
             _load_row(self._session, row, entry)
 
+    @in_turn
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
@@ -61,6 +68,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         with self._session.loading(all_states=False):
             _load_row(self._session, row, None)
 
+    @in_turn
     def clear(self) -> None:
         """Make every parameter as before its first step; the weights stay."""
         for parameter in list(self):

@@ -6,10 +6,9 @@ Two engines stand behind this Protocol: `native_engine` (C++ threads that never 
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -268,14 +267,14 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def settle_before_forks(engine: Engine, rows: int) -> None:
-    """Before this process forks, wait for all updates: the child gets what memory holds then, and no threads that could finish one."""
-    found, pid = weakref.ref(engine), os.getpid()
+def settling(engine: Engine, rows: int) -> Callable[[], None]:
+    """What waits for all updates, before a fork: the child gets what memory holds then, and no threads that could finish one."""
+    found = weakref.ref(engine)
 
     def settle() -> None:
         alive = found()
-        if alive is not None and os.getpid() == pid:
+        if alive is not None:
             with suppress(EngineError):  # closed, or the parent hears of it at its next gate
                 alive.drain(range(rows))
 
-    os.register_at_fork(before=settle)
+    return settle

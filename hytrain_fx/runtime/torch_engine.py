@@ -275,7 +275,7 @@ class TorchEngine:
         if self._forked:
             return  # nothing is in flight: all was settled before the fork
         for row in rows:
-            written, read = self._finish(row)
+            written, read = self._finish(row, reads=True)
             if written is not None:
                 self._lanes.compute_wait(written)
             del read  # only now may the compute stream's allocator hand its memory out again
@@ -292,18 +292,33 @@ class TorchEngine:
                 written.sync()
             del read
 
-    def _finish(self, index: int) -> tuple[Event | None, object]:
-        """Wait until the new weight of a pending row is on its way; the event of its arrival, and what its update reads."""
+    def _finish(self, index: int, *, reads: bool = False) -> tuple[Event | None, object]:
+        """Wait until the new weight of a pending row is on its way; the event of its arrival, and what its update reads.
+
+        Of a row that is not pending the event too: another thread may have come here first, and still wait for it.
+        `reads`: the compute stream is about to read the weight, so a release before this point is not its last one.
+        """
         with self._locked() as pipeline:
             row = self._row(index)
+            if reads and row.phase is not Phase.PENDING:
+                row.released = None
             if row.phase is not Phase.PENDING:
-                return None, None
-            chunks = len(row.chunks)
-            if not pipeline.issued_cv.wait_for(lambda: row.issued == chunks or pipeline.failure is not None, pipeline.timeout_s):
+                return row.written, None
+            chunks, commit = len(row.chunks), row.commit
+
+            def is_over() -> bool:
+                return row.phase is not Phase.PENDING or row.commit != commit
+
+            def is_issued() -> bool:
+                return is_over() or row.issued == chunks or pipeline.failure is not None
+
+            if not pipeline.issued_cv.wait_for(is_issued, pipeline.timeout_s):
                 raise EngineError(
                     f"row {index}: {row.issued} of {chunks} chunks of its new weight were on their way after {pipeline.timeout_s} s"
                 )
             pipeline.throw_if_failed()
+            if is_over():
+                return row.written, None
             read = (row.grad, row.replaced)
             row.finish()
             return row.written, read

@@ -56,6 +56,7 @@ class Row:
     ready: Event | None = None  # the gradient is made, for a row on the device
     released: Event | None = None  # the weight has been read for the last time
     written: Event | None = None  # the new weight is on the device
+    commit: int = 0  # number of the last
     issued: int = 0  # chunks of the new weight that are on their way
     scalars: AdamScalars | None = None
     step: RowStep | None = None  # in their place, of whole tensors
@@ -147,6 +148,7 @@ class Row:
     def begin_update(self, item: CommitItem, factors: tuple[float | torch.Tensor, ...] = ()) -> None:
         """Fix the hyper-parameters of the update."""
         self.phase = Phase.PENDING
+        self.commit += 1
         self.scalars, self.step = item.scalars, item.step
         self.factors = factors
         self.factors_known = not any(isinstance(factor, torch.Tensor) for factor in factors)

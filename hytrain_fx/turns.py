@@ -1,0 +1,124 @@
+"""Which thread may do what with one session, and in what order the locks are taken.
+
+    calls     a thread is in the compiled call, or in step(): parameters are plain in the one and guarded after the other
+    state     a thread changes, or reads, what the session keeps: never held while a graph runs
+    (engine)  the engine's own lock, in each of its calls
+
+A thread that has one of them takes none above it. All but the engine's may be taken again by the thread that has it.
+
+Nothing goes by who a thread is, except for speed: the thread that called `step()` last is the loop's, and may run ahead of updates. Before
+another one calls the model, all weights are new, and stay so until it returns. A backward's own threads are the loop's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+from hytrain_fx.torch_private import running_backward
+
+_READ_STEPS: Final = 16  # after another thread has last read a weight
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Turns:
+    """The locks of one session, and what other threads than the loop's have done."""
+
+    def __init__(self) -> None:
+        self.calls = threading.RLock()
+        self.state = threading.RLock()
+        self.called_elsewhere = False  # another thread has called the model since the last step()
+        self._loop = threading.get_ident()
+        self._forks = False  # with `state`
+        self._plain = 0  # compiled calls and backwards that run
+        self._steps_to_settle = 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the calling thread is neither the loop's nor one that runs a backward."""
+        return threading.get_ident() != self._loop and running_backward() < 0
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the compiled call to come must find all weights new: another thread makes it, or has read weights lately.
+
+        What such a thread reads during the call is not noticed, as parameters are plain then.
+        """
+        return self.is_elsewhere or self._steps_to_settle > 0
+
+    def read(self) -> None:
+        """A weight is read outside the compiled call."""
+        if self.is_elsewhere:
+            self._steps_to_settle = _READ_STEPS
+
+    def stepped(self) -> None:
+        """The calling thread has called `step()`."""
+        self._loop = threading.get_ident()
+        self._steps_to_settle = max(0, self._steps_to_settle - 1)
+        self.called_elsewhere = False
+
+    def become_plain(self) -> None:
+        """A compiled call or backward begins. With `state`."""
+        self._plain += 1
+
+    def end_plain(self) -> bool:
+        """It has ended; whether it was the last that ran, and parameters are to be guarded. With `state`."""
+        self._plain -= 1
+        return self._plain == 0
+
+    def if_free(self, call: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
+        """`call` with `state`; nothing where another thread has it. Holds no session: nodes outlive theirs."""
+
+        def maybe(rows: Sequence[int]) -> None:
+            if self.state.acquire(blocking=False):
+                try:
+                    call(rows)
+                finally:
+                    self.state.release()
+
+        return maybe
+
+    def keep_whole_in_forks(self, settle: Callable[[], None]) -> None:
+        """Before this process forks call `settle`. No other thread is in the middle of a change then: a child would find it half made."""
+        pid = os.getpid()
+
+        def before() -> None:
+            if os.getpid() == pid:
+                self.state.acquire()
+                self._forks = True
+                settle()
+
+        def after() -> None:
+            if self._forks:
+                self._forks = False
+                self.state.release()
+
+        def in_child() -> None:
+            self.calls = threading.RLock()  # a thread that is not there may have had it
+            after()
+
+        os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
+
+
+class _Taking(Protocol):
+    @property
+    def turns(self) -> Turns: ...
+
+
+S = TypeVar("S", bound=_Taking)
+
+
+def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that holds its object's `turns.state`."""
+
+    @wraps(method)
+    def held(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.turns.state:
+            return method(self, *args, **kwargs)
+
+    return held

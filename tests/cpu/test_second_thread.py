@@ -1,0 +1,224 @@
+"""A second thread that reads, saves, evaluates or forks: the training of the first one keeps the bits of the plain loop."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hytrain_fx
+from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session import find_session
+
+from .loops import HandAdam
+
+STEPS = 40
+Look = Callable[[nn.Module, torch.optim.Optimizer], object]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(96, 96) for _ in range(4)])
+
+
+def _data() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(8, 96) for _ in range(5)]
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, *, evaluates: bool = False, delayed: bool = False) -> list[float]:
+    losses, data = [], _data()
+    for step in range(STEPS):
+        if delayed and step == 8:
+            session = find_session(model)
+            assert session is not None
+            for stage in (Stage.CPU_UPDATE, Stage.H2D, Stage.D2H):
+                session.engine.set_delay(stage, 700.0)
+        loss = ((model(data[step % 5]) - 1) ** 2).mean()
+        loss.backward()
+        if evaluates:
+            with torch.no_grad():
+                losses.append(model(data[(step + 1) % 5]).sum().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def _plain_adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return HandAdam(net.parameters(), lr=1e-2)
+
+
+def _compile(net: nn.Module, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return hytrain_fx.compile(net, _adamw(net), **({"k": 0, "workers": 1, "timeout_s": 20.0, "replan_every": 0} | options))
+
+
+def _weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def _require_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+class Beside:
+    """A thread that looks at a training model again and again."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self._ended = threading.Event()
+        self.looks = 0
+        self.errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self._look()
+            except BaseException as error:
+                self.errors.append(error)
+                return
+            self.looks += 1
+            time.sleep(0.001)
+
+
+def _read(model: nn.Module, _: torch.optim.Optimizer) -> object:
+    return [float(p.detach().sum()) for p in model.parameters()]
+
+
+def _norms(model: nn.Module, _: torch.optim.Optimizer) -> object:
+    return nn.utils.parameters_to_vector(model.parameters()).norm().item()
+
+
+def _weights_saved(model: nn.Module, _: torch.optim.Optimizer) -> object:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _saved(_: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    return optimizer.state_dict()
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    return [optimizer.state[p].get("exp_avg") for p in model.parameters()]
+
+
+def _copied(model: nn.Module, _: torch.optim.Optimizer) -> object:
+    return copy.deepcopy(next(model.parameters()))
+
+
+def _evaluated(model: nn.Module, _: torch.optim.Optimizer) -> object:
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.ones(8, 96))).all()
+    return None
+
+
+def _forked(*_: object) -> object:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    return os.waitpid(pid, 0)
+
+
+LOOKS: dict[str, Look] = {
+    "reads": _read, "norms": _norms, "weights saved": _weights_saved, "states saved": _saved, "moments": _moments, "copied": _copied,
+    "evaluated": _evaluated, "forks": _forked,
+}
+
+
+@pytest.mark.parametrize("engine", ["native", "torch"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_training_beside_another_thread_has_the_bits_of_the_plain_loop(look: str, engine: str) -> None:
+    """Whatever the thread asks for, as often as it likes, without an error in either of them."""
+    plain = _net()
+    expected = _steps(torch.compile(plain), _plain_adamw(plain))
+    net = _net()
+    model, optimizer = _compile(net, engine=engine)
+    with Beside(lambda: LOOKS[look](model, optimizer)) as beside:
+        losses = _steps(model, optimizer, delayed=True)
+    assert beside.errors == []
+    assert beside.looks > 0
+    assert losses == expected
+    hytrain_fx.close(model)
+    _require_same(_weights(net), _weights(plain))
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("k", [0, 2])
+def test_an_evaluation_between_backward_and_step_reads_the_old_weights(speculate: bool, k: int) -> None:
+    """Also where updates begin before the step."""
+    plain = _net()
+    expected = _steps(torch.compile(plain), _plain_adamw(plain), evaluates=True)
+    net = _net()
+    model, optimizer = _compile(net, engine="native", speculate=speculate, k=k)
+    assert _steps(model, optimizer, evaluates=True, delayed=True) == expected
+    hytrain_fx.close(model)
+    _require_same(_weights(net), _weights(plain))
+
+
+def test_states_saved_by_another_thread_are_those_of_one_step() -> None:
+    """Each saved state has one count of steps, and the moments that the plain loop has after as many."""
+    plain, seen = _net(), dict[float, list[Tensor]]()
+    plain_optimizer = _plain_adamw(plain)
+    compiled, data = torch.compile(plain), _data()
+    for step in range(STEPS):
+        ((compiled(data[step % 5]) - 1) ** 2).mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        seen[step + 1.0] = [plain_optimizer.state[p]["m"].clone() for p in plain.parameters()]
+    model, optimizer = _compile(_net(), engine="native", speculate=True)
+    saved: list[dict[str, Any]] = []
+    with Beside(lambda: saved.append(optimizer.state_dict())) as beside:
+        _steps(model, optimizer, delayed=True)
+    assert beside.errors == []
+    counts = [{float(entry["step"]) for entry in each["state"].values()} for each in saved if each["state"]]
+    assert counts
+    for each, count in zip([each for each in saved if each["state"]], counts, strict=True):
+        assert len(count) == 1
+        _require_same([entry["exp_avg"] for entry in each["state"].values()], seen[count.pop()])
+    hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_loader_with_workers_beside_a_checkpoint_thread(stays: bool) -> None:
+    """Workers are forked at any time, and those that stay are forked once."""
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        loader = DataLoader(TensorDataset(torch.stack(_data()).flatten(0, 1)), batch_size=8, num_workers=1, persistent_workers=stays)
+        for _ in range(4):
+            for (batch,) in loader:
+                loss = ((model(batch) - 1) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses
+
+    plain = _net()
+    expected = train(torch.compile(plain), _plain_adamw(plain))
+    model, optimizer = _compile(_net(), engine="native")
+    with Beside(optimizer.state_dict) as beside:
+        assert train(model, optimizer) == expected
+    assert beside.errors == []
+    hytrain_fx.close(model)
