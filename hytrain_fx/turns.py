@@ -4,7 +4,8 @@
     state     a thread changes, or reads, what the session keeps: never held while a graph runs
     (engine)  the engine's own lock, in each of its calls
 
-A thread that has one of them takes none above it. All but the engine's may be taken again by the thread that has it.
+A thread that has one of them takes none above it (`_ORDER`; `csrc/locks.h` goes on with the engine's own). All but the engine's may be
+taken again by the thread that has it. With HYTRAIN_FX_CHECK_LOCKS in the environment each acquisition is checked; the tests set it.
 
 Nothing goes by who a thread is, except for speed: the thread that called `step()` last is the loop's, and may run ahead of updates. Before
 another one calls the model, all weights are new, and stay so until it returns. A backward's own threads are the loop's.
@@ -16,22 +17,76 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import TracebackType
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
+from hytrain_fx.errors import EngineError
 from hytrain_fx.torch_private import running_backward
 
+CHECK_LOCKS: Final = "HYTRAIN_FX_CHECK_LOCKS"
+_ORDER: Final = ("calls", "state")
 _READ_STEPS: Final = 16  # after another thread has last read a weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Lock(Protocol):
+    """What a re-entrant lock is used for."""
+
+    def acquire(self, blocking: bool = True) -> bool: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+
+
+class CheckedLock:
+    """A re-entrant lock that raises EngineError where a thread takes it while it holds a later one of the same session."""
+
+    def __init__(self, name: str, later: Sequence[CheckedLock]) -> None:
+        self._name, self._later = name, later
+        self._lock = threading.RLock()
+        self._holder = self._depth = 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        thread = threading.get_ident()
+        held = [lock._name for lock in self._later if lock._holder == thread]
+        if held and self._holder != thread:
+            raise EngineError(f"lock order: {self._name!r} is taken while {held} is held; the order is {_ORDER} (turns.py)")
+        if not self._lock.acquire(blocking):
+            return False
+        self._holder, self._depth = thread, self._depth + 1
+        return True
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._holder = 0
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None:
+        self.release()
+
+
+def make_locks() -> dict[str, Lock]:
+    """The locks of a session by name, checked where that is asked for."""
+    if CHECK_LOCKS not in os.environ:
+        return {name: threading.RLock() for name in _ORDER}
+    made: dict[str, CheckedLock] = {}
+    for name in reversed(_ORDER):
+        made[name] = CheckedLock(name, tuple(made.values()))
+    return dict(made)
+
+
 class Turns:
     """The locks of one session, and what other threads than the loop's have done."""
 
     def __init__(self) -> None:
-        self.calls = threading.RLock()
-        self.state = threading.RLock()
+        locks = make_locks()
+        self.calls, self.state = locks["calls"], locks["state"]
         self.called_elsewhere = False  # another thread has called the model since the last step()
         self._loop = threading.get_ident()
         self._forks = False  # with `state`
@@ -99,7 +154,7 @@ class Turns:
                 self.state.release()
 
         def in_child() -> None:
-            self.calls = threading.RLock()  # a thread that is not there may have had it
+            self.calls = make_locks()["calls"]  # a thread that is not there may have had it
             after()
 
         os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)

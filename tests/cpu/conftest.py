@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._inductor import config as inductor_config
 
+from hytrain_fx.turns import CHECK_LOCKS
+
 # Compiling makes millions of objects that live long: looking through all of them every 700 takes a tenth of a test's time.
 gc.freeze()
 gc.set_threshold(200_000, 50, 100)
+os.environ[CHECK_LOCKS] = "1"  # a session's locks are taken in their order, in every test
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hytrain_fx
+from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session import find_session
+from hytrain_fx.turns import make_locks
 
 from .loops import HandAdam
 
@@ -35,7 +37,8 @@ def _data() -> list[Tensor]:
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, *, evaluates: bool = False, delayed: bool = False) -> list[float]:
-    losses, data = [], _data()
+    device = next(model.parameters()).device
+    losses, data = [], [batch.to(device) for batch in _data()]
     for step in range(STEPS):
         if delayed and step == 8:
             session = find_session(model)
@@ -130,7 +133,7 @@ def _copied(model: nn.Module, _: torch.optim.Optimizer) -> object:
 
 def _evaluated(model: nn.Module, _: torch.optim.Optimizer) -> object:
     with torch.no_grad():
-        assert torch.isfinite(model(torch.ones(8, 96))).all()
+        assert torch.isfinite(model(torch.ones(8, 96, device=next(model.parameters()).device))).all()
     return None
 
 
@@ -151,11 +154,16 @@ LOOKS: dict[str, Look] = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_training_beside_another_thread_has_the_bits_of_the_plain_loop(look: str, engine: str) -> None:
     """Whatever the thread asks for, as often as it likes, without an error in either of them."""
-    plain = _net()
+    assert_exact_beside(LOOKS[look], engine)
+
+
+def assert_exact_beside(look: Look, engine: str, device: str = "cpu") -> None:
+    """Train, with delays, while another thread looks: no error in either, losses and weights as of the plain loop."""
+    plain = _net().to(device)
     expected = _steps(torch.compile(plain), _plain_adamw(plain))
-    net = _net()
+    net = _net().to(device)
     model, optimizer = _compile(net, engine=engine)
-    with Beside(lambda: LOOKS[look](model, optimizer)) as beside:
+    with Beside(lambda: look(model, optimizer)) as beside:
         losses = _steps(model, optimizer, delayed=True)
     assert beside.errors == []
     assert beside.looks > 0
@@ -222,3 +230,14 @@ def test_a_loader_with_workers_beside_a_checkpoint_thread(stays: bool) -> None:
         assert train(model, optimizer) == expected
     assert beside.errors == []
     hytrain_fx.close(model)
+
+
+def test_locks_taken_in_another_order_are_an_error() -> None:
+    """Who has `state` may take it again, and not `calls`; who has `calls` may take both."""
+    locks = make_locks()
+    with locks["calls"], locks["state"], locks["state"], locks["calls"]:
+        pass
+    with locks["state"], pytest.raises(EngineError, match=r"'calls' is taken while .'state'. is held"):
+        locks["calls"].acquire()
+    with locks["calls"]:  # nothing is left of it
+        pass

@@ -42,3 +42,24 @@ def test_another_thread_may_drain_beside_commits_with_guessed_factors(program: P
 def test_a_forward_between_backward_and_step_reads_the_old_weight(program: Path, place: str) -> None:
     """Also where the device comes to it only after step() was called."""
     _run(program, place)
+
+
+@pytest.mark.parametrize(("first", "second", "ends"), [("kEngine", "kEvent", 0), ("kEvent", "kEngine", 1), ("kQueue", "kQueue", 1)])
+def test_the_engines_locks_taken_in_another_order_end_a_checked_build(first: str, second: str, ends: int, tmp_path: Path) -> None:
+    """The table is csrc/locks.h; scripts/race_check builds with the check."""
+    source, program = tmp_path / "order.cpp", tmp_path / "order"
+    source.write_text(f"""
+        #define HYTRAIN_FX_CHECK_LOCKS
+        #include "locks.h"
+        using namespace hytrain_fx;
+        int main() {{
+          OrderedMutex<LockOrder::{first}> first;
+          OrderedMutex<LockOrder::{second}> second;
+          std::lock_guard a(first);
+          std::lock_guard b(second);
+        }}
+    """)
+    subprocess.run([build.find_compiler(), "-std=c++17", "-pthread", f"-I{build.CSRC}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == bool(ends)
+    assert ("lock order" in done.stderr) == bool(ends)

@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "device.h"
+#include "locks.h"
 
 namespace hytrain_fx {
 namespace {
@@ -138,7 +138,7 @@ class EventPool {
   }
   CUevent take() {  // the device's context is current
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard lock(mutex_);
       if (!free_.empty()) {
         CUevent event = free_.back();
         free_.pop_back();
@@ -150,13 +150,13 @@ class EventPool {
     return event;
   }
   void give(CUevent event) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     free_.push_back(event);
   }
 
  private:
   const Driver& driver_;
-  std::mutex mutex_;
+  OrderedMutex<LockOrder::kEventPool> mutex_;
   std::vector<CUevent> free_;
 };
 

@@ -53,7 +53,7 @@ void Engine::start_threads() {
 
 void Engine::stop_threads() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     stop_ = true;
     raise_all_flags();
     landed_cv_.notify_all();
@@ -68,16 +68,16 @@ void Engine::stop_threads() {
 
 void Engine::set_unit(int row, int unit) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (at(row).spec.unit == unit) return;
   }
   drain(&row, 1);  // what is under way goes by its unit
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   at(row).spec.unit = unit;
 }
 
 void Engine::set_weight(int row, void* weight) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   end_flagged(lock);
   Row& r = at(row);
   if (r.phase != Phase::IDLE && r.phase != Phase::GRAD) {
@@ -87,7 +87,7 @@ void Engine::set_weight(int row, void* weight) {
 }
 
 void Engine::use_copy(int row, void* copy) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   end_flagged(lock);
   Row& r = at(row);
   if (r.phase != Phase::IDLE || r.copied || weight_dtype(r) != Dtype::kF32) {
@@ -100,7 +100,7 @@ void Engine::use_copy(int row, void* copy) {
 }
 
 void Engine::set_gradient_dtype(int row, Dtype dtype) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   const int32_t rows[] = {row};
   withdraw(rows, 1, lock);  // an update ahead of its commit reads the gradient that was there
   end_flagged(lock);
@@ -112,7 +112,7 @@ void Engine::set_gradient_dtype(int row, Dtype dtype) {
 }
 
 void Engine::add_row(const RowSpec& spec) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   Row row;
   row.spec = spec;
   row.grad_dtype = static_cast<Dtype>(spec.dtype);
@@ -136,7 +136,7 @@ Engine::Row& Engine::at(int row) {
 void Engine::finish_landing(int row) {
   EventPtr landing, fetch;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    EngineLock lock(mutex_);
     end_flagged(lock);
     landing = at(row).landing;
     fetch = last_fetch_;
@@ -158,25 +158,25 @@ Engine::Row& Engine::place(int row, Place place) {
 
 void Engine::place_on_host(int row, const HostStates& states) {
   finish_landing(row);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   place(row, Place::HOST).host = states;
 }
 
 void Engine::place_on_device(int row, const DeviceStates& states) {
   finish_landing(row);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   place(row, Place::DEVICE).device = states;
 }
 
 void Engine::place_streamed(int row, const HostStates& states) {
   finish_landing(row);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   if (staging_.empty()) throw std::logic_error("row " + std::to_string(row) + " is to be streamed, but there is no staging memory");
   place(row, Place::STREAMED).host = states;
 }
 
 void Engine::send_weight(int row, bool on) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   at(row).sends_weight = on;
 }
 
@@ -191,7 +191,7 @@ void Engine::guarded(const char* who, void (Engine::*loop)()) {
 }
 
 void Engine::fail(const std::string& message) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   note_failure(message);
 }
 
@@ -244,12 +244,12 @@ void Engine::note_update(int row, int chunk, int worker, double begin_us, double
 }
 
 FinishTimes Engine::finish_times() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return last_finish_;
 }
 
 void Engine::record(bool on) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   recording_ = on;
 }
 
@@ -257,7 +257,7 @@ void Engine::record(bool on) {
 std::vector<TaskRecord> Engine::take_done_lanes() {
   std::vector<LaneRecord> lanes;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     lanes.swap(lane_records_);
   }
   const auto undone = std::stable_partition(lanes.begin(), lanes.end(), [](const LaneRecord& lane) { return lane.end->done(); });
@@ -266,14 +266,14 @@ std::vector<TaskRecord> Engine::take_done_lanes() {
   for (auto lane = lanes.begin(); lane != undone; ++lane) {
     done.push_back({lane->kind, lane->row, lane->chunk, 0, lane->begin->time_us(), lane->end->time_us()});
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   lane_records_.insert(lane_records_.end(), std::make_move_iterator(undone), std::make_move_iterator(lanes.end()));
   return done;
 }
 
 int Engine::take_records(TaskRecord* out, int capacity) {
   const std::vector<TaskRecord> lanes = take_done_lanes();
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   records_.insert(records_.end(), lanes.begin(), lanes.end());
   const int n = std::min<int>(capacity, static_cast<int>(records_.size()));
   std::copy(records_.begin(), records_.begin() + n, out);
@@ -283,7 +283,7 @@ int Engine::take_records(TaskRecord* out, int capacity) {
 }
 
 double Engine::cpu_update_us(int row) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return at(row).last_busy_us;
 }
 

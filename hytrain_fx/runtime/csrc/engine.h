@@ -18,11 +18,9 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -30,6 +28,7 @@
 
 #include "adamw_beside.h"
 #include "device.h"
+#include "locks.h"
 #include "native_structs.h"
 #include "ring.h"
 
@@ -46,6 +45,9 @@ constexpr int64_t kCopyBytes = 32 << 20;  // of gradients in one copy: few enoug
 
 // Waits of this length, 31 years, have an end that clocks can hold. Of a longer one it would overflow, into the past.
 constexpr double kLongestWaitS = 1e9;
+
+using EngineMutex = OrderedMutex<LockOrder::kEngine>;
+using EngineLock = std::unique_lock<EngineMutex>;
 
 // Byte offsets into untyped memory.
 inline const char* offset(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
@@ -231,7 +233,7 @@ class Engine {
   void commit_streamed(const CommitItem& item, const EventPtr& end, const float* skip);
   void queue_if_ready(Row& row, int index, int chunk);
   void queue_all_ready(Row& row, int index);
-  void finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock);
+  void finish_wait(Row& row, int index, EngineLock& lock);
   static void give_weight(Row& row, const EventPtr& end) {
     row.weight = end;
     row.awaited = false;
@@ -256,8 +258,8 @@ class Engine {
   bool may_guess(const Row& row, int n_factors) const;
   int64_t shadow_slot_bytes() const;
   char* take_shadow();
-  void factors_came(const Landing& landing, std::unique_lock<std::mutex>& lock);
-  void await_wrongly_sent(const Landing& landing, bool skipped, std::unique_lock<std::mutex>& lock);
+  void factors_came(const Landing& landing, EngineLock& lock);
+  void await_wrongly_sent(const Landing& landing, bool skipped, EngineLock& lock);
   void settle_guess(Row& row, int index, bool at_commit);
   static int64_t guessed_params(const Chunk& chunk);
   void settle_shadows(Chunk& chunk, bool updated);
@@ -270,7 +272,7 @@ class Engine {
   static bool was_foreseen(const Row& row, const CommitItem& item);
   void chunk_was_put_back(const Key& key);
   void give_up_early(Row& row, int index);
-  void withdraw(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
+  void withdraw(const int32_t* rows, int n, EngineLock& lock);
   void count_early(const Row& row, int64_t params, bool again);
   void count_landed(const Row& row);
   void count_waiting(const Row& row);
@@ -294,16 +296,16 @@ class Engine {
   static bool may_flag_row(const Row& row);
   std::set<Key> flag_rest();
   std::vector<Upload> take_rest();
-  bool send_rest(std::unique_lock<std::mutex>& lock);
+  bool send_rest(EngineLock& lock);
   struct Barrier {  // a flag that the lane waits for
     EventPtr before;  // done: the lane has come so far; null: at once
     const uint32_t* flag;
     uint32_t raised;
   };
   static bool stands(const std::vector<Barrier>& barriers, size_t& next);
-  void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, std::unique_lock<std::mutex>& lock);
+  void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock);
   void end_flagged_chunk(Row& row, Chunk& chunk);
-  void end_flagged(std::unique_lock<std::mutex>& lock);
+  void end_flagged(EngineLock& lock);
   void raise_all_flags();
   static void make_current(Row& row);
   // engine_shadow.cpp
@@ -311,19 +313,19 @@ class Engine {
   static HostArrays arrays_in(const Row& row, char* slot);
   static void restore_master(const Row& row, int64_t begin, int64_t n, const char* kept);
   static bool is_home(const Row& row);
-  void bring_home(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock);
-  void carry_all_home(std::unique_lock<std::mutex>& lock);
-  void carry_home(std::unique_lock<std::mutex>& lock);  // one piece
-  void await_last_step(std::unique_lock<std::mutex>& lock);
+  void bring_home(const int32_t* rows, int n, EngineLock& lock);
+  void carry_all_home(EngineLock& lock);
+  void carry_home(EngineLock& lock);  // one piece
+  void await_last_step(EngineLock& lock);
   const Key* next_of(const std::set<Key>& keys) const;
-  void ask_events(std::unique_lock<std::mutex>& lock) const;
+  void ask_events(EngineLock& lock) const;
   Upload next_upload();
-  InFlight issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock);
-  InFlight issue_ahead(const Upload& upload, std::unique_lock<std::mutex>& lock);
+  InFlight issue_reload(const Upload& upload, EngineLock& lock);
+  InFlight issue_ahead(const Upload& upload, EngineLock& lock);
   InFlight copy_weight(const Row& row, const Upload& upload, bool recording);
   void note_copy(const Upload& upload, const InFlight& copy);
   void weight_was_sent(Row& row, const EventPtr& end, uint64_t issue);
-  InFlight stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock);
+  InFlight stream_chunk(const Upload& upload, EngineLock& lock);
   int next_streamed(bool& ready);
   StagingSlot* free_staging_slot();
   StagingSlot* next_staging_slot();
@@ -348,8 +350,8 @@ class Engine {
   std::unique_ptr<Device> device_;
   std::vector<int32_t> worker_cores_;  // empty: not pinned
   Ring ring_;
-  std::mutex mutex_;  // guards everything below but the contents of slabs
-  std::condition_variable landed_cv_, work_cv_, upload_cv_, issued_cv_;
+  EngineMutex mutex_;  // guards everything below but the contents of slabs
+  Condition landed_cv_, work_cv_, upload_cv_, issued_cv_;
   std::deque<Row> rows_;  // not moved when one is added: threads read a row that they work on without the lock
   std::deque<Landing> landings_;
   std::set<Key> ready_, updated_, ahead_, streaming_;  // ahead_: updated on a guess; streaming_: rows, chunk 0

@@ -17,7 +17,7 @@ void Engine::commit(const CommitItem* items, int n, const void* const* factors, 
   if (n_factors > options_.factor_capacity) throw std::logic_error("internal: more factors than slots");
   EventPtr end = device_->record_compute(stream);
   const double called_us = device_->now_us();
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   await_last_step(lock);
   throw_if_failed();
   if (factors_on_way_[commits_ % 2]) throw std::logic_error("internal: the slots for factors are in use");
@@ -102,7 +102,7 @@ void Engine::check_committable(const CommitItem& item) {
 }
 
 void Engine::expect(const CommitItem* items, int n) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   await_last_step(lock);
   for (int i = 0; i < n; ++i) {
     Row& row = at(items[i].row);
@@ -226,7 +226,7 @@ bool Engine::have_ended() const {
 }
 
 bool Engine::skipped() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), [&] { return !skip_on_way_ || !failure_.empty(); })) {
     throw std::runtime_error("whether the last step was left out had not come after " + std::to_string(options_.timeout_s) + " s");
   }
@@ -235,7 +235,7 @@ bool Engine::skipped() {
 }
 
 float* Engine::factor_slots() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   const int half = static_cast<int>(commits_ % 2);
   if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), [&] { return !factors_on_way_[half] || !failure_.empty(); })) {
     throw std::runtime_error("the factors of the step before the last had not come after " + std::to_string(options_.timeout_s) + " s");

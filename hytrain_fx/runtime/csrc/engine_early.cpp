@@ -14,7 +14,7 @@
 namespace hytrain_fx {
 
 void Engine::commit_early(const CommitItem* items, int n) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   carry_all_home(lock);  // another thread's drain() may be reading the states
   throw_if_failed();
   for (int i = 0; i < n; ++i) {
@@ -69,7 +69,7 @@ void Engine::chunk_was_put_back(const Key& key) {
 }
 
 // Returns when no update of these rows is ahead of its commit, with states as the last commit left them; or when the engine has failed.
-void Engine::withdraw(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock) {
+void Engine::withdraw(const int32_t* rows, int n, EngineLock& lock) {
   for (int i = 0; i < n; ++i) {
     if (at(rows[i]).phase == Phase::EARLY) give_up_early(at(rows[i]), rows[i]);
   }
@@ -106,7 +106,7 @@ void Engine::count_waiting(const Row& row) {
 }
 
 EarlyCounts Engine::early_counts() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return early_;
 }
 

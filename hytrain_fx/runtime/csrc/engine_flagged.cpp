@@ -119,7 +119,7 @@ std::vector<Engine::Upload> Engine::take_rest() {
 }
 
 // By the uploader. Whether streamed rows were among them: then all that it has put on the lane has come.
-bool Engine::send_rest(std::unique_lock<std::mutex>& lock) {
+bool Engine::send_rest(EngineLock& lock) {
   const uint64_t commit = commits_;
   EventPtr last, before;
   std::vector<Barrier> barriers;
@@ -140,7 +140,7 @@ bool Engine::send_rest(std::unique_lock<std::mutex>& lock) {
 }
 
 // Until the last streamed states are on the device, for FinishTimes. The driver is asked without the lock, and not made to wait.
-void Engine::follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, std::unique_lock<std::mutex>& lock) {
+void Engine::follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock) {
   bool there = false;
   size_t next = 0;
   double asked_us = device_->now_us();
@@ -185,7 +185,7 @@ void Engine::make_current(Row& row) {
 }
 
 // Returns when no chunk is flagged, or when the engine has failed.
-void Engine::end_flagged(std::unique_lock<std::mutex>& lock) {
+void Engine::end_flagged(EngineLock& lock) {
   if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), [this] { return flagged_rows_ == 0 || !failure_.empty(); })) {
     throw std::runtime_error("the last updates of a step had not ended after " + std::to_string(options_.timeout_s) + " s");
   }

@@ -39,7 +39,7 @@ bool Engine::may_guess(const Row& row, int n_factors) const {
 
 // New weights that were sent on a wrong guess are read while their copies run, and written again after. Returns, with the lock held, when none
 // is on its way.
-void Engine::await_wrongly_sent(const Landing& landing, bool skipped, std::unique_lock<std::mutex>& lock) {
+void Engine::await_wrongly_sent(const Landing& landing, bool skipped, EngineLock& lock) {
   for (std::vector<EventPtr> sent;; sent.clear()) {
     for (int r = 0; r < static_cast<int>(rows_.size()); ++r) {
       const Row& row = rows_[r];
@@ -61,7 +61,7 @@ void Engine::await_wrongly_sent(const Landing& landing, bool skipped, std::uniqu
   }
 }
 
-void Engine::factors_came(const Landing& landing, std::unique_lock<std::mutex>& lock) {
+void Engine::factors_came(const Landing& landing, EngineLock& lock) {
   const bool skipped = landing.skip >= 0 && landing.factors[landing.skip] != 0.0f;
   await_wrongly_sent(landing, skipped, lock);
   const int64_t redone = guesses_.redone;
@@ -165,7 +165,7 @@ void Engine::chunk_left_out(Row& row) {
 }
 
 GuessCounts Engine::guess_counts() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return guesses_;
 }
 

@@ -36,7 +36,7 @@ void add_copy(std::vector<SlotCopy>& copies, const SlotCopy& next) {
 void Engine::grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream) {
   std::vector<Part> parts;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    EngineLock lock(mutex_);
     withdraw(rows, n, lock);
     throw_if_failed();
     for (int i = 0; i < n; ++i) begin_gradient(at(rows[i]), rows[i], grads[i], parts);
@@ -110,7 +110,7 @@ void Engine::copy_piece(const std::vector<Part>& parts, size_t first, size_t las
     begin = end;
   }
   ring_.free_after(landings.back().event);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   for (const Landing& landing : landings) {
     for (const Part& part : landing.parts) rows_[part.row].landing = landing.event;
   }
@@ -127,7 +127,7 @@ void Engine::keep_grads(void* const* kept, const void* const* grads, const int64
 }
 
 void Engine::arm_cpu(const int32_t* rows, int n) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
     if (row.place != Place::HOST) continue;
@@ -138,7 +138,7 @@ void Engine::arm_cpu(const int32_t* rows, int n) {
 
 void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
   EventPtr event = device_->record_compute(stream);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   ++marks_;
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
@@ -149,14 +149,14 @@ void Engine::arm_gpu(const int32_t* rows, int n, void* stream) {
 }
 
 void Engine::arm_reload(const int32_t* rows, int n) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   for (int i = 0; i < n; ++i) at(rows[i]).armed_reload = true;
   if (!updated_.empty()) upload_cv_.notify_one();
 }
 
 void Engine::release(const int32_t* rows, int n, void* stream) {
   EventPtr event = device_->record_compute(stream);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   const double now_us = device_->now_us();
   launching_us_ += launched_since(now_us);
   launched_us_ = now_us;
@@ -176,7 +176,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
   uint64_t issue = 0;
   std::set<EventPtr> updated;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    EngineLock lock(mutex_);
     throw_if_failed();
     for (int i = 0; i < n; ++i) {
       Row& row = at(rows[i]);
@@ -199,7 +199,7 @@ void Engine::wait(const int32_t* rows, int n, void* stream) {
   }
   if (reloaded) device_->compute_wait(stream, reloaded);
   for (const EventPtr& event : updated) device_->compute_wait(stream, event);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   throw_if_failed();  // flags go up then, too: where the calling thread is the compute stream it has waited for them
 }
 
@@ -210,19 +210,19 @@ void Engine::drain(const int32_t* rows, int n) {
   } catch (...) {
     failed = std::current_exception();
   }
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   bring_home(rows, n, lock);
   if (failed) std::rethrow_exception(failed);
 }
 
 void Engine::settle(const int32_t* rows, int n) {
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    EngineLock lock(mutex_);
     withdraw(rows, n, lock);
     end_flagged(lock);
   }
   for (int i = 0; i < n; ++i) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    EngineLock lock(mutex_);
     throw_if_failed();
     Row& row = at(rows[i]);
     finish_wait(row, rows[i], lock);
@@ -239,7 +239,7 @@ void Engine::settle(const int32_t* rows, int n) {
 
 // Several threads may wait for one row. The first that wakes ends the step for it, and the launching thread may begin the next one before the
 // others wake: they leave the row as they find it.
-void Engine::finish_wait(Row& row, int index, std::unique_lock<std::mutex>& lock) {
+void Engine::finish_wait(Row& row, int index, EngineLock& lock) {
   if (row.phase != Phase::PENDING || row.passed) return;
   const int chunks = static_cast<int>(row.chunks.size());
   const uint64_t commit = row.commit;
@@ -269,7 +269,7 @@ uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes,
   std::vector<SlotCopy> copies;
   std::set<EventPtr> landings;
   {
-    std::unique_lock<std::mutex> lock(mutex_);
+    EngineLock lock(mutex_);
     end_flagged(lock);
     throw_if_failed();
     int64_t begin = 0;
@@ -289,7 +289,7 @@ uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes,
   for (const EventPtr& landing : landings) device_->wait(Lane::FETCH, landing);
   for (const SlotCopy& copy : copies) device_->copy(Lane::FETCH, copy.dst, copy.slot, static_cast<size_t>(copy.bytes));
   EventPtr end = device_->record(Lane::FETCH);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   fetches_[++fetch_count_] = last_fetch_ = end;
   return fetch_count_;
 }
@@ -297,7 +297,7 @@ uint64_t Engine::fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes,
 void Engine::fetched(uint64_t fetch, void* stream) {
   EventPtr end;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     const auto found = fetches_.find(fetch);
     if (found == fetches_.end()) throw std::logic_error("fetch " + std::to_string(fetch) + " was never begun, or has been waited for");
     end = found->second;
@@ -307,7 +307,7 @@ void Engine::fetched(uint64_t fetch, void* stream) {
 }
 
 void Engine::discard(const int32_t* rows, int n) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   withdraw(rows, n, lock);
   for (int i = 0; i < n; ++i) {
     Row& row = at(rows[i]);
@@ -317,7 +317,7 @@ void Engine::discard(const int32_t* rows, int n) {
 }
 
 bool Engine::pending(int row) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   return at(row).phase == Phase::PENDING && !at(row).passed;
 }
 

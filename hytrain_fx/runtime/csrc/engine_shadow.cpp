@@ -22,7 +22,7 @@ constexpr int64_t kLowAt = kArrayBytes / 2 / 64 * 64, kFirstAt = kArrayBytes, kS
 }  // namespace
 
 void Engine::set_shadow(const ShadowMemory& memory) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   if (can_guess_) throw std::logic_error("the engine has shadow memory already");
   if (memory.arrays != 3 && memory.arrays != 4) throw std::out_of_range("arrays in a shadow slot: expected 3 or 4");
   shadow_arrays_ = memory.arrays;
@@ -75,7 +75,7 @@ bool Engine::is_home(const Row& row) {
 }
 
 // The states of these rows, where no update may change them, go home; also when the engine has failed, and has no workers any more.
-void Engine::bring_home(const int32_t* rows, int n, std::unique_lock<std::mutex>& lock) {
+void Engine::bring_home(const int32_t* rows, int n, EngineLock& lock) {
   carry_all_home(lock);  // another thread may have asked for the same
   for (int i = 0; i < n; ++i) {
     const Row& row = at(rows[i]);
@@ -92,7 +92,7 @@ void Engine::bring_home(const int32_t* rows, int n, std::unique_lock<std::mutex>
 }
 
 // Beside the workers, until none is left.
-void Engine::carry_all_home(std::unique_lock<std::mutex>& lock) {
+void Engine::carry_all_home(EngineLock& lock) {
   while (!homeward_.empty()) carry_home(lock);
   if (!issued_cv_.wait_for(lock, std::chrono::duration<double>(options_.timeout_s), [this] { return homeward_left_ == 0; })) {
     throw std::runtime_error("states that were updated on a guess were not home after " + std::to_string(options_.timeout_s) + " s");
@@ -100,14 +100,14 @@ void Engine::carry_all_home(std::unique_lock<std::mutex>& lock) {
 }
 
 // Returns when no update may still change what begins here again, and another thread's drain() carries no states.
-void Engine::await_last_step(std::unique_lock<std::mutex>& lock) {
+void Engine::await_last_step(EngineLock& lock) {
   do {
     carry_all_home(lock);
     end_flagged(lock);
   } while (homeward_left_ > 0);
 }
 
-void Engine::carry_home(std::unique_lock<std::mutex>& lock) {
+void Engine::carry_home(EngineLock& lock) {
   const auto [r, c, granule] = homeward_.back();
   homeward_.pop_back();
   const Row& row = rows_[r];

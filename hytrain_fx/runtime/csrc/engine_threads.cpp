@@ -36,7 +36,7 @@ void Engine::queue_if_ready(Row& row, int index, int chunk) {
 
 void Engine::land() {
   device_->bind_thread();
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   while (true) {
     landed_cv_.wait(lock, [this] { return stop_ || !landings_.empty(); });
     if (stop_) return;
@@ -63,7 +63,7 @@ void Engine::land() {
 void Engine::work(int index) {
   set_arithmetic();
   if (!worker_cores_.empty()) pin_thread(worker_cores_[index]);
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   while (true) {
     work_cv_.wait(lock, [this] { return stop_ || ((!ready_.empty() || !homeward_.empty()) && failure_.empty()); });
     if (stop_) return;

@@ -21,13 +21,13 @@ constexpr auto kPoll = std::chrono::microseconds(100);
 void Engine::set_staging(const StagingMemory& memory) {
   std::vector<StagingSlot> slots;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     slots = staging_;
   }
   for (const StagingSlot& slot : slots) {  // no row is in flight: nobody begins another visit
     if (slot.stored) slot.stored->sync();
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard lock(mutex_);
   staging_.assign(memory.slots, {});
   for (int s = 0; s < memory.slots; ++s) {
     for (int a = 0; a < memory.arrays; ++a) staging_[s].at[a] = memory.base + (s * memory.arrays + a) * memory.slot_params;
@@ -38,7 +38,7 @@ void Engine::upload() {
   device_->bind_thread();
   std::deque<InFlight> in_flight;
   int64_t bytes = 0;
-  std::unique_lock<std::mutex> lock(mutex_);
+  EngineLock lock(mutex_);
   while (true) {
     upload_cv_.wait(lock, [this] { return stop_ || !updated_.empty() || !ahead_.empty() || !streaming_.empty() || rest_is_near(); });
     if (stop_) return;
@@ -76,7 +76,7 @@ void Engine::upload() {
 // Asks for the events that the choice of what comes next goes by, as far as it does. Without the lock: the driver may take milliseconds, and
 // whoever launches would wait for the lock meanwhile. The choice itself is made with the lock, by what is known: an event that a row was given
 // in between counts as one that has not come, and is asked for the next time.
-void Engine::ask_events(std::unique_lock<std::mutex>& lock) const {
+void Engine::ask_events(EngineLock& lock) const {
   enum { kRest, kReleased, kOpen, kStored, kChoices };
   std::array<std::vector<EventPtr>, kChoices> asked;
   auto add = [&asked](int choice, const EventPtr& event) {  // rows that come one after the other often share an event
@@ -137,7 +137,7 @@ const Engine::Key* Engine::next_of(const std::set<Key>& keys) const {
 // Where an update by the CPU leaves it: a 16-bit weight takes the place of its gradient, but for the half of a master that is the weight.
 const void* Engine::new_weight(const Row& row) { return row.host.low || weight_bytes(row) == 4 ? row.host.master : row.host.out; }
 
-Engine::InFlight Engine::issue_reload(const Upload& upload, std::unique_lock<std::mutex>& lock) {
+Engine::InFlight Engine::issue_reload(const Upload& upload, EngineLock& lock) {
   Row& row = rows_[upload.row];
   const Chunk& chunk = row.chunks[upload.chunk];
   updated_.erase({row.spec.unit, upload.row, upload.chunk});
@@ -178,7 +178,7 @@ void Engine::weight_was_sent(Row& row, const EventPtr& end, uint64_t issue) {
 }
 
 // With the lock held: the factors must not come meanwhile. Nothing, where they have come before.
-Engine::InFlight Engine::issue_ahead(const Upload& upload, std::unique_lock<std::mutex>& lock) {
+Engine::InFlight Engine::issue_ahead(const Upload& upload, EngineLock& lock) {
   lock.unlock();
   sleep_us(reload_delay_us_);
   lock.lock();
@@ -220,7 +220,7 @@ Engine::StagingSlot* Engine::next_staging_slot() {
   return &*std::min_element(staging_.begin(), staging_.end(), [](const auto& a, const auto& b) { return a.visit < b.visit; });
 }
 
-Engine::InFlight Engine::stream_chunk(const Upload& upload, std::unique_lock<std::mutex>& lock) {
+Engine::InFlight Engine::stream_chunk(const Upload& upload, EngineLock& lock) {
   Row& row = rows_[upload.row];  // its phase is PENDING: nobody else changes what is read here
   const Chunk& chunk = row.chunks[upload.chunk];
   const int chunks = static_cast<int>(row.chunks.size());

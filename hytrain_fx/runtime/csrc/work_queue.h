@@ -3,14 +3,13 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <random>
 #include <thread>
 
 #include "device.h"
+#include "locks.h"
 
 namespace hytrain_fx {
 
@@ -23,7 +22,7 @@ class CpuEvent : public Event {
  public:
   double time_us() override { return time_us_; }
   void fire() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     time_us_ = clock_us();
     fired_.store(true, std::memory_order_release);
     fired_cv_.notify_all();
@@ -32,12 +31,12 @@ class CpuEvent : public Event {
  private:
   bool query() override { return fired_.load(std::memory_order_acquire); }
   void await() override {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     fired_cv_.wait(lock, [this] { return query(); });
   }
 
-  std::mutex mutex_;
-  std::condition_variable fired_cv_;
+  OrderedMutex<LockOrder::kEvent> mutex_;
+  Condition fired_cv_;
   std::atomic<bool> fired_{false};
   double time_us_ = 0;
 };
@@ -51,7 +50,7 @@ class WorkQueue {
     thread_.join();
   }
   void enqueue(std::function<void()> work) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     queue_.push_back(std::move(work));
     filled_.notify_one();
   }
@@ -69,7 +68,7 @@ class WorkQueue {
     while (!stop_) {
       std::function<void()> work;
       {
-        std::unique_lock<std::mutex> lock(mutex_);
+        std::unique_lock lock(mutex_);
         filled_.wait(lock, [this] { return !queue_.empty(); });
         work = std::move(queue_.front());
         queue_.pop_front();
@@ -77,8 +76,8 @@ class WorkQueue {
       work();
     }
   }
-  std::mutex mutex_;
-  std::condition_variable filled_;
+  OrderedMutex<LockOrder::kQueue> mutex_;
+  Condition filled_;
   std::deque<std::function<void()>> queue_;
   bool stop_ = false;  // only touched on the lane's own thread
   std::mt19937 random_;

@@ -1,0 +1,72 @@
+// The locks of the engine, in the one order in which a thread may take them.
+//
+//   session `calls`    Python (turns.py): a thread is in the compiled call, or in step()
+//   session `state`    Python (turns.py): a thread changes or reads what the session keeps
+//   kEngine            Engine::mutex_: rows, chunks and their queues
+//   kQueue             WorkQueue::mutex_: what a lane of the CPU device has to do
+//   kEvent             CpuEvent::mutex_: whether the event has fired
+//   kEventPool         EventPool::mutex_: CUDA events that are free
+//
+// A thread that holds a lock takes only later ones. The engine's threads take none of Python's, the GIL neither: calls into the engine let it go.
+// Built with HYTRAIN_FX_CHECK_LOCKS (scripts/race_check and the tests in C++) every lock checks this, and a wrong order ends the program with
+// both names. Without it they are std::mutex.
+#pragma once
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <mutex>
+
+namespace hytrain_fx {
+
+enum class LockOrder : unsigned { kEngine, kQueue, kEvent, kEventPool };
+
+#ifdef HYTRAIN_FX_CHECK_LOCKS
+
+inline constexpr const char* kLockNames[] = {"engine", "queue", "event", "event pool"};
+
+class HeldLocks {
+ public:
+  static void take(LockOrder next) {
+    const unsigned place = static_cast<unsigned>(next);
+    for (unsigned held = place; held < std::size(kLockNames); ++held)
+      if (held_ & 1u << held) {
+        std::fprintf(stderr, "lock order: '%s' is taken while '%s' is held; the order is in csrc/locks.h\n", kLockNames[place], kLockNames[held]);
+        std::abort();
+      }
+    held_ |= 1u << place;
+  }
+  static void give(LockOrder last) { held_ &= ~(1u << static_cast<unsigned>(last)); }
+
+ private:
+  static inline thread_local unsigned held_ = 0;  // a bit each
+};
+
+template <LockOrder order>
+class OrderedMutex {
+ public:
+  void lock() {
+    HeldLocks::take(order);
+    mutex_.lock();
+  }
+  void unlock() {
+    mutex_.unlock();
+    HeldLocks::give(order);
+  }
+
+ private:
+  std::mutex mutex_;
+};
+
+using Condition = std::condition_variable_any;
+
+#else
+
+template <LockOrder>
+using OrderedMutex = std::mutex;
+using Condition = std::condition_variable;
+
+#endif
+
+}  // namespace hytrain_fx
