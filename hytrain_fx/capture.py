@@ -34,6 +34,7 @@ from hytrain_fx.cast_trial import CastRows, cast_rows
 from hytrain_fx.copy_inputs import with_copies
 from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.flops import node_flops
+from hytrain_fx.instance_graphs import RowsOfInputs, by_parameters
 from hytrain_fx.layers import Unit, unit_of_rows
 from hytrain_fx.runtime.startup import Phase
 from hytrain_fx.torch_private_options import mode_options
@@ -196,9 +197,15 @@ class Capture(Generic[R]):
         """Compile one Dynamo graph; `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it."""
         patches = {**(mode_options(mode) if mode else {}), **(options or {})}
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
-        pair = _Pair(self._pairs, self._rows_of_inputs(example_inputs))
-        self._pairs += 1
         alive = self._alive  # torch keeps what it is given here for as long as the code lives: a model that was dropped must not
+        return by_parameters(gm, example_inputs, lambda: alive()._row_of, lambda: partial(alive()._compile, patches=patches))
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, *, patches: dict[str, Any]
+    ) -> Callable[..., Any]:
+        pair = _Pair(self._pairs, rows)
+        self._pairs += 1
+        alive = self._alive
         with self._timed(Phase.COMPILE_FORWARD):
             copies = self._copies_for(gm, example_inputs, pair)
 
@@ -221,7 +228,8 @@ class Capture(Generic[R]):
 
         with self._timed(Phase.COMPILE_FORWARD), torch_private.autograd_cache_off():
             compiled = torch_private.compile_fx(gm, _traced_with(example_inputs, copies), timed_compile, patches)
-        return compiled if self._copies is None else self._called_with(compiled, pair, copies)
+        made: Callable[..., Any] = compiled
+        return made if self._copies is None else self._called_with(made, pair, copies)
 
     @property
     def _alive(self) -> Callable[[], Capture[R]]:
@@ -256,9 +264,6 @@ class Capture(Generic[R]):
             return [of.copy_of(row) for row in rows.values()]
 
         return with_copies(compiled, tuple(rows), copies_now)
-
-    def _rows_of_inputs(self, example_inputs: Sequence[Any]) -> dict[int, int]:
-        return {i: self._row_of[id(e)] for i, e in enumerate(example_inputs) if id(e) in self._row_of}
 
     def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
         graph = self._captured_graph(module, pair, kind)

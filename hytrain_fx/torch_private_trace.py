@@ -1,11 +1,13 @@
 """The private torch surface of tracing a graph only to look at it, and of finding out who else holds a tensor. See `torch_private`.
 
     look_at(gm, inputs, look)    AOTAutograd traces forward and backward in one graph; `look` sees it, nothing is compiled
+    traced_as_before(gm)         a copy of a graph is compiled again, when Dynamo has ended
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from sys import getrefcount
 from typing import Any, Final, TypeVar
 
@@ -44,6 +46,22 @@ def look_at(gm: fx.GraphModule, inputs: Sequence[Any], look: Callable[[fx.GraphM
     except _Looked as end:
         return end.seen  # type: ignore[return-value]
     raise UnsupportedError(f"torch {torch.__version__} traced a graph without handing it on; hytrain_fx was run on torch 2.11 and 2.13")
+
+
+def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A module with the same nodes, and the same tensors that these were traced with."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, copied)
+
+
+@contextmanager
+def traced_as_before(gm: fx.GraphModule) -> Iterator[list[Any]]:
+    """Within it a copy of what Dynamo captured may be compiled, though Dynamo has ended. Gives the fake inputs that Dynamo traced with."""
+    inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = _private("torch._guards", "detect_fake_mode")(inputs)
+    with _private("torch._guards", "tracing")(_private("torch._guards", "TracingContext")(mode)):
+        yield inputs
 
 
 def may_autocast(gm: fx.GraphModule, device: torch.device) -> bool:
