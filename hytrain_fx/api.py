@@ -82,6 +82,11 @@ def explain(model: nn.Module) -> Explanation:
     Raises UnsupportedError for a model that is not compiled.
     """
     session = session_of(model)
+    with session.turns.state:
+        return _explanation(session)
+
+
+def _explanation(session: Session) -> Explanation:
     planning, device, guesses = session.planning, session.table.device, session.engine.guess_counts()
     cuda = device.type == "cuda"
     return Explanation(
@@ -118,6 +123,11 @@ def inspect(model: nn.Module) -> Inspection:
     On a GPU it waits for the device. Raises UnsupportedError for a model that is not compiled.
     """
     session = session_of(model)
+    with session.turns.state:
+        return _inspection(session)
+
+
+def _inspection(session: Session) -> Inspection:
     unit_of = unit_of_rows(session.units)
     names = tuple(unit.name or "(model)" for unit in session.units)
     rows = tuple(
@@ -125,7 +135,7 @@ def inspect(model: nn.Module) -> Inspection:
         for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
-    return Inspection(graphs, rows, session.planning.units.task_graph(), names, unit_times(explain(model), rows))
+    return Inspection(graphs, rows, session.planning.units.task_graph(), names, unit_times(_explanation(session), rows))
 
 
 @contextmanager

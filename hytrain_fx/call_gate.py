@@ -20,6 +20,7 @@ class Gated(Protocol):
     """What is told of each call: the session of the compiled model."""
 
     turns: Turns
+    closed: bool
 
     def must_capture_anew(self) -> bool: ...
     def enter_forward(self) -> None: ...
@@ -52,6 +53,8 @@ class CallGate:
             return self._in_turn(*args, **kwargs)
 
     def _in_turn(self, *args: Any, **kwargs: Any) -> Any:
+        if self.session.closed:  # while another thread was about to call the model
+            return self._plain_call(*args, **kwargs)
         if self.session.must_capture_anew():
             self._compiled.clear()
         layout = self._places.layout()

@@ -114,7 +114,7 @@ class HeldWeights:
         more = f" and {len(self.rows) - _NAMED} more" if len(self.rows) > _NAMED else ""
         warnings.warn(
             f"the memory of {named}{more} is held outside the model too (a kept state_dict(), .data, .detach(), a view, a NumPy or DLPack "
-            "array, another module, another process, or a graph kept for another backward): step() waits for their updates, so that it "
+            "array, another module, thread or process, or a graph kept for another backward): step() waits for their updates, so that it "
             "shows the new weights, and nothing of these updates is hidden. Keep a .clone() instead, or drop it before step()",
             stacklevel=8,
         )

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -188,7 +189,7 @@ class Session:
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
         self._become_plain()
-        self.marks.enabled = torch.is_grad_enabled()  # an evaluation leaves no marks
+        self.marks.silent_thread = 0 if torch.is_grad_enabled() else threading.get_ident()  # an evaluation leaves no marks
         self.marks.mark(Mark.FORWARD_BEGIN)
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
@@ -214,7 +215,7 @@ class Session:
         if self._depth == 0:
             self._clock.close(Phase.COMPILE_FORWARD)
             self.marks.mark(Mark.FORWARD_END)
-            self.marks.enabled = True
+            self.marks.silent_thread = 0
             self._end_plain()
 
     @contextmanager
@@ -436,9 +437,12 @@ class Session:
 
     # ---- the end ----
 
-    @in_turn
     def close(self) -> None:
         """Finish what is committed and stop the threads; the model stays as trained, the states readable. Safe to call twice."""
+        with self.turns.calls, self.turns.state:
+            self._close()
+
+    def _close(self) -> None:
         try:
             self.copies.restore()
             self._shut_down()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -115,13 +116,13 @@ class StepMarks:
         self._stream_handle = current_stream_of(device) if self._cuda else None
         self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: to make the object takes longer than to record an event
         self._spare: list[torch.cuda.Event] = []  # events of steps that were forgotten: they are made and freed under the driver's lock
-        self.enabled = True
+        self.silent_thread = 0  # one that evaluates: it leaves no marks
         self.captured = self.broken = False
         self._breaks = 0  # in the running step
 
     def mark(self, kind: Mark, unit: int = -1) -> None:
         """Note that the compute stream has reached `kind` of unit `unit` at this point."""
-        if not self.enabled:
+        if self._is_silent:
             return
         of = self._micro_batch(kind)
         now_us = time.perf_counter() * 1e6
@@ -143,13 +144,13 @@ class StepMarks:
 
     def note(self, kind: Mark) -> None:
         """Note that the launching thread has come to `kind`, which is no point of the compute stream."""
-        if self.enabled and self._running:
+        if self._running:
             self._running[-1].launching.append((kind, -1, time.perf_counter() * 1e6))
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
         """Around what makes the loop wait in this library, outside of a gate; `what` is a key of `HELD`."""
-        if not self.enabled or not self._running or self._running[-1].ended:
+        if self._is_silent or not self._running or self._running[-1].ended:
             yield  # between a step's backward and the next forward nothing is measured
             return
         number = list(HELD).index(what)
@@ -159,6 +160,10 @@ class StepMarks:
             yield
         finally:
             self.mark(Mark.HELD_END, number)
+
+    @property
+    def _is_silent(self) -> bool:
+        return self.silent_thread != 0 and self.silent_thread == threading.get_ident()
 
     def _micro_batch(self, kind: Mark) -> _MicroBatch:
         """The one that a mark of this kind belongs to."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ import hytrain_fx
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session import find_session
+from hytrain_fx.torch_private import compiled_call
 from hytrain_fx.turns import make_locks
 
 from .loops import HandAdam
@@ -88,10 +92,13 @@ class Beside:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Beside:
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)  # threads change in the middle of anything
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.setswitchinterval(self._switch_s)
         self._ended.set()
         self._thread.join(60)
         assert not self._thread.is_alive()
@@ -137,6 +144,10 @@ def _evaluated(model: nn.Module, _: torch.optim.Optimizer) -> object:
     return None
 
 
+def _explained(model: nn.Module, _: torch.optim.Optimizer) -> object:
+    return str(hytrain_fx.explain(model)), hytrain_fx.inspect(model).counts()
+
+
 def _forked(*_: object) -> object:
     pid = os.fork()
     if pid == 0:
@@ -146,7 +157,7 @@ def _forked(*_: object) -> object:
 
 LOOKS: dict[str, Look] = {
     "reads": _read, "norms": _norms, "weights saved": _weights_saved, "states saved": _saved, "moments": _moments, "copied": _copied,
-    "evaluated": _evaluated, "forks": _forked,
+    "evaluated": _evaluated, "explained": _explained, "forks": _forked,
 }
 
 
@@ -208,8 +219,41 @@ def test_states_saved_by_another_thread_are_those_of_one_step() -> None:
     hytrain_fx.close(model)
 
 
+@pytest.mark.parametrize("engine", ["native", "torch"])
+def test_an_evaluation_in_another_thread_sees_the_weights_of_one_step(engine: str) -> None:
+    """Whole: each of its outputs is one that the plain loop has between two steps."""
+    assert_evaluations_whole(engine)
+
+
+def assert_evaluations_whole(engine: str, device: str = "cpu") -> None:
+    """Each output of an evaluation in another thread is one that the plain model has after some count of steps, bit for bit."""
+    plain, probe = _net().to(device), torch.ones(8, 96, device=device)
+    plain_optimizer, compiled, data = _plain_adamw(plain), torch.compile(plain), [batch.to(device) for batch in _data()]
+    expected = []
+    for step in range(STEPS + 1):
+        with torch.no_grad():
+            expected.append(compiled(probe).cpu())
+        ((compiled(data[step % 5]) - 1) ** 2).mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    model, optimizer = _compile(_net().to(device), engine=engine)
+    seen: list[Tensor] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            seen.append(model(probe).cpu())
+
+    with Beside(evaluate) as beside:
+        _steps(model, optimizer, delayed=True)
+    assert beside.errors == []
+    assert seen
+    for output in seen:
+        assert any(torch.equal(output, each) for each in expected)
+    hytrain_fx.close(model)
+
+
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_loader_with_workers_beside_a_checkpoint_thread(stays: bool) -> None:
+def test_a_loader_with_workers_beside_threads_that_evaluate_save_and_explain(stays: bool) -> None:
     """Workers are forked at any time, and those that stay are forked once."""
     def train(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
@@ -226,9 +270,78 @@ def test_a_loader_with_workers_beside_a_checkpoint_thread(stays: bool) -> None:
     plain = _net()
     expected = train(torch.compile(plain), _plain_adamw(plain))
     model, optimizer = _compile(_net(), engine="native")
-    with Beside(optimizer.state_dict) as beside:
+    with ExitStack() as stack:
+        looks = (_saved, _evaluated, _explained, _norms)
+        threads = [stack.enter_context(Beside(partial(look, model, optimizer))) for look in looks]
         assert train(model, optimizer) == expected
-    assert beside.errors == []
+    assert [beside.errors for beside in threads] == [[], [], [], []]
+    hytrain_fx.close(model)
+
+
+def test_a_thread_that_evaluates_may_go_on_while_the_model_is_closed() -> None:
+    """close() waits for the compiled call; calls after it are those of the plain model."""
+    for _ in range(5):
+        model, optimizer = _compile(_net(), engine="native")
+        with Beside(partial(_evaluated, model, optimizer)) as beside:
+            ((model(_data()[0]) - 1) ** 2).mean().backward()
+            optimizer.step()
+            while beside.looks < 20 and not beside.errors:
+                time.sleep(0.001)
+            hytrain_fx.close(model)
+            looks = beside.looks
+            while beside.looks < looks + 20 and not beside.errors:
+                time.sleep(0.001)
+        assert beside.errors == []
+
+
+def test_close_comes_after_a_call_that_another_thread_is_in() -> None:
+    """It would take its engine away."""
+    model, _ = _compile(_net(), engine="native")
+    session = find_session(model)
+    assert session is not None
+    closing = threading.Thread(target=hytrain_fx.close, args=(model,))
+    with session.turns.calls:
+        closing.start()
+        closing.join(0.2)
+        assert not session.closed
+    closing.join(60)
+    assert session.closed
+
+
+def test_a_call_that_comes_while_the_model_is_closed_is_one_of_the_plain_model() -> None:
+    """A thread may have found the compiled call before close() and made it after."""
+    net = _net()
+    model, _ = _compile(net, engine="native")
+    call = compiled_call(model)
+    assert call is not None
+    hytrain_fx.close(model)
+    assert torch.equal(call(_data()[0]), net(_data()[0]))
+
+
+def test_an_evaluation_in_another_thread_takes_no_marks_from_a_backward() -> None:
+    """A step that it overlaps is measured all the same."""
+    model, optimizer = _compile(_net(), engine="native")
+    session = find_session(model)
+    assert session is not None
+    _steps(model, optimizer)
+    entered, done = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with torch.no_grad(), session.turns.calls:
+            session.enter_forward()
+            entered.set()
+            done.wait(60)
+            session.leave_forward()
+
+    loss = ((model(_data()[0]) - 1) ** 2).mean()
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    entered.wait(60)
+    loss.backward()
+    done.set()
+    thread.join(60)
+    optimizer.step()
+    assert session.marks.captured
     hytrain_fx.close(model)
 
 
