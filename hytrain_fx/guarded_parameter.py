@@ -27,7 +27,7 @@ A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from types import new_class
 from typing import Any, ClassVar, Final, cast
@@ -35,6 +35,7 @@ from typing import Any, ClassVar, Final, cast
 import torch
 from torch import Tensor, nn
 
+from hytrain_fx.interrupts import whole
 from hytrain_fx.torch_private import delete_grad, get_grad, metadata_functions, set_grad, without_torch_function
 
 OnTouch = Callable[[nn.Parameter], None]
@@ -141,6 +142,48 @@ def unguard_all(parameters: Iterable[Tensor]) -> None:
         kind = type(parameter)
         if kind is not nn.Parameter and issubclass(kind, CountedParameter):
             parameter.__class__ = nn.Parameter
+
+
+class PlainWhileRunning:
+    """The parameters of one model, plain while compiled code runs and guarded otherwise: what that code reads is no touch.
+
+    Several threads may run it at a time.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], guarded: type[GuardedParameter]) -> None:
+        self._parameters, self._guarded = parameters, guarded
+        self._runs = 0  # compiled calls and backwards
+
+    def begin(self) -> None:
+        """A run begins."""
+        with self._guarded.lock:
+            self._runs += 1
+            unguard_all(self._parameters)
+
+    def end(self) -> None:
+        """A run has ended."""
+        with self._guarded.lock:
+            self._runs -= 1
+            if self._runs == 0:
+                self.guard()
+
+    @contextmanager
+    def while_running(self) -> Iterator[None]:
+        """Around a run. One that an interrupt breaks off as it begins ends too."""
+        begun = False
+        try:
+            with whole():
+                self.begin()
+                begun = True
+            yield
+        finally:
+            if begun:
+                with whole():
+                    self.end()
+
+    def guard(self) -> None:
+        """Guard them all."""
+        guard_all(self._parameters, self._guarded)
 
 
 def is_guarded(parameter: Tensor) -> bool:

@@ -31,7 +31,7 @@ from hytrain_fx.cost_model.measure import Mark, StepMarks
 from hytrain_fx.errors import StatesError
 from hytrain_fx.explain.resources import Resources, pinning_of
 from hytrain_fx.foresight import Foresight, Speculate
-from hytrain_fx.guarded_parameter import guard_all, guard_type, unguard_all
+from hytrain_fx.guarded_parameter import PlainWhileRunning, guard_type, unguard_all
 from hytrain_fx.held_weights import HeldWeights
 from hytrain_fx.interrupts import whole
 from hytrain_fx.ir.plan import Placement, Plan
@@ -114,8 +114,10 @@ class Session:
         wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, self.held, wanted=wanted, on_change=on_change)
         copies = self.copies if self.engine.takes_copies and wanted else None
-        self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self._plain_weights, self._clock.phase,
-                                    copies, self.config.dump)
+        guarded = guard_type(touch_of(weakref.ref(self)), settle_of(weakref.ref(self)), self.turns.state)
+        self.plain = PlainWhileRunning(self.table.parameters, guarded)
+        self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self.plain.while_running,
+                                    self._clock.phase, copies, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -160,10 +162,9 @@ class Session:
         compile_call = partial(compiled_call_of, model, backend, of.dynamic, of.mode, of.options, told)
         self.places = ParameterPlaces(model, self.table)
         set_compiled_call(model, CallGate(compile_call, plain_call(model), self, self.places))
-        self._guarded = guard_type(touch_of(weakref.ref(self)), settle_of(weakref.ref(self)), self.turns.state)
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(eager_gradient_of(weakref.ref(self), row)))
-        self._guard_all()
+        self.plain.guard()
         self.turns.keep_whole_in_forks(settling(self.engine, len(self.table)))
         # Not a reference to the session: it must not be kept alive by its own end.
         ends = (self.engine, self.number, len(self.table), os.getpid(), weakref.ref(model), self.copies.restore)
@@ -188,11 +189,11 @@ class Session:
             self.nodes.gradients.parts.call_begins()
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
-        self._become_plain()
         self.marks.silent_thread = 0 if torch.is_grad_enabled() else threading.get_ident()  # an evaluation leaves no marks
         self.marks.mark(Mark.FORWARD_BEGIN)
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
+        self.plain.begin()
         self._depth = 1  # not before: after an error in here the next forward begins anew, and is no inner one
 
     def must_capture_anew(self) -> bool:
@@ -213,29 +214,12 @@ class Session:
         """After the compiled call."""
         self._depth -= 1
         if self._depth == 0:
-            self._clock.close(Phase.COMPILE_FORWARD)
-            self.marks.mark(Mark.FORWARD_END)
-            self.marks.silent_thread = 0
-            self._end_plain()
-
-    @contextmanager
-    def _plain_weights(self) -> Iterator[None]:
-        """While a compiled backward runs: what it reads of weights is no touch by eager code."""
-        self._become_plain()
-        try:
-            yield
-        finally:
-            self._end_plain()
-
-    @in_turn
-    def _become_plain(self) -> None:
-        self.turns.become_plain()
-        unguard_all(self.table.parameters)
-
-    @in_turn
-    def _end_plain(self) -> None:
-        if self.turns.end_plain():
-            self._guard_all()
+            try:
+                self._clock.close(Phase.COMPILE_FORWARD)
+                self.marks.mark(Mark.FORWARD_END)
+            finally:
+                self.marks.silent_thread = 0
+                self.plain.end()
 
     def step(self, skip: torch.Tensor | None = None) -> None:
         """`_step` in its turn: no other thread is in the compiled call."""
@@ -279,7 +263,7 @@ class Session:
         self.last_eager_rows, self.eager_rows = self.eager_rows, set()
         self.nodes.gradients.parts.used_eagerly.clear()
         self.turns.stepped()
-        self._guard_all()
+        self.plain.guard()
         self._end_step(begin_s)
 
     def _follow_new_holders(self, rows: set[int]) -> None:
@@ -431,9 +415,6 @@ class Session:
                 f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a "
                 "mixture of old and new ones; call optimizer.load_state_dict() again, and load the model's weights again before it"
             ) from self._half_loaded
-
-    def _guard_all(self) -> None:
-        guard_all(self.table.parameters, self._guarded)
 
     # ---- the end ----
 

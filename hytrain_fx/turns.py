@@ -41,7 +41,10 @@ class Lock(Protocol):
 
 
 class CheckedLock:
-    """A re-entrant lock that raises EngineError where a thread takes it while it holds a later one of the same session."""
+    """A re-entrant lock that raises EngineError where a thread takes it while it holds a later one of the same session.
+
+    For tests: an interrupt inside of it may leave it taken.
+    """
 
     def __init__(self, name: str, later: Sequence[CheckedLock]) -> None:
         self._name, self._later = name, later
@@ -90,7 +93,6 @@ class Turns:
         self.called_elsewhere = False  # another thread has called the model since the last step()
         self._loop = threading.get_ident()
         self._forks = False  # with `state`
-        self._plain = 0  # compiled calls and backwards that run
         self._steps_to_settle = 0
 
     @property
@@ -116,15 +118,6 @@ class Turns:
         self._loop = threading.get_ident()
         self._steps_to_settle = max(0, self._steps_to_settle - 1)
         self.called_elsewhere = False
-
-    def become_plain(self) -> None:
-        """A compiled call or backward begins. With `state`."""
-        self._plain += 1
-
-    def end_plain(self) -> bool:
-        """It has ended; whether it was the last that ran, and parameters are to be guarded. With `state`."""
-        self._plain -= 1
-        return self._plain == 0
 
     def if_free(self, call: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
         """`call` with `state`; nothing where another thread has it. Holds no session: nodes outlive theirs."""
