@@ -55,6 +55,8 @@ class CallGate:
     def _in_turn(self, *args: Any, **kwargs: Any) -> Any:
         if self.session.closed:  # while another thread was about to call the model
             return self._plain_call(*args, **kwargs)
+        with self.session.turns.compiles:
+            pass  # torch refuses this call while another thread's backward compiles
         if self.session.must_capture_anew():
             self._compiled.clear()
         layout = self._places.layout()

@@ -72,6 +72,7 @@ class Session:
         self.turns = Turns()
         self.config = config
         self.table: ParameterTable = build_table(model, optimizer)
+        self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
         self.rule = None if type(optimizer) in ADAM_KINDS else UpdateRule(optimizer, self.table.parameters, self.table.names)
         if self.rule is not None:
             self.config = config = torch_engine_config(config, self.rule.name)
@@ -117,7 +118,7 @@ class Session:
         guarded = guard_type(touch_of(weakref.ref(self)), settle_of(weakref.ref(self)), self.turns.state)
         self.plain = PlainWhileRunning(self.table.parameters, guarded)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self.plain.while_running,
-                                    self._clock.phase, copies, self.config.dump)
+                                    self._compiling, copies, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -220,6 +221,11 @@ class Session:
             finally:
                 self.marks.silent_thread = 0
                 self.plain.end()
+
+    @contextmanager
+    def _compiling(self, phase: Phase) -> Iterator[None]:
+        with self.turns.compiles, self._clock.phase(phase):
+            yield
 
     def step(self, skip: torch.Tensor | None = None) -> None:
         """`_step` in its turn: no other thread is in the compiled call."""

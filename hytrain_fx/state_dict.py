@@ -95,7 +95,8 @@ def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]
     session.require_whole_states()
     session.follow_written_weights()
     rows = filter(partial(_has_entry, session), range(len(session.table)))
-    return {session.table.parameters[row]: _read_row(session, row) for row in rows}
+    trained = {session.table.parameters[row]: _read_row(session, row) for row in rows}
+    return trained | {parameter: copy.deepcopy(entry) for parameter, entry in session.frozen_states.items()}
 
 
 def _has_entry(session: Session, row: int) -> bool:
@@ -137,6 +138,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     if found != expected:
         raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
     saved_of_row: dict[int, dict[str, Any] | None] = {}
+    frozen: dict[torch.Tensor, dict[str, Any]] = {}
     group_of_row: dict[int, dict[str, Any]] = {}
     for group, saved in zip(groups, saved_groups, strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
@@ -144,6 +146,8 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
             if row is not None:
                 saved_of_row[row] = state_dict["state"].get(number)
                 group_of_row[row] = group | saved
+            elif state_dict["state"].get(number):
+                frozen[parameter] = state_dict["state"][number]
     for row, entry in saved_of_row.items():
         if entry is not None:
             _check_row(session, row, entry, group_of_row[row])
@@ -153,6 +157,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
             _load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():
             _load_row(session, row, entry)
+        session.frozen_states = {parameter: dict(entry) for parameter, entry in frozen.items()}
 
 
 def _check_form(state_dict: object) -> None:

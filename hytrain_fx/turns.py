@@ -1,6 +1,7 @@
 """Which thread may do what with one session, and in what order the locks are taken.
 
     calls     a thread is in the compiled call, or in step(): parameters are plain in the one and guarded after the other
+    compiles  a graph is compiled: torch refuses compiled calls of other threads meanwhile, so they wait
     state     a thread changes, or reads, what the session keeps: never held while a graph runs
     (engine)  the engine's own lock, in each of its calls
 
@@ -24,7 +25,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.torch_private import running_backward
 
 CHECK_LOCKS: Final = "HYTRAIN_FX_CHECK_LOCKS"
-_ORDER: Final = ("calls", "state")
+_ORDER: Final = ("calls", "compiles", "state")
 _READ_STEPS: Final = 16  # after another thread has last read a weight
 
 P = ParamSpec("P")
@@ -89,7 +90,7 @@ class Turns:
 
     def __init__(self) -> None:
         locks = make_locks()
-        self.calls, self.state = locks["calls"], locks["state"]
+        self.calls, self.compiles, self.state = (locks[name] for name in _ORDER)
         self.called_elsewhere = False  # another thread has called the model since the last step()
         self._loop = threading.get_ident()
         self._forks = False  # with `state`
@@ -147,7 +148,8 @@ class Turns:
                 self.state.release()
 
         def in_child() -> None:
-            self.calls = make_locks()["calls"]  # a thread that is not there may have had it
+            locks = make_locks()
+            self.calls, self.compiles = locks["calls"], locks["compiles"]  # a thread that is not there may have had them
             after()
 
         os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)

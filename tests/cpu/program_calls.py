@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+import select
+import signal
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -15,8 +23,11 @@ import hytrain_fx
 from hytrain_fx.errors import HytrainError
 from hytrain_fx.ir.plan import Placement
 
-from .program_models import Side
+from .program_models import Side, quick_compiling
 from .test_placements import plan_of
+
+_LIBRARY: Final = str(Path(hytrain_fx.__file__).parent)
+_NTH: Final = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)  # function of the library in which a signal comes
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,9 @@ def _backward_other_shape(side: Side, at: int) -> float:
 
 
 def _forward(side: Side, at: int) -> float:
+    """Not under autocast: ours would refuse the backward after a step, as it reads one 16-bit copy of a weight in all steps."""
+    if side.setup.dtype == "autocast":
+        return 0.0
     side.losses.append(_loss(side, at % 3))
     return float(side.losses[-1].detach())
 
@@ -179,7 +193,7 @@ def _read_weight(side: Side, at: int) -> float:
 
 def _write_weight(side: Side, at: int) -> None:
     p = side.parameters[at % len(side.parameters)]
-    if at % 2:
+    if at % 2 and not side.losses:  # ours counts the write: a backward of before it would be refused
         p.data.mul_(0.99)
     else:
         with torch.no_grad():
@@ -287,6 +301,141 @@ def _penalty(side: Side, at: int) -> float:
     return float(loss.detach())
 
 
+def _close_and_compile(side: Side, at: int) -> None:
+    """What was held of the first compilation is dropped: gradients, losses, the scheduler."""
+    side.optimizer.zero_grad()
+    side.losses, side.scheduler = [], None
+    if side.is_ours:
+        states = copy.deepcopy(side.optimizer.state_dict())
+        side.closed.append(weakref.ref(side.session.engine))
+        hytrain_fx.close(side.model)
+        side.compile()
+        side.optimizer.load_state_dict(states)
+
+
+def _train_beside(side: Side, at: int) -> float:
+    """Another thread reads, saves or evaluates meanwhile, as often as it can."""
+    looks: tuple[Callable[[], object], ...] = (
+        lambda: [float(p.detach().sum()) for p in side.parameters], side.optimizer.state_dict, side.model.state_dict,
+        lambda: _loss_without_gradient(side, at))
+    ended, errors = threading.Event(), list[BaseException]()
+
+    def look() -> None:
+        try:
+            with quick_compiling():  # torch keeps these settings by thread
+                while not ended.is_set():
+                    looks[at % len(looks)]()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look)
+    if side.is_ours:
+        thread.start()
+    try:
+        return _train(side, at)
+    finally:
+        ended.set()
+        if side.is_ours:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def _loss_without_gradient(side: Side, at: int) -> float:
+    with torch.no_grad():
+        return float(_loss(side, at % 3))
+
+
+def _fork(side: Side, at: int) -> float:
+    """What a forked child reads."""
+    if not side.is_ours:
+        return _sum_of_weights(side)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, repr(_sum_of_weights(side)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], 20.0)
+        if not ready:
+            os.kill(pid, signal.SIGKILL)
+            raise TimeoutError("the child has not answered in 20 s")
+        return float(os.read(reading, 100))
+    finally:
+        os.close(reading)
+        os.waitpid(pid, 0)
+
+
+def _sum_of_weights(side: Side) -> float:
+    return sum(float(p.detach().double().sum()) for p in side.parameters)
+
+
+def _signalled(side: Side, at: int, call: Callable[[], object]) -> bool:
+    """The call, with Ctrl-C at the nth function of the library that it enters; whether that came."""
+    left = _NTH[at % len(_NTH)]
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_filename.startswith(_LIBRARY):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(count)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+        signal.signal(signal.SIGINT, before)
+    return False
+
+
+def _signal_in_forward(side: Side, at: int) -> None:
+    if side.is_ours:
+        _signalled(side, at, lambda: _loss(side, at % 3))
+
+
+def _signal_in_backward(side: Side, at: int) -> None:
+    """The gradients are dropped, as only some of them may have come."""
+    if side.is_ours:
+        loss = _loss(side, at % 3)
+        _signalled(side, at, loss.backward)
+    side.optimizer.zero_grad()
+
+
+def _signal_in_zero_grad(side: Side, at: int) -> None:
+    if side.is_ours:
+        _signalled(side, at, side.optimizer.zero_grad)
+    side.optimizer.zero_grad()
+
+
+def _signal_in_step(side: Side, at: int) -> None:
+    """The step happens whole or not at all: the plain loop does what ours did."""
+    if not side.is_ours:
+        if side.said.pop("stepped"):
+            side.optimizer.step()
+        return
+    before = _counts(side)
+    interrupted = _signalled(side, at, side.optimizer.step)
+    side.said["stepped"] = not interrupted or _counts(side) != before
+
+
+def _counts(side: Side) -> list[float]:
+    return [float(entry["step"]) for entry in side.optimizer.state_dict()["state"].values() if "step" in entry]
+
+
+def _signal_in_load(side: Side, at: int) -> None:
+    if side.saved is not None and side.is_ours:
+        _signalled(side, at, lambda: _load(side, 0))
+    _load(side, 0)
+
+
 def _freeze(side: Side, at: int) -> None:
     side.parameters[at % len(side.parameters)].requires_grad_(False)
 
@@ -335,6 +484,14 @@ KINDS: dict[str, Kind] = {
     "penalty": Kind(_penalty, 1),
     "hold alias": Kind(_hold_alias),
     "read aliases": Kind(_read_aliases),
-    "freeze": Kind(_freeze, 0),  # not tried yet
-    "unfreeze": Kind(_unfreeze, 0),
+    "freeze": Kind(_freeze),
+    "unfreeze": Kind(_unfreeze),
+    "close and compile": Kind(_close_and_compile, 1),
+    "train beside a thread": Kind(_train_beside),
+    "fork": Kind(_fork, 1),
+    "signal in forward": Kind(_signal_in_forward),
+    "signal in backward": Kind(_signal_in_backward),
+    "signal in zero_grad": Kind(_signal_in_zero_grad, 1),
+    "signal in step": Kind(_signal_in_step, 4),
+    "signal in load": Kind(_signal_in_load, 1),
 }

@@ -7,14 +7,15 @@ import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import hytrain_fx
@@ -40,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "torch engine": {"k": 1, "engine": "torch"},
 }
 FOR_ADAM_ALONE = ("stream=1.0", "stream=0.5")
-IS_FREED_AT_CLOSE = False  # whether it is a failure that engine and states are there after close(): torch holds the graphs still
 
 
 class Conv(nn.Module):
@@ -176,6 +176,8 @@ class Side:
     losses: list[torch.Tensor] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
     saved: tuple[dict[str, Any], dict[str, Any]] | None = None
+    closed: list[weakref.ref[Any]] = field(default_factory=list)  # of ours: engines that a call has closed
+    said: dict[str, Any] = field(default_factory=dict)  # by a call on ours, for the same call on the plain side
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -186,10 +188,17 @@ class Side:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         self.scheduler, self.saved = None, None
         self.losses, self.held = [], []
+        for p in self.parameters:
+            p.requires_grad_(True)
 
     @property
     def session(self) -> Session:
         return session_of(self.model)
+
+    def compile(self) -> None:
+        """Compile ours, with a new optimizer."""
+        made = self.setup.make_optimizer(self.model)
+        _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2, timeout_s=30.0, **OPTIONS[self.setup.options])
 
 
 class Pair:
@@ -204,10 +213,10 @@ class Pair:
         plain, ours = setup.make_model(), setup.make_model()
         plain.compile(options={"layout_optimization": False})  # ours has it off, and another layout has other last bits
         self._first = {name: value.detach().clone() for name, value in plain.state_dict().items()}
-        _, optimizer = hytrain_fx.compile(ours, setup.make_optimizer(ours), workers=2, timeout_s=30.0, **OPTIONS[setup.options])
         self.plain = Side(plain, setup.make_reference(plain), False, setup, batches)
-        self.ours = Side(ours, optimizer, True, setup, batches)
-        self._empty = copy.deepcopy(optimizer.state_dict())
+        self.ours = Side(ours, None, True, setup, batches, said=self.plain.said)
+        self.ours.compile()
+        self._empty = copy.deepcopy(self.ours.optimizer.state_dict())
 
     def restart(self) -> None:
         """First weights, no gradients, no states, first options in every group."""
@@ -223,14 +232,24 @@ class Pair:
     def close(self) -> str:
         """Close ours and drop both. Tells what is left over, empty where nothing is."""
         session = self.ours.session
-        watched: dict[str, weakref.ref[Any]] = {"engine": weakref.ref(session.engine), "states": weakref.ref(session.states)}
+        watched: list[tuple[str, weakref.ref[Any]]] = [("engine", weakref.ref(session.engine)), ("states", weakref.ref(session.states))]
+        watched += [("engine closed before", engine) for engine in self.ours.closed]
         hytrain_fx.close(self.ours.model)
         del session
         self.ours = self.plain = None  # type: ignore[assignment]
-        torch._dynamo.reset()
         gc.collect()
-        left = [what for what, of in watched.items() if of() is not None and IS_FREED_AT_CLOSE]
+        left = [what for what, of in watched if of() is not None]
         return ", ".join(left + own_threads())
+
+
+@contextmanager
+def quick_compiling() -> Iterator[None]:
+    """Inductor without kernels of its own, one thread for torch, room for the graphs of every kind of call."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with inductor_config.patch(fallback_by_default=True), torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch.set_num_threads(threads)
 
 
 def own_threads() -> list[str]:

@@ -17,9 +17,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,13 +26,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyFailure
-from torch._inductor import config as inductor_config
 
 from hytrain_fx.foresight import Speculate
 from hytrain_fx.runtime.engine import Stage
 
 from .program_calls import KINDS
-from .program_models import ADAMS, DTYPES, FOR_ADAM_ALONE, OPTIMIZERS, OPTIONS, UNITS, Pair, Setup, Side
+from .program_models import ADAMS, DTYPES, FOR_ADAM_ALONE, OPTIMIZERS, OPTIONS, UNITS, Pair, Setup, Side, quick_compiling
 
 PER_SEED = 25
 _SHRINK_S = 60.0
@@ -132,16 +130,6 @@ def check(program: Program) -> None:
         workshop.check(program)
     workshop.close()
     assert not workshop.left, workshop.left[0]
-
-
-@contextmanager
-def quick_compiling() -> Iterator[None]:
-    """Inductor without kernels of its own, one thread for torch, room for the graphs of every kind of call."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with inductor_config.patch(fallback_by_default=True), torch._dynamo.config.patch(recompile_limit=64):
-        yield
-    torch.set_num_threads(threads)
 
 
 def _run(pair: Pair, program: Program, counts: Counter[str]) -> None:

@@ -17,7 +17,7 @@ from hytrain_fx.runtime.arithmetic import square_root
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, assert_same, plain_loop, weights
-from .models import Mlp
+from .models import Mlp, mlp
 from .saved import ours, plain, start, through_a_file
 
 K = [0, 2, 4]
@@ -309,4 +309,26 @@ def test_hooks_of_state_dict_and_load_state_dict_run() -> None:
     optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["save", "saved", "load", "loaded"]
+    hytrain_fx.close(model)
+
+
+def test_states_of_a_frozen_parameter_come_back_out_of_a_checkpoint() -> None:
+    """A layer that is frozen where training goes on keeps its states from one checkpoint to the next, as torch's optimizer has it."""
+    torch._dynamo.reset()
+    model: Any
+    model, batches = mlp()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-2), k=0)
+    plain_loop(2)(model, optimizer, batches)
+    first = optimizer.state_dict()
+    hytrain_fx.close(model)
+    model.first.requires_grad_(False)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-2), k=0)
+    optimizer.load_state_dict(first)
+    plain_loop(2)(model, optimizer, batches)
+    second = optimizer.state_dict()["state"]
+    assert second.keys() == first["state"].keys()
+    for number, count in ((0, 2.0), (1, 2.0), (2, 4.0)):  # the first layer's two, and one that was trained on
+        assert float(second[number]["step"]) == count
+    for name, value in first["state"][0].items():
+        assert torch.equal(torch.as_tensor(second[0][name]), torch.as_tensor(value)), name
     hytrain_fx.close(model)

@@ -183,6 +183,19 @@ def assert_exact_beside(look: Look, engine: str, device: str = "cpu") -> None:
     _require_same(_weights(net), _weights(plain))
 
 
+def test_an_evaluation_waits_while_a_backward_compiles() -> None:
+    """Torch refuses a compiled call while another thread traces; the evaluations begin before the first backward has been compiled."""
+    for _ in range(3):
+        torch._dynamo.reset()
+        model, optimizer = _compile(_net())
+        losses = model(_data()[0]).square().mean(), model(_data()[0][:3]).square().mean()
+        with Beside(lambda: _evaluated(model, optimizer)) as beside:  # noqa: B023
+            for loss in losses:
+                loss.backward()
+        assert beside.errors == []
+        hytrain_fx.close(model)
+
+
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("k", [0, 2])
 def test_an_evaluation_between_backward_and_step_reads_the_old_weights(speculate: bool, k: int) -> None:
@@ -350,7 +363,8 @@ def test_locks_taken_in_another_order_are_an_error() -> None:
     locks = make_locks()
     with locks["calls"], locks["state"], locks["state"], locks["calls"]:
         pass
-    with locks["state"], pytest.raises(EngineError, match=r"'calls' is taken while .'state'. is held"):
-        locks["calls"].acquire()
+    for first, second in (("calls", "compiles"), ("calls", "state"), ("compiles", "state")):
+        with locks[second], pytest.raises(EngineError, match=rf"'{first}' is taken while .'{second}'. is held"):
+            locks[first].acquire()
     with locks["calls"]:  # nothing is left of it
         pass

@@ -1,6 +1,7 @@
 // The locks of the engine, in the one order in which a thread may take them.
 //
 //   session `calls`    Python (turns.py): a thread is in the compiled call, or in step()
+//   session `compiles` Python (turns.py): a graph is compiled
 //   session `state`    Python (turns.py): a thread changes or reads what the session keeps
 //   kEngine            Engine::mutex_: rows, chunks and their queues
 //   kQueue             WorkQueue::mutex_: what a lane of the CPU device has to do
