@@ -61,18 +61,18 @@ class CallGate:
             self._compiled.clear()
         layout = self._places.layout()
         call = self._call_of(layout)
-        entered = False
-        try:
-            with whole():
-                self.session.enter_forward()
-                entered = True
-            if layout != self._places.compiled:
-                self.session.before_eager_code()  # what is there instead may share memory with any weight
-            return call(*args, **kwargs)
-        finally:
-            if entered:
-                with whole():
-                    self.session.leave_forward()
+        with whole() as gap:
+            self.session.enter_forward()
+            try:
+                try:
+                    gap.open = True
+                    if layout != self._places.compiled:
+                        self.session.before_eager_code()  # what is there instead may share memory with any weight
+                    return call(*args, **kwargs)
+                finally:
+                    gap.open = False
+            finally:
+                self.session.leave_forward()
 
     def _call_of(self, layout: Layout) -> Callable[..., Any]:
         if layout not in self._compiled:

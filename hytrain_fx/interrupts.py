@@ -9,25 +9,51 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 
+@dataclass
+class Gap:
+    """open: whether an interrupt is raised at once after all; one that was has closed it, so that what cleans up after it is whole."""
+
+    open: bool = False
+
+
 @contextmanager
-def whole() -> Iterator[None]:
-    """Around what must not be left half-done: an interrupt that comes meanwhile is raised after it. About 2 us."""
-    handler = signal.getsignal(signal.SIGINT)
+def whole() -> Iterator[Gap]:
+    """Around what must not be left half-done: an interrupt that comes meanwhile is raised after it. About 2 us.
+
+        with whole() as gap:
+            begin()
+            try:
+                try:
+                    gap.open = True
+                    run()               the one part that an interrupt breaks off
+                finally:
+                    gap.open = False    one that comes before this line is raised from here
+            finally:
+                end()                   in every case
+    """
+    handler, gap = signal.getsignal(signal.SIGINT), Gap()
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield  # nothing of Python's would run here
+        yield gap  # nothing of Python's would run here
         return
     noted: list[FrameType | None] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        noted.append(frame)
+        if not gap.open:
+            noted.append(frame)
+            return
+        gap.open = False
+        handler(number, frame)
+        gap.open = True  # a handler of the user's that does not raise
 
     try:
         signal.signal(signal.SIGINT, note)
-        yield
+        yield gap
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if signal.getsignal(signal.SIGINT) is note:  # else the user's code in the gap has set another
+            signal.signal(signal.SIGINT, handler)
         if noted:
             handler(signal.SIGINT, noted[0])
