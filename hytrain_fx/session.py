@@ -352,6 +352,7 @@ class Session:
         row = self.table.row_of[id(parameter)]
         if self.turns.is_elsewhere:
             self.turns.read()
+            self.copies.before_eager_code()  # from now on all fp32 memory stays: the next read may come while a graph runs
             self.engine.settle([row])
         else:
             with self.marks.held("read"):

@@ -18,6 +18,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas})
 
     def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -29,6 +30,7 @@ class Lion(torch.optim.Optimizer):
                 direction = state["average"] * first + p.grad.data * (1 - first)
                 p.data.add_(torch.sign(direction), alpha=-group["lr"])
                 state["average"].mul_(second).add_(p.grad.data, alpha=1 - second)
+        return loss
 
 
 class DerivedAdamW(torch.optim.AdamW):

@@ -302,7 +302,8 @@ def _penalty(side: Side, at: int) -> float:
 
 
 def _close_and_compile(side: Side, at: int) -> None:
-    """What was held of the first compilation is dropped: gradients, losses, the scheduler."""
+    """What was held of the first compilation is dropped: gradients, losses, the scheduler. What is frozen then stays so, so nothing is."""
+    _unfreeze(side, at)
     side.optimizer.zero_grad()
     side.losses, side.scheduler = [], None
     if side.is_ours:
@@ -314,23 +315,27 @@ def _close_and_compile(side: Side, at: int) -> None:
 
 
 def _train_beside(side: Side, at: int) -> float:
-    """Another thread reads, saves or evaluates meanwhile, as often as it can."""
+    """Another thread reads, saves or evaluates meanwhile, as often as it can; for the first time before (docs/design.md, limits)."""
     looks: tuple[Callable[[], object], ...] = (
         lambda: [float(p.detach().sum()) for p in side.parameters], side.optimizer.state_dict, side.model.state_dict,
         lambda: _loss_without_gradient(side, at))
-    ended, errors = threading.Event(), list[BaseException]()
+    begun, ended, errors = threading.Event(), threading.Event(), list[BaseException]()
 
     def look() -> None:
         try:
             with quick_compiling():  # torch keeps these settings by thread
                 while not ended.is_set():
                     looks[at % len(looks)]()
+                    begun.set()
         except BaseException as error:
             errors.append(error)
+        finally:
+            begun.set()
 
     thread = threading.Thread(target=look)
     if side.is_ours:
         thread.start()
+        begun.wait()
     try:
         return _train(side, at)
     finally:
@@ -421,13 +426,16 @@ def _signal_in_step(side: Side, at: int) -> None:
         if side.said.pop("stepped"):
             side.optimizer.step()
         return
-    before = _counts(side)
+    before = _seen(side)
     interrupted = _signalled(side, at, side.optimizer.step)
-    side.said["stepped"] = not interrupted or _counts(side) != before
+    side.said["stepped"] = not interrupted or not all(map(torch.equal, before, _seen(side)))
 
 
-def _counts(side: Side) -> list[float]:
-    return [float(entry["step"]) for entry in side.optimizer.state_dict()["state"].values() if "step" in entry]
+def _seen(side: Side) -> list[torch.Tensor]:
+    """What a step changes."""
+    states = side.optimizer.state_dict()["state"]
+    counts = [torch.as_tensor(entry["step"]) for entry in states.values() if "step" in entry]
+    return [torch.tensor(len(counts)), *(p.detach().clone() for p in side.parameters), *counts]
 
 
 def _signal_in_load(side: Side, at: int) -> None:

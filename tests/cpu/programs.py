@@ -35,6 +35,7 @@ from .program_models import ADAMS, DTYPES, FOR_ADAM_ALONE, OPTIMIZERS, OPTIONS, 
 
 PER_SEED = 25
 _SHRINK_S = 60.0
+_MOST_S = 600.0  # for one seed
 Call = tuple[str, int]
 Plant = Callable[[Pair], None]
 
@@ -328,7 +329,12 @@ def _in_a_process(first: int, seeds: int, programs: int) -> Found:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     total, done = Found(), 0
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    out, err = process.communicate()
+    try:
+        out, err = process.communicate(timeout=_MOST_S * seeds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        err += f"\nkilled after {_MOST_S * seeds:.0f} s"
     for line in out.splitlines():
         if not line.startswith('{"seed"'):
             continue
@@ -337,8 +343,8 @@ def _in_a_process(first: int, seeds: int, programs: int) -> Found:
         total.programs += read["programs"]
         total.counts.update(read["counts"])
         total.failures += [Failure(**failure) for failure in read["failures"]]
-        print(f"seed {read['seed']}: {read['programs']} programs, {read['took_s']:.1f} s, "
-              f"{'FAILED' if read['failures'] else 'ok'}", flush=True)
+        shown = "".join(f" FAILED {failure['error']}\n{failure['program']}" for failure in read["failures"])
+        print(f"seed {read['seed']}: {read['programs']} programs, {read['took_s']:.1f} s{shown or ', ok'}", flush=True)
     if done < seeds:
         lost = first + done
         total.failures.append(Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}: {err[-2000:]}", True))
@@ -350,17 +356,19 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="the first; each model takes the next")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no seed after so many seconds")
     parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     of = parser.parse_args()
     if of.worker:
         _worker(of.seed, of.worker, of.programs)
         return 0
     seeds = -(-of.programs // PER_SEED)
-    each = max(1, min(4, seeds // of.processes))
+    each = max(1, min(2, seeds // of.processes))
     starts = range(of.seed, of.seed + seeds, each)
     begin_s = time.monotonic()
     with ThreadPoolExecutor(of.processes) as pool:
-        parts = list(pool.map(lambda at: _in_a_process(at, min(each, of.seed + seeds - at), PER_SEED), starts))
+        parts = list(pool.map(lambda at: _in_a_process(at, min(each, of.seed + seeds - at), PER_SEED)
+                              if time.monotonic() - begin_s < of.limit_s else Found(), starts))
     counts = sum((part.counts for part in parts), Counter[str]())
     failures = [failure for part in parts for failure in part.failures]
     print(f"\n{sum(part.programs for part in parts)} programs of seeds {of.seed} to {of.seed + seeds - 1} in "
