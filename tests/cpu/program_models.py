@@ -177,6 +177,7 @@ class Side:
     held: list[Any] = field(default_factory=list)
     saved: tuple[dict[str, Any], dict[str, Any]] | None = None
     closed: list[weakref.ref[Any]] = field(default_factory=list)  # of ours: engines that a call has closed
+    planted: Callable[[], None] = lambda: None  # after each compilation of ours
     said: dict[str, Any] = field(default_factory=dict)  # by a call on ours, for the same call on the plain side
 
     @property
@@ -199,6 +200,7 @@ class Side:
         """Compile ours, with a new optimizer."""
         made = self.setup.make_optimizer(self.model)
         _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2, timeout_s=30.0, **OPTIONS[self.setup.options])
+        self.planted()
 
 
 class Pair:

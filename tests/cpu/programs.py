@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ class Workshop:
             self.close()
             self._pair = Pair(program.setup)
             if self._plant is not None:
-                self._plant(self._pair)
+                self._pair.ours.planted = partial(self._plant, self._pair)
+                self._pair.ours.planted()
         whole = False
         try:
             _run(self._pair, program, self.counts)
