@@ -104,7 +104,7 @@ class Faults:
 
     def __init__(self, kind: str) -> None:
         self.kind = KINDS[kind]
-        self.call = ""  # of the loop, set by it
+        self.call = ""  # of the loop, set by it; nothing fails where it is empty
         self.raised = False
         self._reached: Counter[tuple[str, str]] = Counter()
         self._places: list[Place] = []
@@ -144,7 +144,7 @@ class Faults:
     def _reach(self, name: str) -> None:
         frame = sys._getframe(2)
         here = self.kind.any_thread or threading.get_ident() == self._thread
-        if self.raised or not here or not frame.f_code.co_filename.startswith(_LIBRARY):
+        if self.raised or not self.call or not here or not frame.f_code.co_filename.startswith(_LIBRARY):
             return
         line = f"{frame.f_code.co_filename[len(_LIBRARY) + 1 :]}:{frame.f_lineno} {name}"
         place = Place(self.call, line, self._reached[self.call, line])

@@ -14,6 +14,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 START = """
 import ctypes, torch, hytrain_fx
+torch.use_deterministic_algorithms(True)
 
 def has_context(ordinal):
     driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
@@ -56,6 +57,7 @@ def test_a_model_on_the_second_device_leaves_the_first_alone(options: str, first
             torch.ones(1, device="cuda:0")
         expected = train()
         assert has_context(0) == {first_in_use}, "torch alone"
+        assert all(map(torch.equal, train(), expected)), "the plain loop differs from itself"
         found = train(timeout_s=60.0{", " * bool(options)}{options})
         assert has_context(1)
         assert has_context(0) == {first_in_use}, "hytrain_fx has made a context on the first device"
@@ -64,7 +66,7 @@ def test_a_model_on_the_second_device_leaves_the_first_alone(options: str, first
 
 
 def run(code: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, "-c", START + textwrap.dedent(code)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
