@@ -66,7 +66,7 @@ class CallGate:
             try:
                 try:
                     gap.open = True
-                    if layout != self._places.compiled:
+                    if layout.places != self._places.compiled.places:
                         self.session.before_eager_code()  # what is there instead may share memory with any weight
                     return call(*args, **kwargs)
                 finally:

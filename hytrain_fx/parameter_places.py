@@ -6,22 +6,35 @@ Ours have nodes for certain rows. So each layout, the rows by place, has graphs 
     functional_call(model, clones)      no row is in its place: no nodes, gradients go to the clones
     two layers exchanged, a tie         the same rows in other places
     load_state_dict(assign=True)        as with clones; `step()` would train what the model no longer has, which is an error there
+    p.requires_grad_(False), and back   other graphs make other gradients; torch 2.11 does not look at it again where modules are as before
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.guarded_parameter import CountedParameter, touched
 from hytrain_fx.parameters import ParameterTable
+from hytrain_fx.torch_private import property_reader, without_torch_function
 from hytrain_fx.torch_private_modules import Slots
 
-Layout = tuple[tuple[str, int], ...]
-"""By place, in the order of `named_parameters`: the row of what is there, -1 for a tensor that is not managed."""
+_is_trained: Final = property_reader("requires_grad")
+
+
+class Layout(NamedTuple):
+    """What a model holds.
+
+    places     in the order of `named_parameters`: name, and the row of what is there, -1 for a tensor that is not managed
+    trained    by row: whether it requires a gradient
+    """
+
+    places: tuple[tuple[str, int], ...]
+    trained: tuple[bool, ...]
 
 
 class ParameterPlaces:
@@ -38,7 +51,9 @@ class ParameterPlaces:
     def layout(self) -> Layout:
         """What the model holds now. Managed parameters of other models among it are waited for: graphs of this one know nothing of them."""
         self._changed = not self._slots.are_as_found()
-        return self._look() if self._changed else self.compiled
+        if self._changed:
+            return self._look()
+        return Layout(self.compiled.places, self._trained())
 
     def require_trained(self) -> None:
         """Raise UnsupportedError where the model has got a parameter instead of one that it lost, and the optimizer has the lost one."""
@@ -70,7 +85,11 @@ class ParameterPlaces:
             if row < 0:
                 touched(parameter)
             found.append((name, row))
-        return tuple(found)
+        return Layout(tuple(found), self._trained())
+
+    def _trained(self) -> tuple[bool, ...]:
+        with without_torch_function():
+            return tuple(map(_is_trained, self._table.parameters))
 
     def _places(self) -> Iterator[tuple[str, nn.Parameter]]:
         model = self._model()

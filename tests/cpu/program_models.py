@@ -249,7 +249,9 @@ def quick_compiling() -> Iterator[None]:
     """Inductor without kernels of its own, one thread for torch, room for the graphs of every kind of call."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with inductor_config.patch(fallback_by_default=True), torch._dynamo.config.patch(recompile_limit=64):
+    # The plain loop's graphs follow `requires_grad` in torch 2.11 only with the second.
+    dynamo = torch._dynamo.config.patch(recompile_limit=64, skip_tensor_guards_with_matching_dict_tags=False)
+    with inductor_config.patch(fallback_by_default=True), dynamo:
         yield
     torch.set_num_threads(threads)
 
