@@ -49,7 +49,7 @@ from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.startup import Phase, Startup, StartupClock
 from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.session_callbacks import eager_gradient_of, settle_of, shut_down, touch_of, weakly
+from hytrain_fx.session_callbacks import eager_gradient_of, if_alive, shut_down, weakly
 from hytrain_fx.session_graphs import SessionGraphs
 from hytrain_fx.step_nodes import SessionNodes
 from hytrain_fx.torch_private import (
@@ -115,7 +115,7 @@ class Session:
         wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, self.held, wanted=wanted, on_change=on_change)
         copies = self.copies if self.engine.takes_copies and wanted else None
-        guarded = guard_type(touch_of(weakref.ref(self)), settle_of(weakref.ref(self)), self.turns.state)
+        guarded = guard_type(if_alive(self.touch), if_alive(self.settle_one), self.turns.state)
         self.plain = PlainWhileRunning(self.table.parameters, guarded)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self.plain.while_running,
                                     self._compiling, copies, self.config.dump)

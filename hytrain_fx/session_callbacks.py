@@ -22,30 +22,17 @@ class Called(Protocol):
     nodes: SessionNodes
     eager_rows: set[int]
 
-    def touch(self, parameter: nn.Parameter) -> None: ...
-    def settle_one(self, parameter: nn.Parameter) -> None: ...
 
+def if_alive(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The same method of a session for guarded parameters to call; nothing once the session is gone."""
+    found = weakref.WeakMethod(method)
 
-def settle_of(session: weakref.ref[Called]) -> Callable[[nn.Parameter], None]:
-    """What a guarded parameter calls before it counts as touched."""
+    def call(parameter: nn.Parameter) -> None:
+        alive = found()
+        if alive is not None:
+            alive(parameter)
 
-    def settle(parameter: nn.Parameter) -> None:
-        found = session()
-        if found is not None:
-            found.settle_one(parameter)
-
-    return settle
-
-
-def touch_of(session: weakref.ref[Called]) -> Callable[[nn.Parameter], None]:
-    """What a guarded parameter calls when eager code reaches it."""
-
-    def on_touch(parameter: nn.Parameter) -> None:
-        found = session()
-        if found is not None:
-            found.touch(parameter)
-
-    return on_touch
+    return call
 
 
 def eager_gradient_of(session: weakref.ref[Called], row: int) -> Callable[[torch.Tensor], None]:
