@@ -13,7 +13,6 @@ from hytrain_fx.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session import Session
 from hytrain_fx.state_dict import ParameterStates, load_states, read_states
 from hytrain_fx.torch_private import load_state_dict_hooks
-from hytrain_fx.turns import Turns, in_turn
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -55,22 +54,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             super().zero_grad(set_to_none=False)
 
-    @property
-    def turns(self) -> Turns:
-        """The session's."""
-        return self.session.turns
-
-    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
         self._require_own()
-        self.session.drain()
-        # Another object shows them, with all else that this one has: another thread may step meanwhile.
+        with self.session.turns.state:
+            self.session.drain()
+            states = read_states(self.session)
+        # Another object shows them, with all else that this one has: another thread may step meanwhile, a user's hook may wait for it.
         shown = object.__new__(type(self))
-        vars(shown).update(vars(self) | {"state": read_states(self.session)})
+        vars(shown).update(vars(self) | {"state": states})
         return torch.optim.Optimizer.state_dict(shown)
 
-    @in_turn
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.
 
@@ -81,8 +75,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         before, after = load_state_dict_hooks(self)
         for hook in before:
             state_dict = hook(self, state_dict) or state_dict
-        self.session.drain()
-        load_states(self.session, self, state_dict)
+        with self.session.turns.state:
+            self.session.drain()
+            load_states(self.session, self, state_dict)
         for hook in after:
             hook(self)
 
