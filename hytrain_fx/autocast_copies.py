@@ -115,6 +115,10 @@ class AutocastCopies:
         """The copy of a row that has one."""
         return self._copies[row].copy
 
+    def may_give_back(self, row: int) -> bool:
+        """Whether the fp32 memory of this row may go before the next training forward."""
+        return row in self._copies and not self._stays
+
     def before_eager_code(self) -> None:
         """Eager code is about to read parameters."""
         self._stays = True

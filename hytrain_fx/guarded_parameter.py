@@ -7,7 +7,7 @@
     unguard(p)                            at entry of the compiled call: Dynamo must see plain parameters
 
 What touches is any torch function, method or property given `p`, also inside lists, tuples and dicts; not metadata, hooks, `requires_grad`
-and `.grad`. Results are plain tensors: the class is off before the op runs.
+and `.grad`. Results are plain tensors: the class is off before the op runs, or torch functions are where the guard stays.
 A CountedParameter is a plain parameter to torch and Dynamo, at no cost per op; only its `.data` is another, for writes that come after
 the first touch. Where a backward still needs the old weight, a write through `.data` is torch's error, as one in place is.
 
@@ -20,7 +20,8 @@ Not noticed, because no torch function sees it:
   - torch functions that cannot be overridden: `torch.tensor(p)`, `p.as_subclass()`, `torch.utils.swap_tensors`, `torch.func.grad(f)(p)`.
   - a `__torch_function__` of another tensor subclass that comes first and switches torch functions off.
 A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent as a copy, not as shared memory. Another function under
-`torch.compile` breaks its graph at a guarded parameter, and with `fullgraph=True` is refused: read the parameter once before it.
+`torch.compile` breaks its graph at a guarded parameter, and with `fullgraph=True` is refused: read the parameter once before it (one
+that `stays` guarded: compile the model with `autocast_copies=False`).
 `nn.Parameter(p)` of a guarded or touched `p` raises torch's RuntimeError: give it `p.data`.
 """
 
@@ -69,6 +70,7 @@ class GuardedParameter(CountedParameter):
 
     on_touch: ClassVar[OnTouch]
     settle: ClassVar[OnTouch]
+    stays: ClassVar[Callable[[nn.Parameter], bool | None]]
     lock: ClassVar[AbstractContextManager[object]]
     touching: ClassVar[set[int]]
 
@@ -97,21 +99,30 @@ class GuardedParameter(CountedParameter):
         if func in _TOUCHES_NOTHING:
             with without_torch_function():
                 return func(*args, **kwargs)
-        for parameter in _guarded_in((args, kwargs)):
-            touched(parameter)
+        reached = [touched(parameter) for parameter in _guarded_in((args, kwargs))]
+        if any(map(is_guarded, reached)):
+            if all(issubclass(kind, CountedParameter) for kind in types):
+                with without_torch_function():
+                    return func(*args, **kwargs)
+            for parameter in reached:  # another class has a say in what `func` does: it finds them as if nobody watched
+                parameter.__class__ = CountedParameter
         return func(*args, **kwargs)
 
 
 def guard_type(
-    on_touch: OnTouch, settle: OnTouch | None = None, lock: AbstractContextManager[object] | None = None
+    on_touch: OnTouch,
+    settle: OnTouch | None = None,
+    lock: AbstractContextManager[object] | None = None,
+    stays: Callable[[nn.Parameter], bool | None] | None = None,
 ) -> type[GuardedParameter]:
     """A class of guarded parameters that call `on_touch`. One per compiled model: parameters carry no attribute of ours into a pickle.
 
     settle    called before it, while the parameter is guarded still: another thread must not take a weight in flight for a new one
     lock      held meanwhile; one thread may take it twice
+    stays     whether a parameter is guarded after a touch too: each touch is told then, of any thread
     """
-    before = settle or (lambda _: None)
-    own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(before), "lock": lock or RLock(), "touching": set()}
+    own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(settle or (lambda _: None)), "lock": lock or RLock(),
+           "stays": staticmethod(stays or (lambda _: False)), "touching": set()}
     return new_class("GuardedParameter", (GuardedParameter,), exec_body=lambda body: body.update(own))
 
 
@@ -192,7 +203,10 @@ def is_guarded(parameter: Tensor) -> bool:
 
 
 def touched(parameter: Tensor) -> nn.Parameter:
-    """The same parameter, no longer guarded and with `on_touch` called if it was. What `on_touch` raises passes through, guard on again."""
+    """The same parameter, with `on_touch` called if it was guarded, which it is no longer unless it `stays` so.
+
+    What `on_touch` raises passes through, guard on again.
+    """
     guarded = type(parameter)
     if issubclass(guarded, GuardedParameter):
         with guarded.lock:
@@ -205,7 +219,8 @@ def _touch(parameter: nn.Parameter, guarded: type[GuardedParameter]) -> None:
     guarded.touching.add(id(parameter))
     try:
         guarded.settle(parameter)
-        parameter.__class__ = CountedParameter
+        if not guarded.stays(parameter):
+            parameter.__class__ = CountedParameter
         guarded.on_touch(parameter)
     except BaseException:
         guard(parameter, guarded)
@@ -217,12 +232,13 @@ def _touch(parameter: nn.Parameter, guarded: type[GuardedParameter]) -> None:
 def _plainly(parameter: nn.Parameter, read: Callable[[nn.Parameter], Any]) -> Any:
     """What `read` gives of the parameter as a plain one: nothing of ours goes into a copy."""
     plain = touched(parameter)
+    before = type(plain)
     plain.__class__ = nn.Parameter
     try:
         return read(plain)
     finally:
         if type(plain) is nn.Parameter:  # a step() of another thread may have guarded it
-            plain.__class__ = CountedParameter
+            plain.__class__ = before
 
 
 def _guarded_in(value: object) -> Iterator[Tensor]:

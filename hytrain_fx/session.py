@@ -115,7 +115,7 @@ class Session:
         wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, self.held, wanted=wanted, on_change=on_change)
         copies = self.copies if self.engine.takes_copies and wanted else None
-        guarded = guard_type(if_alive(self.touch), if_alive(self.settle_one), self.turns.state)
+        guarded = guard_type(if_alive(self.touch), if_alive(self.settle_one), self.turns.state, if_alive(self.may_lose_memory))
         self.plain = PlainWhileRunning(self.table.parameters, guarded)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self.plain.while_running,
                                     self._compiling, copies, self.config.dump)
@@ -369,6 +369,10 @@ class Session:
         self.touched.add(row)
         if torch.is_grad_enabled():
             self.nodes.gradients.parts.used_eagerly.add(row)
+
+    def may_lose_memory(self, parameter: nn.Parameter) -> bool:
+        """Whether its fp32 memory may be given back: then each touch is seen, also after the loop's, as any may be another thread's."""
+        return self._shut_down.alive and self.copies.may_give_back(self.table.row_of[id(parameter)])
 
     @in_turn
     def place(self, plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from hytrain_fx.ops import NODES
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.step_nodes import SessionNodes
 
+R = TypeVar("R")
+
 
 class Called(Protocol):
     """What the callbacks reach of a session."""
@@ -23,14 +25,13 @@ class Called(Protocol):
     eager_rows: set[int]
 
 
-def if_alive(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """The same method of a session for guarded parameters to call; nothing once the session is gone."""
+def if_alive(method: Callable[[nn.Parameter], R]) -> Callable[[nn.Parameter], R | None]:
+    """The same method of a session for guarded parameters to call; None, and nothing done, once the session is gone."""
     found = weakref.WeakMethod(method)
 
-    def call(parameter: nn.Parameter) -> None:
+    def call(parameter: nn.Parameter) -> R | None:
         alive = found()
-        if alive is not None:
-            alive(parameter)
+        return None if alive is None else alive(parameter)
 
     return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.guarded_parameter import is_guarded
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.session import Session, find_session
 from hytrain_fx.torch_private import without_torch_function
@@ -123,6 +125,17 @@ def _evaluated(model: Any, on: bool) -> torch.Tensor:
         return torch.as_tensor(model(torch.arange(21).view(3, 7)))
 
 
+def _read_and_evaluated_before_backward(model: Any) -> torch.Tensor:
+    """A weight that was read is no weight that was written."""
+    with cast():
+        loss = model(torch.arange(21).view(3, 7) % TOKENS)
+    read = model.up.weight.sum() + model.head.weight.sum()
+    with torch.no_grad(), cast():
+        read = read + model(torch.arange(14).view(2, 7) % TOKENS)
+    loss.backward()
+    return read  # type: ignore[no-any-return]
+
+
 def _edited(model: Any) -> torch.Tensor:
     grad_of(model).add_(1e-3)
     return torch.as_tensor(grad_of(model).norm())
@@ -146,6 +159,7 @@ BETWEEN: dict[str, Callable[[Any, Any, int], Any]] = {
     "weights read": lambda model, optimizer, step: model.up.weight.detach().abs().sum(),
     "evaluate": lambda model, optimizer, step: _evaluated(model, on=True),
     "evaluate without autocast": lambda model, optimizer, step: _evaluated(model, on=False),
+    "read and evaluate before backward": lambda model, optimizer, step: _read_and_evaluated_before_backward(model),
     "torch.autograd.grad": lambda model, optimizer, step: _half_a_backward(model),
 }
 
@@ -364,6 +378,34 @@ def test_parameters_have_their_memory_when_training_is_over() -> None:
             assert kept.untyped_storage().nbytes() == 4 * kept.numel()
         found = kept.detach().clone()
         assert torch.equal(found, copied_model.up.weight)
+
+
+def test_a_thread_that_reads_after_the_loop_has_read_finds_memory() -> None:
+    """The loop's own read hides no other thread's: fp32 memory stays from then on, and the thread may read while compiled code runs."""
+    model, optimizer, batches = start(k=0)
+    train = steps(BETWEEN["nothing"], count=2)
+    train(model, optimizer, batches)
+    assert bytes_of(session_of(model))["up.weight"] == 0
+    read, ended = threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            float(model.up.weight.detach().sum())
+            read.set()
+
+    thread = threading.Thread(target=look)
+    float(model.up.weight.detach().sum() + model.norm.weight.detach().sum())
+    thread.start()
+    try:
+        assert is_guarded(model.up.weight)
+        assert not is_guarded(model.norm.weight)
+        assert read.wait(20.0)
+        train(model, optimizer, batches)
+        assert bytes_of(session_of(model))["up.weight"] > 0
+    finally:
+        ended.set()
+        thread.join()
+        hytrain_fx.close(model)
 
 
 def from_a_buffer() -> tuple[nn.Module, Batches]:
