@@ -63,8 +63,11 @@ def _backward_other_shape(side: Side, at: int) -> float:
 
 
 def _forward(side: Side, at: int) -> float:
-    """Not under autocast: ours would refuse the backward after a step, as it reads one 16-bit copy of a weight in all steps."""
-    if side.setup.dtype == "autocast":
+    """Not where ours refuses the backward after a step and plain goes on with the new weights.
+
+    Under autocast one 16-bit copy of a weight is read in all steps; Lion writes weights through `.data`, whose version is not theirs.
+    """
+    if side.setup.dtype == "autocast" or side.setup.optimizer == "Lion":
         return 0.0
     side.losses.append(_loss(side, at % 3))
     return float(side.losses[-1].detach())
