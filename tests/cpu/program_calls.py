@@ -319,7 +319,7 @@ def _close_and_compile(side: Side, at: int) -> None:
 
 
 def _train_beside(side: Side, at: int) -> float:
-    """Another thread reads, saves or evaluates meanwhile, as often as it can; for the first time before (docs/design.md, limits)."""
+    """After a step another thread reads, saves or evaluates as often as it can, for the first time before the next (docs/design.md, limits)."""
     looks: tuple[Callable[[], object], ...] = (
         lambda: [float(p.detach().sum()) for p in side.parameters], side.optimizer.state_dict, side.model.state_dict,
         lambda: _loss_without_gradient(side, at))
@@ -337,11 +337,12 @@ def _train_beside(side: Side, at: int) -> float:
             begun.set()
 
     thread = threading.Thread(target=look)
+    first = _train(side, at)
     if side.is_ours:
         thread.start()
-        begun.wait()
+        assert begun.wait(60.0)
     try:
-        return _train(side, at)
+        return first + _train(side, at)
     finally:
         ended.set()
         if side.is_ours:
