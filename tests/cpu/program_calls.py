@@ -319,7 +319,10 @@ def _close_and_compile(side: Side, at: int) -> None:
 
 
 def _train_beside(side: Side, at: int) -> float:
-    """After a step another thread reads, saves or evaluates as often as it can, for the first time before the next (docs/design.md, limits)."""
+    """After a step another thread reads, saves or evaluates as often as it can, the first time before the next step.
+
+    (docs/design.md, limits.)
+    """
     looks: tuple[Callable[[], object], ...] = (
         lambda: [float(p.detach().sum()) for p in side.parameters], side.optimizer.state_dict, side.model.state_dict,
         lambda: _loss_without_gradient(side, at))
