@@ -16,7 +16,7 @@ import torch
 from benchmarks.case import CannotRun
 from benchmarks.markdown import table
 from hytrain_fx.runtime.launch import default_workers
-from hytrain_fx.runtime.slabs import HostSlab, pin_slabs
+from hytrain_fx.runtime.states.slabs import HostSlab, pin_slabs
 
 ADAMW_BYTES_PER_PARAM = 28
 PIECE_PARAMS = 4 << 20  # fp32 elements in one copy: 16 MB

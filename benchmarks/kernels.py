@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from hytrain_fx.runtime import build, cuda_adamw
 from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.native import build, cuda_adamw
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BYTES_PER_PARAMETER = 28

@@ -22,10 +22,10 @@ from benchmarks.plots import Series
 from benchmarks.results import Results
 from benchmarks.runner import Launch, run_case
 from benchmarks.table import add_run_arguments, launch_of
-from hytrain_fx.cost_model.device import DeviceSpec
-from hytrain_fx.cost_model.memory import HOST_SHARE, footprint
-from hytrain_fx.cost_model.named_devices import find_device
-from hytrain_fx.cost_model.shapes import ModelShape, read_shape
+from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.memory import HOST_SHARE, footprint
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.shapes import ModelShape, read_shape
 
 # fp32 weights, both moments and gradients, all on the host: https://deepspeed.readthedocs.io/en/latest/memory.html (ZeRO-2, offload).
 ZERO_OFFLOAD_HOST_BYTES = 16

@@ -17,7 +17,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.session import Session
+from hytrain_fx.session.session import Session
 
 RECORDED_STEPS = 3
 ROUNDS = 3

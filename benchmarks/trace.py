@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hytrain_fx.explain.intervals import Interval
+from hytrain_fx.explain.timeline.intervals import Interval
 
 Event = dict[str, Any]
 

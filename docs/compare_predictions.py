@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from hytrain_fx.cost_model.device import analytic_profile
 from hytrain_fx.cost_model.discipline import Barrier, Discipline
-from hytrain_fx.cost_model.memory import footprint, ring_bytes
-from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.cost_model.planner import plan
-from hytrain_fx.cost_model.shapes import read_shape
+from hytrain_fx.forecast.device import analytic_profile
+from hytrain_fx.forecast.memory import footprint, ring_bytes
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.ir.plan import Placement
 
 SEQUENCE = 2048

@@ -2,7 +2,7 @@
 
     python docs/draw_overlap.py [file.png]
 
-Nothing is measured here: the profile comes from the rates of `cost_model/device.py`, the schedules from `cost_model/simulate.py`.
+Nothing is measured here: the profile comes from the rates of `forecast/device.py`, the schedules from `cost_model/simulate.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hytrain_fx.cost_model.device import analytic_profile
-from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.cost_model.planner import plan
-from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.cost_model.simulate import Discipline, simulate
+from hytrain_fx.forecast.device import analytic_profile
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 

@@ -16,9 +16,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hytrain_fx.cost_model.figures import time_text
-from hytrain_fx.explain.timeline import Timeline, read_trace
-from hytrain_fx.explain.timeline_picture import write_png
+from hytrain_fx.explain.timeline.picture import write_png
+from hytrain_fx.explain.timeline.timeline import Timeline, read_trace
+from hytrain_fx.ir.figures import time_text
 
 TITLES = ("Before (as ZeRO-Offload schedules): backward, then updates, then the forward",
           "hytrain_fx: updates beside the backward and the forward")

@@ -10,14 +10,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hytrain_fx.errors import HytrainError
-from hytrain_fx.inspect_command import add_inspect, split_arguments
-from hytrain_fx.offline.command import add_profile, add_report
+from hytrain_fx.errors import ConfigError, HytrainError
+from hytrain_fx.forecast.command import add_profile, add_report
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hytrain_fx.explain.graphs.text import Inspection
+
+_STDOUT = Path("-")
+_SCRIPT_ONLY = ("html", "svg", "layer", "parameter")
+_INSPECT = """Runs a script and inspects the models that it compiles, or lists a dump folder.
+
+    python -m hytrain_fx inspect train.py --html graphs.html -- --steps 20      # everything behind -- is the script's
+    python -m hytrain_fx inspect train.py --layer model.layers.0                # the nodes that act for one layer
+    python -m hytrain_fx inspect dumped --diff                                  # what compile(..., dump="dumped") wrote
+
+While the script runs, `hytrain_fx.compile` also hands its models to a `Witness`, which keeps them alive until they are inspected: when
+the script closes them, or when it ends. Nothing else of the script changes; what it prints goes to stderr.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain(args: argparse.Namespace) -> str:
-    from hytrain_fx.explain.plan_text import plan_text
+    from hytrain_fx.explain.plan.text import plan_text
     from hytrain_fx.ir.plan import Plan
 
     plan = Plan.from_json(args.plan.read_text())
@@ -60,11 +80,154 @@ def _explain(args: argparse.Namespace) -> str:
 
 
 def _build(args: argparse.Namespace) -> str:
-    from hytrain_fx.runtime import build
-    from hytrain_fx.runtime.native_engine import SOURCES
+    from hytrain_fx.runtime.native import build
+    from hytrain_fx.runtime.native.engine import SOURCES
 
     path = str(build.library(SOURCES))
     return json.dumps({"library": path}) if args.json else path
+
+
+# ---- inspect ----
+
+
+def add_inspect(commands: Any) -> None:
+    """The command `inspect`."""
+    inspect = commands.add_parser("inspect", help="the graphs of a script, or of a dump folder",
+                                  description=_INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    inspect.add_argument("source", type=Path, help="a Python script, or the folder given to compile(..., dump=...)")
+    inspect.add_argument("--diff", action="store_true", help="show the inserted nodes of each graph in their context")
+    inspect.add_argument("--json", nargs="?", type=Path, const=_STDOUT, metavar="FILE", help="everything as JSON; no FILE: print it")
+    inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs no other file")
+    inspect.add_argument("--svg", type=Path, metavar="FILE", help="write the task graph as a picture")
+    inspect.add_argument("--layer", metavar="NAME", help="only the nodes that act for this layer or module path")
+    inspect.add_argument("--parameter", metavar="NAME", help="only the nodes that act for this parameter")
+    inspect.set_defaults(run=_inspect)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first `--` and what behind it: argparse cannot have both options and a rest behind a positional."""
+    given = list(arguments)
+    at = given.index("--") if "--" in given else len(given)
+    return given[:at], given[at + 1 :]
+
+
+class Witness:
+    """Sees the models that are compiled while it watches, and inspects each before it is closed."""
+
+    def __init__(self) -> None:
+        self.inspections: list[Inspection] = []
+        self._open: list[nn.Module] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Stand in for `compile` and `close`, under both names they can be imported by. At the end what is still open is inspected."""
+        import hytrain_fx
+        from hytrain_fx import api
+
+        plain_compile, plain_close = api.compile, api.close
+
+        def compile(model: nn.Module, *args: Any, **options: Any) -> Any:
+            compiled = plain_compile(model, *args, **options)
+            self._open.append(model)
+            return compiled
+
+        def close(model: nn.Module) -> None:
+            self._inspect(model)
+            plain_close(model)
+
+        places = (vars(hytrain_fx), vars(api))
+        try:
+            for names in places:
+                names.update(compile=compile, close=close)
+            yield
+            for model in tuple(self._open):
+                self._inspect(model)
+        finally:
+            for names in places:
+                names.update(compile=plain_compile, close=plain_close)
+
+    def _inspect(self, model: nn.Module) -> None:
+        from hytrain_fx import api
+
+        if any(model is one for one in self._open):
+            self.inspections.append(api.inspect(model))
+            self._open = [one for one in self._open if one is not model]
+
+
+def inspect_script(script: Path, arguments: Sequence[str] = ()) -> tuple[Inspection, ...]:
+    """Run `script` as `python script arguments...` would, and inspect every model that it compiled, in the order of closing.
+
+    Raises ConfigError where it compiled none, and whatever the script raises (its SystemExit only with a status other than 0).
+    """
+    witness = Witness()
+    argv, path = sys.argv, list(sys.path)
+    try:
+        sys.argv, sys.path[:] = [str(script), *arguments], [str(script.resolve().parent), *path[1:]]
+        with witness.watching(), contextlib.redirect_stdout(sys.stderr), _ended_well():
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    if not witness.inspections:
+        raise ConfigError(f"{script} compiled no model; expected a call of hytrain_fx.compile(model, optimizer) in it")
+    return tuple(witness.inspections)
+
+
+@contextlib.contextmanager
+def _ended_well() -> Iterator[None]:
+    """A script may end with `sys.exit(0)`."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+def _inspect(args: argparse.Namespace) -> str:
+    if args.source.is_file():
+        return "\n\n".join(_shown(args, number, found) for number, found in enumerate(inspect_script(args.source, args.script_arguments)))
+    asked = [name for name in _SCRIPT_ONLY if getattr(args, name) is not None]
+    if asked:
+        raise ConfigError(f"found --{asked[0]} for {args.source}, expected a script: a dump folder has texts only")
+    return _dumped(args)
+
+
+def _shown(args: argparse.Namespace, number: int, found: Inspection) -> str:
+    """What is printed of one model; files are written, those of a second model with its number before the suffix."""
+    from hytrain_fx.explain.graphs.json import nodes_json
+
+    search = args.parameter or args.layer
+    nodes = found.find(search) if search else ()
+    told: list[str] = []
+    forms: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+        (args.html, lambda: found.to_html(search or "")),
+        (args.svg, found.to_svg),
+        (args.json, lambda: nodes_json(nodes) if search else found.to_json()),
+    )
+    for path, make in forms:
+        if path == _STDOUT:
+            return make()
+        if path is not None:
+            path = path.with_stem(f"{path.stem}.{number}") if number else path
+            path.write_text(make(), encoding="utf-8")
+            told.append(f"wrote {path}")
+    if search:
+        told += [f"{node.graph}  {node.op}  # {node.note}" for node in nodes]
+    else:
+        told.append(found.diff() if args.diff else str(found))
+    return "\n".join(told)
+
+
+def _dumped(args: argparse.Namespace) -> str:
+    from hytrain_fx.explain.graphs.dump_folder import dump_diff, dump_text, read_dump
+
+    passes = read_dump(args.source)
+    if args.json is None:
+        return dump_diff(passes) if args.diff else dump_text(passes)
+    text = json.dumps([asdict(dumped) | {"after": str(dumped.after)} for dumped in passes], indent=1)
+    if args.json == _STDOUT:
+        return text
+    args.json.write_text(text, encoding="utf-8")
+    return f"wrote {args.json}"
 
 
 if __name__ == "__main__":

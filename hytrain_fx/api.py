@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hytrain_fx.capture import GraphKind
+from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.units import unit_of_rows
 from hytrain_fx.config import Config
-from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.explain.graph_text import InspectedGraph, Inspection
-from hytrain_fx.explain.launching import launch_spans, step_launches
-from hytrain_fx.explain.node_figures import InspectedRow, unit_times
-from hytrain_fx.explain.recording import Recording
-from hytrain_fx.explain.report import Explanation, Measured
-from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule
+from hytrain_fx.explain.graphs.node_figures import InspectedRow, unit_times
+from hytrain_fx.explain.graphs.text import InspectedGraph, Inspection
+from hytrain_fx.explain.plan.report import Explanation, Measured
+from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
+from hytrain_fx.explain.timeline.recording import Recording
+from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule
+from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.layers import unit_of_rows
-from hytrain_fx.optimizer import OffloadedOptimizer
 from hytrain_fx.runtime.launch_queue import length_asked_for
-from hytrain_fx.session import Session, find_session
-from hytrain_fx.state_dict import load_states
-from hytrain_fx.torch_private import compiled_call, require_release, set_compiled_call
-from hytrain_fx.torch_private_options import known_options
+from hytrain_fx.session.optimizer import OffloadedOptimizer
+from hytrain_fx.session.session import Session, find_session
+from hytrain_fx.session.state_dict import load_states
+from hytrain_fx.torch_private.options import known_options
+from hytrain_fx.torch_private.tensors import compiled_call, require_release, set_compiled_call
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -8,7 +8,7 @@
     sum                         30                                         36
     streamed                    10 states read, 10 written: 20             24
 
-A 16-bit weight is half of its fp32 master (runtime/split_master.py); fp16 parameters, whose masters are whole, move 2 bytes more.
+A 16-bit weight is half of its fp32 master (runtime/states/split_master.py); fp16 parameters, whose masters are whole, move 2 bytes more.
 """
 
 from __future__ import annotations

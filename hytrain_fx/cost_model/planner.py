@@ -19,7 +19,6 @@ from typing import Literal, get_args
 from hytrain_fx.cost_model.budget import Budget
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
-from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.cost_model.inputs import budget_inputs, inputs_of
 from hytrain_fx.cost_model.pieces import with_more_on_device
@@ -37,6 +36,7 @@ from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.streaming import LEAST_GAIN, best_mix, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, Resource, Unit

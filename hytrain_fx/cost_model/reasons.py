@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hytrain_fx.cost_model.equation import Balance
-from hytrain_fx.cost_model.figures import bytes_text, time_text
 from hytrain_fx.cost_model.windows import Windows
+from hytrain_fx.ir.figures import bytes_text, time_text
 
 RESOURCE_WORDS = {"cpu": "CPU updates", "d2h": "gradient copies to the host", "h2d": "weight copies to the device",
                   "host_memory": "reads and writes of host memory"}

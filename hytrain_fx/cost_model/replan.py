@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hytrain_fx.cost_model.estimate import NORMAL_MAD, guard_of, median_of_last, should_replan, standard_error
-from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.planner import GUARD
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.figures import time_text
 
 HORIZON_STEPS = 200  # within so many steps a move must have repaid itself
 LATEST = 3  # steps whose median is held against those before

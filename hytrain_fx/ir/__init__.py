@@ -1,1 +1,4 @@
-"""Values that pass between rooms: the task DAG, the plan, the schedule. Knows no torch."""
+"""Values that pass between rooms.
+
+Is given nothing but numbers and names. Returns frozen values: profile, plan, schedule, task graph, start-up. Never knows torch.
+"""

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from hytrain_fx import dataflow
+from hytrain_fx.capture import dataflow
 from hytrain_fx.passes.base import NOTE_KEY, Fact, NodeNote, Notes, PassContext, PassContract
 
 

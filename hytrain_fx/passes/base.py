@@ -14,8 +14,8 @@ from typing import ClassVar, Protocol
 
 from torch import fx
 
-from hytrain_fx.capture import CapturedGraph
-from hytrain_fx.layers import Unit, unit_of_rows
+from hytrain_fx.capture.backend import CapturedGraph
+from hytrain_fx.capture.units import Unit, unit_of_rows
 
 NOTE_KEY = "hytrain_fx"  # where node.meta holds a NodeNote
 Notes = tuple[str, ...]

@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from hytrain_fx.ops import GRAD_OFFLOAD
 from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note, rows_of
 from hytrain_fx.passes.insertion import after_last, insert
+from hytrain_fx.passes.ops import GRAD_OFFLOAD
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from hytrain_fx.ops import GPU_STEP, RELOAD
 from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, note, rows_of
 from hytrain_fx.passes.insertion import after_last, insert
+from hytrain_fx.passes.ops import GPU_STEP, RELOAD
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from hytrain_fx.ops import CPU_STEP, GPU_STEP, GRAD_OFFLOAD
 from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, note, rows_of
 from hytrain_fx.passes.insertion import after_last, insert
+from hytrain_fx.passes.ops import CPU_STEP, GPU_STEP, GRAD_OFFLOAD
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from hytrain_fx.capture import CapturedGraph, GraphKind
+from hytrain_fx.capture.backend import CapturedGraph, GraphKind
+from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import GraphInvariantError
-from hytrain_fx.layers import Unit
-from hytrain_fx.ops import ALL_OPS
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import Fact, NodeNote, Pass, PassContext, PassRecord, note
 from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
@@ -30,6 +29,7 @@ from hytrain_fx.passes.insert_release import InsertRelease
 from hytrain_fx.passes.insert_reload import InsertReload
 from hytrain_fx.passes.insert_steps import InsertSteps
 from hytrain_fx.passes.insert_waits import InsertWaits
+from hytrain_fx.passes.ops import ALL_OPS
 from hytrain_fx.passes.verify import verify
 
 DEFAULT_BACKWARD_PASSES: tuple[Pass, ...] = (

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from hytrain_fx import dataflow, ops
-from hytrain_fx.capture import GraphKind
+from hytrain_fx.capture import dataflow
+from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.errors import GraphInvariantError
+from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext, rows_of
 from hytrain_fx.passes.insert_release import NO_READERS, released_rows
 

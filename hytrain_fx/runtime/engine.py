@@ -1,6 +1,6 @@
 """The engine as the rest of the library sees it, and what is handed to it.
 
-Two engines stand behind this Protocol: `native_engine` (C++ threads that never take the GIL) and `torch_engine`
+Two engines stand behind this Protocol: `native` (C++ threads that never take the GIL) and `fallback`
 (one Python thread and plain torch ops, where no compiler is at hand). Both give the same bits.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.own_states import OwnStates
+from hytrain_fx.runtime.states.own_states import OwnStates
 
 # Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
 CHUNK_PARAMS = 4 << 20

@@ -100,14 +100,14 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
             if config.engine == "native":
                 raise
             warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
-    from hytrain_fx.runtime.torch_engine import TorchEngine
+    from hytrain_fx.runtime.fallback.engine import TorchEngine
 
     with threads_on(allowed_cpus()):
         return TorchEngine(device, ring_bytes, config.timeout_s, adam=config.engine)
 
 
 def _native_engine(config: Config, device: torch.device, workers: int, ring_bytes: int) -> Engine:
-    from hytrain_fx.runtime.native_engine import NativeEngine
+    from hytrain_fx.runtime.native.engine import NativeEngine
 
     topology = read_topology(device)
     cores = pick_workers(topology, workers) if config.pin_workers and topology is not None else None

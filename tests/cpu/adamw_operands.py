@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.runtime.native import build
 
 GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from hytrain_fx.turns import CHECK_LOCKS
+from hytrain_fx.session.turns import CHECK_LOCKS
 
 # Compiling makes millions of objects that live long: looking through all of them every 700 takes a tenth of a test's time.
 gc.freeze()

@@ -9,7 +9,7 @@ import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates
-from hytrain_fx.runtime.split_master import split, whole_states
+from hytrain_fx.runtime.states.split_master import split, whole_states
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -24,8 +24,8 @@ import torch
 
 import hytrain_fx
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.slabs import HostSlab
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.slabs import HostSlab
 
 _LIBRARY = str(Path(hytrain_fx.__file__).parent)
 

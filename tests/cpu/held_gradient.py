@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain_fx.errors import GradientConsumedError
-from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.gradients.standin import GradStandIn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

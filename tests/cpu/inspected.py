@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import hytrain_fx
-from hytrain_fx import session_graphs
-from hytrain_fx.capture import CapturedGraph
-from hytrain_fx.explain.graph_text import Inspection
+from hytrain_fx.capture.backend import CapturedGraph
+from hytrain_fx.explain.graphs.text import Inspection
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+from hytrain_fx.session import graphs
 
 from .explained import compiled
 from .models import Batches
@@ -78,7 +78,7 @@ def inspected() -> Iterator[tuple[Inspection, Counted]]:
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_graphs, "rewrite", rewrite_counted)
+        patch.setattr(graphs, "rewrite", rewrite_counted)
         with compiled(deep, k=2, stream=0.3, warmup_steps=3) as (model, step):  # one step may have no update in it
             for _ in range(8):
                 step()

@@ -16,9 +16,9 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.optimizer import OffloadedOptimizer
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.session import Session
+from hytrain_fx.session.optimizer import OffloadedOptimizer
+from hytrain_fx.session.session import Session
 
 from .models import Batches
 

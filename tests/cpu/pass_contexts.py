@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import fx
 
-from hytrain_fx.capture import CapturedGraph, GraphKind
-from hytrain_fx.layers import Unit
+from hytrain_fx.capture.backend import CapturedGraph, GraphKind
+from hytrain_fx.capture.units import Unit
 from hytrain_fx.passes.base import Pass, PassContext
 from tests.cpu import models
 from tests.cpu.recording_nodes import capture_only, copy_captured

@@ -27,7 +27,7 @@ from .program_models import Side, quick_compiling
 from .test_placements import plan_of
 
 _LIBRARY: Final = str(Path(hytrain_fx.__file__).parent)
-_LOCKS: Final = "turns.py"  # in Python they are for tests only; the real ones have no lines
+_LOCKS: Final = "session/turns.py"  # in Python they are for tests only; the real ones have no lines
 _NTH: Final = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)  # function of the library in which a signal comes
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.session import Session
+from hytrain_fx.session.session import Session
 
 from . import optimizers
 from .loops import HandAdam

@@ -28,8 +28,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyFailure
 
-from hytrain_fx.foresight import Speculate
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session.foresight import Speculate
 
 from .program_calls import KINDS
 from .program_models import ADAMS, DTYPES, FOR_ADAM_ALONE, OPTIMIZERS, OPTIONS, UNITS, Pair, Setup, Side, quick_compiling

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hytrain_fx import torch_private
-from hytrain_fx.capture import Capture, CapturedGraph
-from hytrain_fx.layers import Unit, group_units
-from hytrain_fx.ops import NODES
+from hytrain_fx.capture.backend import Capture, CapturedGraph
+from hytrain_fx.capture.units import Unit, group_units
+from hytrain_fx.passes.ops import NODES
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+from hytrain_fx.torch_private import tensors
 
 
 class RecordingNodes:
@@ -168,8 +168,8 @@ def compile_interpreted(model: nn.Module) -> None:
     """Compile in place without a rewrite: the reference for `graphs_interpreted`."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with torch_private.autograd_cache_off():
-            return torch_private.compile_fx(gm, inputs, torch_private.compile_fx_inner, {})
+        with tensors.autograd_cache_off():
+            return tensors.compile_fx(gm, inputs, tensors.compile_fx_inner, {})
 
     model.compile(backend=backend)
 
@@ -227,5 +227,5 @@ def graphs_interpreted() -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_private, "compile_fx_inner", interpret)
+        patch.setattr(tensors, "compile_fx_inner", interpret)
         yield

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, AdamScalarsStruct, fma, square_root
+from hytrain_fx.runtime.native import build
 
 from .adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hytrain_fx.balancing import Balancing
 from hytrain_fx.cost_model.balance import streamed_share, with_share
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.replan import Agenda
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
-from hytrain_fx.planning import Planning
+from hytrain_fx.planning.balancing import Balancing
+from hytrain_fx.planning.planning import Planning
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, FinishTimes, Stage
 
 from .engine_loop import EngineLoop
@@ -308,12 +308,12 @@ def test_the_share_is_solved_anew_where_updates_come_to_begin_otherwise(twins: T
 
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(1e6, 1e6))
     monkeypatch.setattr(Planning, "discipline", property(lambda self: works[-1]))
-    monkeypatch.setattr("hytrain_fx.planning.solve", solve)
-    monkeypatch.setattr("hytrain_fx.planning.streamed_k", lambda profile, **within: 0)
+    monkeypatch.setattr("hytrain_fx.planning.planning.solve", solve)
+    monkeypatch.setattr("hytrain_fx.planning.planning.streamed_k", lambda profile, **within: 0)
     for name, value in {"_predict": lambda profile, plan: {"step_us": 1e12}, "_measure": planning._reader.take, "_move_us_per_byte": 0.0,
                         "profile": SimpleNamespace(params=1, device="cpu"), "_solved_for": early}.items():
         monkeypatch.setattr(planning, name, value)
-    monkeypatch.setattr("hytrain_fx.planning.inputs_of", lambda profile, guard: {})
+    monkeypatch.setattr("hytrain_fx.planning.planning.inputs_of", lambda profile, guard: {})
     seen: list[float] = []
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:

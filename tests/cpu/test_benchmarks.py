@@ -28,9 +28,9 @@ from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import ROOT, Launch, measure, run_case
 from benchmarks.trainer import Trainer
-from hytrain_fx.cost_model.named_devices import find_device
-from hytrain_fx.explain.intervals import Interval, length, union
-from hytrain_fx.explain.timeline import read_trace
+from hytrain_fx.explain.timeline.intervals import Interval, length, union
+from hytrain_fx.explain.timeline.timeline import read_trace
+from hytrain_fx.forecast.named_devices import find_device
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}
 TINY = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]

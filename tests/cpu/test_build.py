@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime import build
+from hytrain_fx.runtime.native import build
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ import sys, types
 package = types.ModuleType("hytrain_fx")  # without its __init__, which imports torch
 package.__path__ = [sys.argv[1]]
 sys.modules["hytrain_fx"] = package
-from hytrain_fx.runtime import build
+from hytrain_fx.runtime.native import build
 print(build.load(("adamw_c.cpp",)).hytrain_fx_adamw_chunk is not None)
 """
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
     """Processes that build the same library together all load a whole one."""
-    command = [sys.executable, "-c", LOAD, str(Path(build.__file__).parents[1])]
+    command = [sys.executable, "-c", LOAD, str(Path(build.__file__).parents[2])]
     environment = os.environ | {"HYTRAIN_FX_CACHE": str(tmp_path)}
     processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [process.communicate(timeout=240)[0].strip() for process in processes] == ["True"] * 3

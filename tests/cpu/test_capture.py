@@ -22,10 +22,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
-import hytrain_fx.capture
-from hytrain_fx import torch_private
-from hytrain_fx.capture import Capture, GraphKind, has_user_hooks
+import hytrain_fx.capture.backend
+from hytrain_fx.capture.backend import Capture, GraphKind, has_user_hooks
 from hytrain_fx.errors import CaptureError, UnsupportedError
+from hytrain_fx.torch_private import tensors
 from tests.cpu import models
 from tests.cpu.recording_nodes import (
     assert_trains_alike,
@@ -194,7 +194,7 @@ def test_own_hooks_are_no_user_hooks() -> None:
 
     def own(_: torch.Tensor) -> None: ...
 
-    own.__module__ = "hytrain_fx.session"
+    own.__module__ = "hytrain_fx.session.session"
     parameter.register_post_accumulate_grad_hook(own)
     assert not has_user_hooks(parameter)
     own.__module__ = "hytrain_fx_of_a_user"
@@ -206,7 +206,7 @@ def test_flops_agree_with_torch() -> None:
     model, batches = models.cnn()
     captured, units = capture_only(copy.deepcopy(model), batches[0])
     unit_of = {row: unit.number for unit in units for row in unit.rows}
-    from hytrain_fx.capture import unit_flops
+    from hytrain_fx.capture.backend import unit_flops
 
     forward, backward = (unit_flops(graph, unit_of) for graph in captured)
     with FlopCounterMode(display=False) as counter:
@@ -237,8 +237,8 @@ def test_options_reach_inductor() -> None:
         return interpret(graph, inputs, **kwargs)
 
     with graphs_interpreted(), pytest.MonkeyPatch.context() as patch:
-        interpret = torch_private.compile_fx_inner
-        patch.setattr(torch_private, "compile_fx_inner", note)
+        interpret = tensors.compile_fx_inner
+        patch.setattr(tensors, "compile_fx_inner", note)
         model, batches = models.mlp()
         compile_rewritten(model, options={"max_fusion_size": 7})
         model(*batches[0]).backward()
@@ -276,7 +276,7 @@ def test_a_cached_plain_compile_does_not_hide_the_rewrite(cured: bool, monkeypat
         plain.compile()
         plain(*batches[0]).backward()
         if not cured:
-            monkeypatch.setattr(torch_private, "autograd_cache_off", contextlib.nullcontext)
+            monkeypatch.setattr(tensors, "autograd_cache_off", contextlib.nullcontext)
         ours = compile_rewritten(model)
         model(*batches[0]).backward()
     rewritten = [graph.kind for graph in ours.capture.graphs]
@@ -302,7 +302,7 @@ def test_saved_views_of_weights_are_readers_too(known: bool, interpreted: None, 
 
     monkeypatch.setattr(torch._inductor.compile_fx, "min_cut_rematerialization_partition", keep_all)
     if not known:
-        monkeypatch.setattr(hytrain_fx.capture, "_saved_views", lambda graph: {})
+        monkeypatch.setattr(hytrain_fx.capture.backend, "_saved_views", lambda graph: {})
     model, batches = models.mlp()
     if known:
         ours = assert_trains_alike(model, batches)

@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, AdamScalarsStruct
-from hytrain_fx.runtime.cuda_adamw import THREADS
-from hytrain_fx.runtime.split_master import split
+from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native.cuda_adamw import THREADS
+from hytrain_fx.runtime.states.split_master import split
 
 from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
 from .test_split_master import split_kernel_

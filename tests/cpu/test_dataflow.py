@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hytrain_fx import dataflow
+from hytrain_fx.capture import dataflow
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ import hytrain_fx
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.host_updates import DeepSpeedAdam
-from hytrain_fx.runtime.torch_engine import TorchEngine
+from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.fallback.host_updates import DeepSpeedAdam
 
 from .engine_loop import EngineLoop, host_states
 from .models import mlp

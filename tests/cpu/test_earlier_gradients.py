@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hytrain_fx.grad_ahead import SlotReader
+from hytrain_fx.capture.parameters import build_table
+from hytrain_fx.gradients.ahead import SlotReader
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.parameters import build_table
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
-from hytrain_fx.runtime.states import StateStore
-from hytrain_fx.runtime.torch_engine import TorchEngine
+from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.states.store import StateStore
 
 from .loops import Twins, assert_same, plain_loop, weights
 from .models import Batches, mlp

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.slabs import HostSlab, slab_bytes
-from hytrain_fx.runtime.split_master import whole_states
-from hytrain_fx.runtime.torch_engine import TorchEngine
+from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
+from hytrain_fx.runtime.states.split_master import whole_states
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
 

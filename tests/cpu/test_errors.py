@@ -12,7 +12,7 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx import errors
 from hytrain_fx.api import session_of
-from hytrain_fx.optimizer import OffloadedOptimizer
+from hytrain_fx.session.optimizer import OffloadedOptimizer
 
 from .loops import plain_loop, weights
 from .models import Adapted, Cnn, Mlp, mlp
@@ -126,12 +126,12 @@ def test_a_wrong_option_is_a_config_error(name: str) -> None:
 @pytest.mark.parametrize("k", [0, 1])
 def test_too_little_host_memory_is_known_before_anything_is_allocated(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that do not fit raise HostMemoryError with both figures; no slab has been made."""
-    from hytrain_fx.runtime import states
+    from hytrain_fx.runtime.states import store
 
     def no_slab(nbytes: int) -> None:
         raise AssertionError("a slab was allocated")
 
-    monkeypatch.setattr(states, "HostSlab", no_slab)
+    monkeypatch.setattr(store, "HostSlab", no_slab)
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
     with pytest.raises(errors.HostMemoryError, match=r"0\.0[34] GiB, 0\.00 GiB"):
         hytrain_fx.compile(model, adamw(model), k=k, host_memory=4096)

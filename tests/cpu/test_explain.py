@@ -15,21 +15,21 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.equation import uniform_k
-from hytrain_fx.cost_model.figures import time_text
 from hytrain_fx.cost_model.planner import compare, plan, predict, prefix_plan
 from hytrain_fx.cost_model.simulate import Discipline, simulate
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.explain.plan_text import place_of, plan_text
-from hytrain_fx.explain.report import Explanation, Measured
-from hytrain_fx.explain.unit_groups import unit_groups
-from hytrain_fx.explain.what_binds import binding_constraint
-from hytrain_fx.explain.what_helps import KSensitivity, k_sensitivity, what_helps
+from hytrain_fx.explain.plan.report import Explanation, Measured
+from hytrain_fx.explain.plan.text import place_of, plan_text
+from hytrain_fx.explain.plan.unit_groups import unit_groups
+from hytrain_fx.explain.plan.what_binds import binding_constraint
+from hytrain_fx.explain.plan.what_helps import KSensitivity, k_sensitivity, what_helps
+from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.startup import Startup
 from hytrain_fx.ir.task_graph import Resource
 from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
-from hytrain_fx.runtime.memory_estimate import MemoryInUse
-from hytrain_fx.runtime.startup import Startup
+from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
 
 from ..null.profiles import prefix, profile_of, profiles, uniform, unit
 from .explained import compiled

@@ -29,9 +29,9 @@ import hytrain_fx
 from hytrain_fx import errors
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.optimizer import OffloadedOptimizer
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.runtime.native_engine import NativeEngine
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.session.optimizer import OffloadedOptimizer
 
 from .loops import HYPER, assert_same, plain_loop, weights
 from .models import Batches, mlp

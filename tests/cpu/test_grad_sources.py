@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import GradientConsumedError
-from hytrain_fx.grad_sources import StandIns
-from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.gradients.sources import StandIns
+from hytrain_fx.gradients.standin import GradStandIn
 
 from .held_gradient import HeldGradient, gradient, standin_of
 from .loops import Twins, plain_loop

@@ -17,7 +17,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from hytrain_fx.errors import EngineError, GradientConsumedError, UnsupportedError
-from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.gradients.standin import GradStandIn
 
 from .held_gradient import DEVICES, DTYPES, KNOWN, HeldGradient, bits, grad_of, gradient, standin_of, stood_in, with_real
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import Loop, Twins, plain_loop

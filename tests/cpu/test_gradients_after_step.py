@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx import errors
-from hytrain_fx.grad_standin import GradStandIn
+from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import Twins, assert_same, plain_loop, weights

@@ -16,7 +16,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.guarded_parameter import CountedParameter, GuardedParameter, guard, guard_type, is_guarded, touched, unguard
+from hytrain_fx.weights.guard import CountedParameter, GuardedParameter, guard, guard_type, is_guarded, touched, unguard
 
 
 class Landing:

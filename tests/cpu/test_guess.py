@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, GuessCounts, RowSpec, RowStates, Stage
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.split_master import whole_states
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.split_master import whole_states
 
 from .engine_loop import GROUP, host_states
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.held_weights import HeldWeights
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.weights.held import HeldWeights
 
 from .loops import HYPER, HandAdam, assert_same, plain_loop, weights
 from .models import Mlp, mlp

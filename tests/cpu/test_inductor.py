@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hytrain_fx import torch_private
-from hytrain_fx.ops import WAIT
+from hytrain_fx.passes.ops import WAIT
+from hytrain_fx.torch_private import tensors
 from tests.cpu import models
 from tests.cpu.recording_nodes import assert_same_weights, compile_rewritten, train
 
@@ -40,7 +40,7 @@ def test_layout_optimization_would_copy_a_weight_ahead_of_its_wait(monkeypatch: 
     """Inductor copies a convolution's weight where the graph begins; the wait notices that it holds a copy."""
     import contextlib
 
-    monkeypatch.setattr(torch_private, "layouts_kept", contextlib.nullcontext)
+    monkeypatch.setattr(tensors, "layouts_kept", contextlib.nullcontext)
     model, batches = models.cnn()
     compile_rewritten(model)
     with pytest.raises(Exception, match="given a copy of the parameter"), torch._inductor.config.patch(force_layout_optimization=True):
@@ -63,15 +63,15 @@ def test_a_write_behind_a_pointwise_reader_is_compiled_wrongly() -> None:
             weight = gm.graph.find_nodes(op="placeholder")[1]
             with gm.graph.inserting_after(total):
                 gm.graph.call_function(overwrite, (total, weight)).meta["val"] = None
-            return torch_private.compile_fx_inner(gm, inputs, **kwargs)
+            return tensors.compile_fx_inner(gm, inputs, **kwargs)
 
         def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             y = x * w
             return torch.relu(y) + 1, x.sum(0)
 
         torch._dynamo.reset()
-        with torch_private.autograd_cache_off():
-            compiled = torch.compile(function, backend=lambda gm, inputs: torch_private.compile_fx(gm, inputs, insert, {}))
+        with tensors.autograd_cache_off():
+            compiled = torch.compile(function, backend=lambda gm, inputs: tensors.compile_fx(gm, inputs, insert, {}))
             result, _ = compiled(torch.ones(4), torch.ones(4))
     assert result.tolist() == [102.0] * 4
 
@@ -92,11 +92,11 @@ def test_an_operator_without_the_mark_is_dropped() -> None:
             with gm.graph.inserting_after(first):
                 for target in targets:
                     gm.graph.call_function(target, (first,)).meta["val"] = None
-            return torch_private.compile_fx_inner(gm, inputs, **kwargs)
+            return tensors.compile_fx_inner(gm, inputs, **kwargs)
 
         torch._dynamo.reset()
-        with torch_private.autograd_cache_off():
-            compiled = torch.compile(lambda x: x * 2, backend=lambda gm, inputs: torch_private.compile_fx(gm, inputs, insert, {}))
+        with tensors.autograd_cache_off():
+            compiled = torch.compile(lambda x: x * 2, backend=lambda gm, inputs: tensors.compile_fx(gm, inputs, insert, {}))
             compiled(torch.ones(4))
     assert ran == ["marked"]
 

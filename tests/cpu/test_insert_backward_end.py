@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hytrain_fx import dataflow
-from hytrain_fx.capture import GraphKind
-from hytrain_fx.ops import BACKWARD_END, GPU_STEP, RELEASE
+from hytrain_fx.capture import dataflow
+from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.passes.base import rows_of
 from hytrain_fx.passes.insert_release import released_rows
+from hytrain_fx.passes.ops import BACKWARD_END, GPU_STEP, RELEASE
 from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES
 from tests.cpu import models
 from tests.cpu.pass_contexts import SESSION, apply, calls, context

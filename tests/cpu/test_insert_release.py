@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hytrain_fx import dataflow
-from hytrain_fx.capture import GraphKind
-from hytrain_fx.ops import RELEASE
+from hytrain_fx.capture import dataflow
+from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import rows_of
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
 from hytrain_fx.passes.insert_release import InsertRelease, released_rows
+from hytrain_fx.passes.ops import RELEASE
 from tests.cpu.pass_contexts import apply, calls, context, rows_of_unit
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from hytrain_fx.capture import GraphKind
-from hytrain_fx.ops import WAIT
+from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import rows_of
 from hytrain_fx.passes.insert_waits import InsertWaits
+from hytrain_fx.passes.ops import WAIT
 from tests.cpu import models
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
 

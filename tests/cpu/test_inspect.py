@@ -13,9 +13,9 @@ import hytrain_fx
 from hytrain_fx.__main__ import main
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.explain.dump_folder import read_dump
-from hytrain_fx.explain.graph_lines import annotated_text, inserted_lines
-from hytrain_fx.explain.graph_text import Inspection
+from hytrain_fx.explain.graphs.dump_folder import read_dump
+from hytrain_fx.explain.graphs.lines import annotated_text, inserted_lines
+from hytrain_fx.explain.graphs.text import Inspection
 from hytrain_fx.ir.task_graph import TaskId, TaskKind
 
 from .explained import compiled

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hytrain_fx import errors
-from hytrain_fx.guarded_parameter import is_guarded
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.turns import CHECK_LOCKS
+from hytrain_fx.session.turns import CHECK_LOCKS
+from hytrain_fx.weights.guard import is_guarded
 
 from .loops import Twins, plain_loop, weights
 from .models import Batches, mlp
@@ -52,7 +52,7 @@ def signal_at(line: int) -> Iterator[list[int]]:
         return local
 
     def tracer(frame: FrameType, event: str, arg: object) -> Any:
-        return local if "/hytrain_fx/" in frame.f_code.co_filename and "interrupts.py" not in frame.f_code.co_filename else None
+        return local if "/hytrain_fx/" in frame.f_code.co_filename and "runtime/interrupts.py" not in frame.f_code.co_filename else None
 
     before = sys.gettrace()
     sys.settrace(tracer)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.config import Config
-from hytrain_fx.cost_model.memory import ring_bytes
-from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.memory import ring_bytes
+from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.engine import CHUNK_PARAMS
 from hytrain_fx.runtime.launch import STAGING_BYTES, TRANSIT_BYTES, default_workers, ring_bytes_for

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
+from hytrain_fx.capture.units import group_units, unit_of_rows
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.layers import group_units, unit_of_rows
 from tests.cpu import models
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}

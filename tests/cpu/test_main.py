@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.__main__ import main
-from hytrain_fx.cost_model.report import report
-from hytrain_fx.explain.offline_markdown import markdown
-from hytrain_fx.explain.plan_text import plan_text
+from hytrain_fx.explain.plan.text import plan_text
+from hytrain_fx.forecast.markdown import markdown
+from hytrain_fx.forecast.report import report
 from hytrain_fx.ir.plan import Plan
-from hytrain_fx.runtime import build
-from hytrain_fx.runtime.native_engine import SOURCES
+from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native.engine import SOURCES
 
 MODEL = ["--model", "llama-1.3b", "--device", "h200", "--tokens", "4096"]
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
-from hytrain_fx.runtime.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.slabs import padded_bytes
-from hytrain_fx.runtime.states import StateStore
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
+from hytrain_fx.runtime.states.slabs import padded_bytes
+from hytrain_fx.runtime.states.store import StateStore
 
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 Rows = list[tuple[RowSize, Placement]]

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.planner import plan
-from hytrain_fx.explain.node_figures import TASKS, InspectedRow, UnitTimes, describe, unit_times
-from hytrain_fx.explain.report import Explanation, Measured
+from hytrain_fx.explain.graphs.node_figures import TASKS, InspectedRow, UnitTimes, describe, unit_times
+from hytrain_fx.explain.plan.report import Explanation, Measured
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF
-from hytrain_fx.runtime.memory_estimate import MemoryInUse
+from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
 
 from ..null.profiles import prefix, profiles, uniform
 

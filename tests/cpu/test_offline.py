@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hytrain_fx.__main__ import main
-from hytrain_fx.cost_model.device import DeviceSpec
-from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.offline.loads import Copies, KernelUpdates, together
-from hytrain_fx.offline.machine import measure_machine
-from hytrain_fx.offline.meta_model import shape_of, shape_of_factory
+from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.loads import Copies, KernelUpdates, together
+from hytrain_fx.forecast.machine import measure_machine
+from hytrain_fx.forecast.meta_model import shape_of, shape_of_factory
+from hytrain_fx.forecast.shapes import read_shape
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64}

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from hytrain_fx import ops
 from hytrain_fx.errors import EngineError, UnsupportedError
-from hytrain_fx.ops import NODES, NodeRegistry, StepNodes
+from hytrain_fx.passes import ops
+from hytrain_fx.passes.ops import NODES, NodeRegistry, StepNodes
 
 
 class Calls:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow, leading_device_units
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.session import Session
+from hytrain_fx.session.session import Session
 
 from .loops import Twins, plain_loop
 from .models import Batches, gpt

@@ -13,15 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model import measure
-from hytrain_fx.cost_model.measure import MOST_MARKS, Mark, StepMarks
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.task_graph import Unit
-from hytrain_fx.profiling import Measured, build_profile, cpu_steps_us, worker_lengths_us
+from hytrain_fx.planning.marks import MOST_MARKS, Mark, StepMarks
+from hytrain_fx.planning.profiling import Measured, build_profile, cpu_steps_us, worker_lengths_us
+from hytrain_fx.planning.step_times import ReadSteps
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
-from hytrain_fx.step_times import ReadSteps
 
 CPU, GPU, STREAM = Placement.CPU, Placement.GPU, Placement.STREAM
 STEP_US = 1000.0
@@ -297,7 +296,7 @@ def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle" if priority < 0 else "shares a queue")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
     monkeypatch.setattr(torch.cuda, "device", current_device)
-    monkeypatch.setattr(measure, "current_stream_of", lambda device: lambda: 7)
+    monkeypatch.setattr("hytrain_fx.planning.marks.current_stream_of", lambda device: lambda: 7)
     marks = StepMarks(torch.device("cuda"))
     for _ in range(3):
         for kind in (Mark.FORWARD_BEGIN, Mark.WAIT_BEGIN, Mark.WAIT_END, Mark.FORWARD_END, Mark.GRADS, Mark.BACKWARD_END):
@@ -327,7 +326,7 @@ def test_marks_take_the_events_of_forgotten_steps(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "Event", Counted)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
-    monkeypatch.setattr(measure, "current_stream_of", lambda device: lambda: 7)
+    monkeypatch.setattr("hytrain_fx.planning.marks.current_stream_of", lambda device: lambda: 7)
     marks = StepMarks(torch.device("cuda"), keep_steps=2)
     for step in range(20):
         for kind in (Mark.FORWARD_BEGIN, Mark.FORWARD_END, *((Mark.BACKWARD_END,) if step % 3 else ())):

@@ -17,8 +17,8 @@ from torch.func import functional_call, grad, vmap
 import hytrain_fx
 from hytrain_fx import errors
 from hytrain_fx.api import session_of
-from hytrain_fx.call_gate import MOST_LAYOUTS
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session.call_gate import MOST_LAYOUTS
 
 from .loops import HandAdam, Twins, assert_same, compare, plain_loop, weights
 from .models import Batches, Mlp, mlp

@@ -17,7 +17,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.session import Session
+from hytrain_fx.session.session import Session
 
 from .models import Batches, Mlp, mlp
 

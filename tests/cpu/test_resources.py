@@ -12,12 +12,12 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.explain.resources import pinning_of
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.startup import Phase
 from hytrain_fx.runtime import launch
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.slabs import HostSlab, Pinning
-from hytrain_fx.runtime.startup import Phase
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.slabs import HostSlab, Pinning
+from hytrain_fx.session.resources import pinning_of
 
 from .explained import compiled
 from .models import Batches

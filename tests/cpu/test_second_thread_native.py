@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hytrain_fx.runtime import build
-from hytrain_fx.runtime.native_engine import SOURCES
+from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native.engine import SOURCES
 
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 

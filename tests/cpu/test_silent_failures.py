@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hytrain_fx
-from hytrain_fx import ops
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import DroppedNodeError, EngineError, HytrainError
+from hytrain_fx.passes import ops
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, Twins, assert_same, plain_loop, weights

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime import slabs
-from hytrain_fx.runtime.slabs import HostSlab, Pinning, pin_slabs, slab_bytes
+from hytrain_fx.runtime.states import slabs
+from hytrain_fx.runtime.states.slabs import HostSlab, Pinning, pin_slabs, slab_bytes
 from hytrain_fx.runtime.topology import LogicalCpu, Topology
 
 GPU = torch.device("cuda", 0)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.runtime import build
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.split_master import copy_states, join, split, whole_states
+from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.states.split_master import copy_states, join, split, whole_states
 
 from .adamw_operands import DTYPE_CODES, GROUP, Operands, different_bits, kernel_, operands
 

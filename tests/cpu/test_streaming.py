@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hytrain_fx.errors import EngineError, NonFiniteGradientError
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, STAGING_SLOTS, CommitItem, RowSpec, Stage
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.split_master import copy_states, whole_states
-from hytrain_fx.runtime.torch_engine import TorchEngine
+from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.split_master import copy_states, whole_states
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.cost_model.measure import Mark
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
-from hytrain_fx.explain.intervals import share_inside, shared_time
-from hytrain_fx.explain.launching import launch_spans, step_launches
-from hytrain_fx.explain.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, tracks
-from hytrain_fx.explain.timeline import Timeline, device_spans, from_records, from_schedule, overlap_share, read_trace
+from hytrain_fx.explain.timeline.intervals import share_inside, shared_time
+from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
+from hytrain_fx.explain.timeline.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, tracks
+from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, overlap_share, read_trace
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
+from hytrain_fx.planning.marks import Mark
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 
 from ..null.profiles import prefix, profile_of, profiles, uniform, unit

@@ -16,9 +16,9 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
+from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.fallback.lanes import Lane
 from hytrain_fx.runtime.launch import make_engine
-from hytrain_fx.runtime.torch_engine import TorchEngine
-from hytrain_fx.runtime.torch_lanes import Lane
 
 from .engine_loop import GROUP, EngineLoop, device_states, host_states
 from .models import gpt

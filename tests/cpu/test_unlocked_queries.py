@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from hytrain_fx.runtime import build
-from hytrain_fx.runtime.native_engine import SOURCES
+from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native.engine import SOURCES
 
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 

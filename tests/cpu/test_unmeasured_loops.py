@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import HostMemoryError, PlanError
-from hytrain_fx.first_plan import FIRST_STEPS
+from hytrain_fx.planning.first_plan import FIRST_STEPS
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, assert_same, weights
@@ -161,7 +161,7 @@ def train(model: Any, optimizer: Any, backward: Backward, steps: int = STEPS, ev
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_that_cannot_be_measured_trains_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and weights are the plain loop's; what can be measured later is; `explain`, `inspect` and `record` work in every state."""
-    monkeypatch.setattr("hytrain_fx.cost_model.measure.MOST_MARKS", 300)  # so that 40 micro-batches are too many
+    monkeypatch.setattr("hytrain_fx.planning.marks.MOST_MARKS", 300)  # so that 40 micro-batches are too many
     kind, backward, around = CASES[name]
     results = []
     for ours in (False, True):
@@ -219,7 +219,7 @@ def test_errors_in_measuring_and_planning_do_not_reach_the_loop(
 
             owner: Any = {"place": session, "finish_times": session.engine, "take_records": session.engine}.get(where)
             if owner is None:
-                monkeypatch.setattr(f"hytrain_fx.planning.{where}", fail)
+                monkeypatch.setattr(f"hytrain_fx.planning.planning.{where}", fail)
             else:
                 monkeypatch.setattr(owner, where, fail)
         else:
@@ -248,7 +248,7 @@ def test_a_part_of_the_page_that_cannot_be_told_leaves_the_others(monkeypatch: p
     def fail(*args: Any) -> Any:
         raise ArithmeticError("of this test")
 
-    monkeypatch.setattr(sys.modules["hytrain_fx.explain.report_text"], "units_text", fail)
+    monkeypatch.setattr(sys.modules["hytrain_fx.explain.plan.report_text"], "units_text", fail)
     text = str(hytrain_fx.explain(model))
     assert "could not be told: ArithmeticError: of this test" in text
     assert "parameters on the CPU" in text

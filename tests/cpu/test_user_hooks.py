@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import hytrain_fx
-from hytrain_fx import torch_private
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.session import Session
+from hytrain_fx.session.session import Session
+from hytrain_fx.torch_private import tensors
 
 from .loops import Loop, compare, plain_loop
 from .models import Batches, mlp
@@ -50,7 +50,7 @@ def test_grad_scaler_and_autocast(dtype: torch.dtype, unscale: bool, k: int) -> 
     AOTAutogradCache is off: in torch 2.11 its key says only that autocast is on (2.13 adds the dtype), so that the plain loop in float16
     would be served the code compiled for bfloat16 by a test before it. The library's own graphs never come from that cache.
     """
-    with torch_private.autograd_cache_off():
+    with tensors.autograd_cache_off():
         found = compare(mlp, scaled(dtype, unscale=unscale), k=k)
     scales = found[2::3] if unscale else found[1::2]
     assert scales[2] < scales[1], "the overflow was not seen"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from hytrain_fx import ops
-from hytrain_fx.capture import CapturedGraph, GraphKind
+from hytrain_fx.capture.backend import CapturedGraph, GraphKind
+from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import GraphInvariantError
-from hytrain_fx.layers import Unit
+from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext
 from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.passes.verify import RULES, verify

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.outside_writes import WATCHED_STEPS
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.torch_private import without_torch_function
+from hytrain_fx.torch_private.tensors import without_torch_function
+from hytrain_fx.weights.outside_writes import WATCHED_STEPS
 
 from .loops import Twins, plain_loop
 from .models import Batches, mlp

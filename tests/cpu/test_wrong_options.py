@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import hytrain_fx
-from hytrain_fx import errors, first_plan, planning
+from hytrain_fx import errors
+from hytrain_fx.planning import first_plan, planning
 
 from .loops import plain_loop
 from .models import Mlp, mlp

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime import build, cuda_adamw, cuda_module
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
+from hytrain_fx.runtime.native import build, cuda_adamw, cuda_module
 
 from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 

@@ -14,7 +14,7 @@ import torch
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime import build, cuda_module
+from hytrain_fx.runtime.native import build, cuda_module
 
 from ..cpu.fault_loop import FaultLoop, assert_compile_undone, assert_whole_or_undone
 from .feed_forward import ADAMW, batches, deterministic, loss_of

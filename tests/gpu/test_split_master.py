@@ -9,8 +9,8 @@ import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
-from hytrain_fx.runtime.native_engine import NativeEngine
-from hytrain_fx.runtime.split_master import split, whole_states
+from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.states.split_master import split, whole_states
 
 from ..cpu.adamw_operands import GROUP, different_bits, kernel_, operands
 

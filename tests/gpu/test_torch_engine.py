@@ -11,9 +11,9 @@ import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, Stage
-from hytrain_fx.runtime.slabs import HostSlab
-from hytrain_fx.runtime.torch_engine import TorchEngine
-from hytrain_fx.runtime.torch_lanes import Lane
+from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.fallback.lanes import Lane
+from hytrain_fx.runtime.states.slabs import HostSlab
 
 from ..cpu.engine_loop import GROUP, device_states
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.capacity import WAYS, capacities, fits
-from hytrain_fx.cost_model.memory import footprint
-from hytrain_fx.cost_model.named_devices import find_device
-from hytrain_fx.cost_model.shapes import ModelShape, read_shape
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.capacity import WAYS, capacities, fits
+from hytrain_fx.forecast.memory import footprint
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.shapes import ModelShape, read_shape
 
 SHAPE = read_shape("llama-1.3b")
 H200 = find_device("h200")

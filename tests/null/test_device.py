@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.device import SOURCE_KINDS, DeviceSpec, analytic_profile
-from hytrain_fx.cost_model.named_devices import find_device, known_devices
-from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.device import SOURCE_KINDS, DeviceSpec, analytic_profile
+from hytrain_fx.forecast.named_devices import find_device, known_devices
+from hytrain_fx.forecast.shapes import read_shape
 
 SHAPE = read_shape("llama-1.3b")
 H200 = find_device("h200")

@@ -38,7 +38,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the functions need torch")
-@pytest.mark.parametrize("first", ["hytrain_fx.explain.plan_text", "hytrain_fx.explain.report"])
+@pytest.mark.parametrize("first", ["hytrain_fx.explain.plan.text", "hytrain_fx.explain.plan.report"])
 def test_functions_are_functions_whatever_was_imported_before(first: str) -> None:
     """`hytrain_fx.explain` is the function, also after modules of the package of the same name were imported."""
     code = f"import {first}, hytrain_fx, types; print(all(type(getattr(hytrain_fx, n)) is types.FunctionType for n in {FUNCTIONS}))"

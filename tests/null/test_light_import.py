@@ -21,7 +21,7 @@ def loaded_after(code: str) -> set[str]:
 @pytest.mark.parametrize("code", [
     "import hytrain_fx; hytrain_fx.Config, hytrain_fx.Plan",
     "import hytrain_fx.__main__",
-    "import hytrain_fx.explain.plan_text, hytrain_fx.explain.dump_folder",
+    "import hytrain_fx.explain.plan.text, hytrain_fx.explain.graphs.dump_folder",
 ])
 def test_importing_loads_nothing_heavy(code: str) -> None:
     """`import hytrain_fx`, the command line and what prints saved plans and dump folders need no torch."""

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hytrain_fx.cost_model.report import report
-from hytrain_fx.explain.offline_tables import placement, tables
+from hytrain_fx.forecast.report import report
+from hytrain_fx.forecast.tables import placement, tables
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -42,7 +42,7 @@ class Cells(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    from hytrain_fx.explain.offline_page import page
+    from hytrain_fx.forecast.page import page
 
     return page(REPORT)
 
@@ -81,7 +81,7 @@ def test_names_are_escaped() -> None:
     """A model's name is text, whatever it holds."""
     from dataclasses import replace
 
-    from hytrain_fx.explain.offline_page import page
+    from hytrain_fx.forecast.page import page
 
     text = page(replace(REPORT, model="<script>alert(1)</script>"))
     assert "<script>" not in text

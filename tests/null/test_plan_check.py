@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
-from hytrain_fx.plan_check import Advice, CheckState, PlanCheck
+from hytrain_fx.planning.plan_check import Advice, CheckState, PlanCheck
 
 ALL_US = 200.0
 

@@ -13,7 +13,7 @@ from hytrain_fx.cost_model.planner import Rule, Stream, compare, plan, predict, 
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
-from hytrain_fx.explain.plan_text import headline
+from hytrain_fx.explain.plan.text import headline
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.profile import Profile
 from tests.null.profiles import profile_of, profiles, streaming_profiles, uniform, unit

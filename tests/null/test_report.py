@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.device import DeviceSpec
 from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
-from hytrain_fx.cost_model.figures import bytes_text, count_text, time_text
-from hytrain_fx.cost_model.memory import activation_bytes, footprint, largest_params, states_budget_bytes
-from hytrain_fx.cost_model.named_devices import find_device
-from hytrain_fx.cost_model.report import report
-from hytrain_fx.cost_model.shapes import read_shape
-from hytrain_fx.cost_model.systems import OURS, SYSTEMS
 from hytrain_fx.errors import ConfigError, PlanError
-from hytrain_fx.explain.offline_markdown import markdown
+from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.markdown import markdown
+from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_params, states_budget_bytes
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.report import report
+from hytrain_fx.forecast.shapes import read_shape
+from hytrain_fx.forecast.systems import OURS, SYSTEMS
+from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 from hytrain_fx.ir.plan import validate
 from hytrain_fx.ir.profile import Profile
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hytrain_fx.cost_model.shapes import read_shape, registered_shapes
 from hytrain_fx.errors import ConfigError, UnsupportedError
+from hytrain_fx.forecast.shapes import read_shape, registered_shapes
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 100}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.explain.staged_code import CodeLine, at_stage, code_lines, staged
+from hytrain_fx.explain.graphs.staged_code import CodeLine, at_stage, code_lines, staged
 
 CAPTURED = '''class GraphModule(torch.nn.Module):
     def forward(self, primals_1: "f32[8, 4]", s0: "Sym(s0)", plain):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.runtime.startup import Phase, StartupClock
+from hytrain_fx.ir.startup import Phase, StartupClock
 
 
 class Time:

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.device import analytic_profile
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.named_devices import find_device
 from hytrain_fx.cost_model.planner import STREAMED, Rule, Stream, compare, plan, prefix_plan, streamed_k
-from hytrain_fx.cost_model.shapes import read_shape
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.streaming import best_share, ranges_of
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
-from hytrain_fx.explain.plan_text import headline, place_of
+from hytrain_fx.explain.plan.text import headline, place_of
+from hytrain_fx.forecast.device import analytic_profile
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Interval, Schedule

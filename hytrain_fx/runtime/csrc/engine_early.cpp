@@ -1,5 +1,5 @@
 // Updates before step(). In a loop that waits for the device between backward() and step() (loss.item(), a norm that is printed) nothing would
-// be updated until the whole backward has run. So, where such a loop has been learned (foresight.py), each row is committed on a guess as soon
+// be updated until the whole backward has run. So, where such a loop has been learned (session/foresight.py), each row is committed on a guess as soon
 // as its gradient is on the way: the hyper-parameters that its group has then, the likely factors (engine_guess.cpp). So are those of a loop
 // whose factors are guessed anyway: they would wait for step() alone.
 //

@@ -7,7 +7,7 @@
 namespace hytrain_fx {
 namespace {
 
-// Slots in a slab and gradients in the ring stand this far apart; runtime/slabs.py pads alike.
+// Slots in a slab and gradients in the ring stand this far apart; runtime/states/slabs.py pads alike.
 int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 struct SlotCopy {  // a gradient on its way back

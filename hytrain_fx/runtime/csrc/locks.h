@@ -1,8 +1,8 @@
 // The locks of the engine, in the one order in which a thread may take them.
 //
-//   session `calls`    Python (turns.py): a thread is in the compiled call, or in step()
-//   session `compiles` Python (turns.py): a graph is compiled
-//   session `state`    Python (turns.py): a thread changes or reads what the session keeps
+//   session `calls`    Python (session/turns.py): a thread is in the compiled call, or in step()
+//   session `compiles` Python (session/turns.py): a graph is compiled
+//   session `state`    Python (session/turns.py): a thread changes or reads what the session keeps
 //   kEngine            Engine::mutex_: rows, chunks and their queues
 //   kQueue             WorkQueue::mutex_: what a lane of the CPU device has to do
 //   kEvent             CpuEvent::mutex_: whether the event has fired

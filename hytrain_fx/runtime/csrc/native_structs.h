@@ -1,4 +1,4 @@
-// The C interface's structs; runtime/native_structs.py mirrors them field by field.
+// The C interface's structs; runtime/native/structs.py mirrors them field by field.
 #pragma once
 
 #include <cstdint>

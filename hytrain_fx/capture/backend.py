@@ -1,0 +1,403 @@
+"""The torch.compile backend of one model: stock Inductor, with each graph handed to a rewrite on the way.
+
+    torch.compile -> backend(gm, example_inputs) -> compile_fx (stock: AOTAutograd, decompositions, partitioner)
+                        -> inner_compile(graph): CapturedGraph -> rewrite -> compile_fx_inner (stock)
+
+Example inputs are the real Parameters, so a graph's placeholders and gradient outputs map to rows by identity, through
+`meta["desc"]`. A backward graph is compiled at the first backward, long after its forward graph; what the two share lives in one
+`_Pair` per call of the backend. A recompile (a new shape, a new branch) is a new pair, rewritten again with the same rows.
+
+A parameter read by two pairs (tied across a graph break, or a model called twice) has two partial gradients in one backward. Each pair
+offloads its own: two `grad_offload` for one row add up, as AccumulateGrad would, and of two releases the later counts. So no pair
+needs to know of another, and a pair that is already compiled stays right when the next one shows up. `shared_rows` lists them.
+
+A parameter with a gradient hook of the user keeps its gradient output, so that the hook sees it and `.grad` arrives as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import fx, nn
+
+from hytrain_fx.capture import dataflow
+from hytrain_fx.capture.casts import CastRows, cast_rows
+from hytrain_fx.capture.copy_inputs import with_copies
+from hytrain_fx.capture.flops import node_flops
+from hytrain_fx.capture.instance_graphs import RowsOfInputs, by_parameters
+from hytrain_fx.capture.units import Unit, unit_of_rows
+from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
+from hytrain_fx.ir.startup import Phase
+from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private.options import mode_options
+from hytrain_fx.torch_private.trace import look_at, traced_form
+
+R = TypeVar("R")
+
+
+class GraphKind(StrEnum):
+    """Which of AOTAutograd's graphs it is."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph on its way to Inductor, and where the managed parameters are in it.
+
+    index        number of this graph in the order of capture; `backward_end` carries it
+    pair         number of the backend call it came from; a forward and its backward share it
+    module       the graph itself; the rewrite edits it in place
+    weights      row -> placeholder that holds the parameter
+    outputs      what the graph returned when it was captured: nodes or None
+    views        row -> backward placeholders that hold a view of the parameter, saved by the forward
+    grads        row -> position of its gradient in `outputs`; only rows that are to be offloaded
+    kept_grads   row -> why its gradient output stays
+    """
+
+    index: int
+    pair: int
+    kind: GraphKind
+    module: fx.GraphModule
+    weights: Mapping[int, fx.Node]
+    outputs: tuple[Any, ...] = ()
+    views: Mapping[int, tuple[fx.Node, ...]] = field(default_factory=dict)
+    grads: Mapping[int, int] = field(default_factory=dict)
+    kept_grads: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """`02.backward`, as in dump file names."""
+        return f"{self.index:02}.{self.kind}"
+
+    def gradient(self, row: int) -> fx.Node:
+        """The node that makes the row's gradient."""
+        node: fx.Node = self.outputs[self.grads[row]]
+        return node
+
+    def holders(self, row: int) -> tuple[fx.Node, ...]:
+        """The placeholders that hold the row's weight or a saved view of it."""
+        own = (self.weights[row],) if row in self.weights else ()
+        return own + self.views.get(row, ())
+
+    @property
+    def held_rows(self) -> tuple[int, ...]:
+        """Rows whose weight, or a view of it, comes into this graph."""
+        return tuple(sorted({*self.weights, *self.views}))
+
+
+@dataclass(frozen=True)
+class CompiledGraph(Generic[R]):
+    """What is kept of a captured graph: its place, text before the rewrite, FLOPs of each unit, and the rewrite's own result."""
+
+    index: int
+    pair: int
+    kind: GraphKind
+    rows: tuple[int, ...]
+    grad_rows: tuple[int, ...]
+    kept_grads: Mapping[int, str]
+    unit_flops: Mapping[int, float]
+    text_before: str
+    rewrite: R
+    rewrite_seconds: float
+
+
+@dataclass
+class _Pair:
+    """What a forward graph leaves for its backward graph: the rows of the example inputs, and saved views by output name."""
+
+    number: int
+    row_of_input: dict[int, int]
+    saved_views: dict[str, int] = field(default_factory=dict)
+
+
+class InputCopies(Protocol):
+    """Which fp32 parameters have bf16 copies that graphs read in their place."""
+
+    def looks(self, gm: fx.GraphModule, rows: Iterable[int]) -> bool:
+        """Whether to look at a graph that has these rows among its inputs."""
+
+    def of(self, found: CastRows, rows: Collection[int]) -> Mapping[int, torch.Tensor]:
+        """The copies, by row, that a graph of which this was found is to read."""
+
+    def before_graph(self, direct: Collection[int]) -> None:
+        """A compiled graph that reads these rows' parameters themselves is about to run."""
+
+    def copy_of(self, row: int) -> torch.Tensor:
+        """The copy of a row that has one."""
+
+
+class Capture(Generic[R]):
+    """The backend of one compiled model and the record of its graphs.
+
+    names, parameters    the managed parameters, row = position
+    units                their grouping (`layers.group_units`)
+    rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
+    around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
+    timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten
+    copies               bf16 copies that graphs are to read in the place of fp32 parameters; None: there are none
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        units: Sequence[Unit],
+        rewrite: Callable[[CapturedGraph], R],
+        around_backward: Callable[[int], AbstractContextManager[tensors.Edit | None]] = lambda _: contextlib.nullcontext(),
+        timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+        copies: InputCopies | None = None,
+    ) -> None:
+        if len(names) != len(parameters):
+            raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
+        self.names, self.parameters, self.units = tuple(names), tuple(parameters), tuple(units)
+        self.graphs: list[CompiledGraph[R]] = []
+        self._rewrite = rewrite
+        self._around_backward = around_backward
+        self._timed = timed
+        self._copies = copies
+        self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
+        self._unit_of = unit_of_rows(units)
+        self._used: dict[int, None] = {}
+        self._pairs = 0
+        self._captured = 0
+
+    @property
+    def unit_order(self) -> tuple[int, ...]:
+        """Numbers of all units in the order of first use in the forward graphs so far; units not seen yet come last."""
+        return tuple({**self._used, **{unit.number: None for unit in self.units}})
+
+    @property
+    def shared_rows(self) -> tuple[int, ...]:
+        """Rows whose gradient is made by more than one pair; their parts are added by the runtime."""
+        makers: dict[int, set[int]] = {}
+        for graph in self.graphs:
+            for row in graph.grad_rows:
+                makers.setdefault(row, set()).add(graph.pair)
+        return tuple(sorted(row for row, pairs in makers.items() if len(pairs) > 1))
+
+    def backend(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compile one Dynamo graph; `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it."""
+        patches = {**(mode_options(mode) if mode else {}), **(options or {})}
+        _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
+        alive = self._alive  # torch keeps what it is given here for as long as the code lives: a model that was dropped must not
+        return by_parameters(gm, example_inputs, lambda: alive()._row_of, lambda: partial(alive()._compile, patches=patches))
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, *, patches: dict[str, Any]
+    ) -> Callable[..., Any]:
+        pair = _Pair(self._pairs, rows)
+        self._pairs += 1
+        alive = self._alive
+        with self._timed(Phase.COMPILE_FORWARD):
+            copies = self._copies_for(gm, example_inputs, pair)
+
+        def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            _refuse_cudagraphs(kwargs.get("cudagraphs", False))
+            with alive()._timed(Phase.PASSES):
+                captured = alive()._on_graph(graph, pair, _kind(kwargs))
+            with tensors.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
+                compiled = tensors.compile_fx_inner(graph, inputs, **kwargs)
+            if captured.kind is not GraphKind.BACKWARD:
+                return compiled
+            # The compiled backward reads weights too, which is no touch by the user; and its nodes are counted.
+            index = captured.index
+            return tensors.boxed_within(lambda: alive()._around_backward(index), compiled)
+
+        def timed_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            backward = _kind(kwargs) is GraphKind.BACKWARD
+            with alive()._timed(Phase.COMPILE_BACKWARD if backward else Phase.COMPILE_FORWARD):
+                return inner_compile(graph, inputs, **kwargs)
+
+        with self._timed(Phase.COMPILE_FORWARD), tensors.autograd_cache_off():
+            compiled = tensors.compile_fx(gm, _traced_with(example_inputs, copies), timed_compile, patches)
+        made: Callable[..., Any] = compiled
+        return made if self._copies is None else self._called_with(made, pair, copies)
+
+    @property
+    def _alive(self) -> Callable[[], Capture[R]]:
+        """A function that gives this capture without keeping it alive. It raises EngineError once the model is closed or gone."""
+        found = weakref.ref(self)
+
+        def alive() -> Capture[R]:
+            capture = found()
+            if capture is None:
+                raise EngineError("a graph of a model that was closed or dropped was called; compile the model again")
+            return capture
+
+        return alive
+
+    def _copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], pair: _Pair) -> dict[int, torch.Tensor]:
+        """By position among the inputs: the copies that this graph reads in the place of parameters."""
+        rows = frozenset(pair.row_of_input.values())
+        if self._copies is None or not self._copies.looks(gm, rows):
+            return {}
+        of_row = self._copies.of(look_at(gm, example_inputs, partial(cast_rows, row_of_input=pair.row_of_input)), rows)
+        return {i: of_row[row] for i, row in pair.row_of_input.items() if row in of_row}
+
+    def _called_with(self, compiled: Callable[..., Any], pair: _Pair, copies: Mapping[int, torch.Tensor]) -> Callable[..., Any]:
+        alive = self._alive
+        rows = {i: row for i, row in pair.row_of_input.items() if i in copies}
+        direct = tuple(row for i, row in pair.row_of_input.items() if i not in copies)
+
+        def copies_now() -> Sequence[torch.Tensor]:
+            of = alive()._copies
+            assert of is not None
+            of.before_graph(direct)
+            return [of.copy_of(row) for row in rows.values()]
+
+        return with_copies(compiled, tuple(rows), copies_now)
+
+    def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
+        graph = self._captured_graph(module, pair, kind)
+        if kind is not GraphKind.BACKWARD:
+            pair.saved_views = _saved_views(graph)
+            self._used.update(dict.fromkeys(first_use_order(graph, self._unit_of)))
+        text = module.print_readable(print_output=False)
+        flops = unit_flops(graph, self._unit_of)
+        started = time.perf_counter()
+        result = self._rewrite(graph)
+        seconds = time.perf_counter() - started
+        rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
+        self.graphs.append(
+            CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, text, result, seconds)
+        )
+        return graph
+
+    def _captured_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
+        weights: dict[int, fx.Node] = {}
+        views: dict[int, list[fx.Node]] = {}
+        for node in module.graph.find_nodes(op="placeholder"):
+            index = tensors.plain_input(node.meta.get("desc"))
+            if index in pair.row_of_input:
+                weights.setdefault(pair.row_of_input[index], node)
+            elif kind is GraphKind.BACKWARD and node.name in pair.saved_views:
+                views.setdefault(pair.saved_views[node.name], []).append(node)
+        if kind is not GraphKind.BACKWARD:
+            self._check_all_found(pair, weights)
+        grads, kept = self._gradients(module, pair) if kind is GraphKind.BACKWARD else ({}, {})
+        index, self._captured = self._captured, self._captured + 1
+        outputs: tuple[Any, ...] = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
+        frozen_views = {row: tuple(nodes) for row, nodes in views.items()}
+        return CapturedGraph(index, pair.number, kind, module, weights, outputs, frozen_views, grads, kept)
+
+    def _gradients(self, module: fx.GraphModule, pair: _Pair) -> tuple[dict[int, int], dict[int, str]]:
+        output = module.graph.output_node()
+        values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+        descs: Sequence[object] | None = output.meta.get("desc")
+        if descs is None or len(descs) != len(values):
+            raise CaptureError(
+                f"the backward graph of pair {pair.number} does not say which output is which gradient (meta['desc'] of "
+                f"{len(values)} outputs is {descs!r}); torch {torch.__version__} is not supported, use torch 2.11 to 2.13"
+            )
+        grads: dict[int, int] = {}
+        kept: dict[int, str] = {}
+        for position, (value, desc) in enumerate(zip(values, descs, strict=True)):
+            index = tensors.gradient_of(desc)
+            if index not in pair.row_of_input or not isinstance(value, fx.Node):
+                continue
+            row = pair.row_of_input[index]
+            if has_user_hooks(self.parameters[row]):
+                kept[row] = "it has a gradient hook"
+            else:
+                grads[row] = position
+        return grads, kept
+
+    def _check_all_found(self, pair: _Pair, weights: Mapping[int, fx.Node]) -> None:
+        missing = sorted(set(pair.row_of_input.values()) - set(weights))
+        if missing:
+            raise CaptureError(
+                f"parameter {self.names[missing[0]]!r} ({type(self.parameters[missing[0]]).__name__}) is an input of pair "
+                f"{pair.number} but no placeholder of its forward graph holds it; expected a plain dense Parameter"
+            )
+
+
+def _traced_with(inputs: Sequence[Any], copies: Mapping[int, torch.Tensor]) -> Sequence[Any]:
+    if not copies:
+        return inputs
+    return [traced_form(copies[i], requires_grad=e.requires_grad) if i in copies else e for i, e in enumerate(inputs)]
+
+
+def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:
+    """Units in the order in which a forward graph first reads any of their weights."""
+    order = dataflow.Order.of(graph.module.graph)
+    first: dict[int, int] = {}
+    for row, holder in graph.weights.items():
+        for reader in dataflow.readers([holder]):
+            if reader.op != "output":
+                unit = unit_of[row]
+                first[unit] = min(first.get(unit, order.position[reader]), order.position[reader])
+    return tuple(sorted(first, key=first.__getitem__))
+
+
+def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, float]:
+    """Floating-point operations of each unit in this graph, by torch's own formulas (`torch.utils.flop_counter`).
+
+    A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the unit of the node before it.
+    Nodes before the first such node belong to the first unit met.
+    """
+    owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
+    owner.update({dataflow.view_base(graph.gradient(row)): unit_of[row] for row in graph.grads})
+    total: dict[int, float] = {}
+    unit: int | None = None
+    pending = 0.0
+    for node in graph.module.graph.nodes:
+        if node.op == "output":
+            break
+        unit = owner.get(node, unit)
+        pending += node_flops(node)
+        if unit is not None:
+            total[unit], pending = total.get(unit, 0.0) + pending, 0.0
+    return total
+
+
+def has_user_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a gradient hook that is not this library's own is registered on the parameter."""
+    own = __name__.partition(".")[0]
+    hooks = tensors.gradient_hooks(parameter)
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != own for hook in hooks)
+
+
+def _saved_views(graph: CapturedGraph) -> dict[str, int]:
+    """Outputs of a forward graph that are views of a weight, by name: the backward's placeholder has the same name."""
+    row_of = {node: row for row, node in graph.weights.items()}
+    values = (v for v in graph.outputs if isinstance(v, fx.Node) and v not in row_of)
+    return {v.name: row_of[base] for v in values if (base := dataflow.view_base(v)) in row_of}
+
+
+def _may_move_weights(graph: CapturedGraph) -> bool:
+    """Whether Inductor's layout optimization could copy a weight ahead of its `wait`: it takes 4-dimensional values only."""
+    forward = graph.kind is not GraphKind.BACKWARD
+    return forward and any(node.meta["val"].dim() == 4 for node in graph.weights.values())
+
+
+def _kind(kwargs: Mapping[str, Any]) -> GraphKind:
+    if kwargs.get("is_backward"):
+        return GraphKind.BACKWARD
+    return GraphKind.INFERENCE if kwargs.get("is_inference") else GraphKind.FORWARD
+
+
+def _refuse_cudagraphs(wanted: object) -> None:
+    if bool(getattr(wanted, "value", wanted)):
+        raise UnsupportedError(
+            "CUDA graphs are on (mode='reduce-overhead', mode='max-autotune' or options={'triton.cudagraphs': True}); the inserted nodes "
+            "act on the host at each run, so use mode=None or mode='max-autotune-no-cudagraphs'"
+        )

@@ -1,0 +1,78 @@
+"""Which fp32 weights a traced graph reads in bf16 alone, so that a bf16 copy in their place changes no bit.
+
+    primals_5: f32[16, 8]
+    cast: bf16[16, 8] = convert_element_type(primals_5, bfloat16)         its one reader
+    mm(..., permute(cast)), mm(..., cast)                                 calls: they read rounded values, whatever is fused around them
+    grad: f32[16, 8] = convert_element_type(permute(mm_9), float32)       its gradient: one bf16 result of a call, widened
+
+Two casts of one weight have two gradients that are added in fp32. A cast that a pointwise kernel reads (a bias), or a gradient that one
+makes, is never rounded to bf16 there: Inductor computes such kernels in fp32. All of these stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hytrain_fx.capture import dataflow
+from hytrain_fx.torch_private.tensors import gradient_of, plain_input
+
+_CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})
+_MAKERS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution_backward.default})
+
+
+@dataclass(frozen=True, slots=True)
+class CastRows:
+    """Of the rows that are inputs of one graph.
+
+    in_bf16    read through one cast to bf16 alone; with a gradient that is a widened bf16 result, or none
+    trained    rows whose gradient the graph makes
+    """
+
+    in_bf16: frozenset[int]
+    trained: frozenset[int]
+
+
+def cast_rows(graph: fx.GraphModule, row_of_input: Mapping[int, int]) -> CastRows:
+    """Look at a forward graph, or at forward and backward in one; `row_of_input` by position among the inputs."""
+    holders = {plain_input(node.meta.get("desc")): node for node in graph.graph.find_nodes(op="placeholder")}
+    output = graph.graph.output_node()
+    grads = _gradients(output)
+    times = Counter(row_of_input.values())
+    found = {row: holders[index] for index, row in row_of_input.items() if index in holders and times[row] == 1}
+    makes = {row: grads[index] for index, row in row_of_input.items() if index in grads}
+    in_bf16 = (row for row, node in found.items() if _read_in_bf16(node, once=row in makes) and _is_widened(makes.get(row), output))
+    return CastRows(frozenset(in_bf16), frozenset(makes))
+
+
+def _gradients(output: fx.Node) -> dict[int, fx.Node]:
+    values, descs = fx.node.map_arg(output.args[0], lambda node: node), output.meta.get("desc")
+    flat = values if isinstance(values, (list, tuple)) else (values,)
+    pairs = zip(flat, descs, strict=True) if descs is not None and len(descs) == len(flat) else ()
+    return {index: value for value, desc in pairs if (index := gradient_of(desc)) is not None and isinstance(value, fx.Node)}
+
+
+def _read_in_bf16(holder: fx.Node, *, once: bool) -> bool:
+    casts = tuple(holder.users)
+    if not casts or (once and len(casts) > 1):
+        return False
+    return all(_is_cast(cast, torch.bfloat16) and dataflow.standalone_readers([cast]) is not None for cast in casts)
+
+
+def _is_widened(grad: fx.Node | None, output: fx.Node) -> bool:
+    """Whether a gradient is a call's bf16 result, widened for nobody else; None is no gradient."""
+    if grad is None:
+        return True
+    if not _is_cast(grad, torch.float32) or tuple(grad.users) != (output,):
+        return False
+    made = grad.all_input_nodes[0]
+    return made.meta["val"].dtype == torch.bfloat16 and dataflow.view_base(made).target in _MAKERS
+
+
+def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and node.target in _CASTS and isinstance(value, torch.Tensor) and value.dtype == dtype

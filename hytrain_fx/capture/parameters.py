@@ -1,0 +1,95 @@
+"""Which parameters are managed, checked before anything is allocated: row numbers, names, optimizer groups.
+
+A managed parameter requires grad, is in the optimizer, and has elements. Rows count them in `model.named_parameters()` order,
+so the same model gives the same numbers in every process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.states.store import is_dense
+
+ADAM_KINDS = (torch.optim.AdamW, torch.optim.Adam)
+"""Updated by the engines' own kernels; the classes themselves, not what is derived from them."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class ManagedParameter(nn.Parameter):
+    """What parameters of a compiled model are derived from outside the compiled call; `weights.guard` has what they do."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterTable:
+    """Managed parameters by row. `row_of` maps `id(parameter)` to the row."""
+
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    row_of: dict[int, int]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterTable:
+    """Number the managed parameters of a model. Raises UnsupportedError naming what was found and what to do."""
+    _check_kinds(model, optimizer)
+    named = dict(model.named_parameters())
+    if not named:
+        raise UnsupportedError("the model has no parameters; there is nothing to train")
+    in_model = {id(p): name for name, p in named.items()}
+    in_optimizer = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [tuple(p.shape) for p in in_optimizer if id(p) not in in_model]
+    if foreign:
+        raise UnsupportedError(
+            f"the optimizer holds {len(foreign)} parameter(s) that are not the model's (the first has shape {foreign[0]}); "
+            "make the optimizer from this model's parameters(), after the last call that replaces them (.to(dtype), load)"
+        )
+    optimized = {id(p) for p in in_optimizer}
+    managed = {name: p for name, p in named.items() if p.requires_grad and id(p) in optimized and p.numel() > 0}
+    if not managed:
+        raise UnsupportedError("no parameter of the model requires grad and is in the optimizer; there is nothing to train. A model that "
+                               "is trained later (a GAN's discriminator): freeze it after hytrain_fx.compile()")
+    device = next(iter(managed.values())).device
+    for name, parameter in managed.items():
+        _check_parameter(name, parameter, device)
+    parameters = tuple(managed.values())
+    return ParameterTable(tuple(managed), parameters, {id(p): row for row, p in enumerate(parameters)}, device)
+
+
+def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    within = getattr(optimizer, "optimizer", None)
+    if isinstance(within, torch.optim.Optimizer):
+        raise UnsupportedError(f"optimizer is a {type(optimizer).__name__} around a {type(within).__name__}; "
+                               "compile first, then wrap what is returned (accelerator.prepare, for one)")
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise UnsupportedError("differentiable=True needs the update inside autograd; make the optimizer without it")
+        if type(optimizer) in ADAM_KINDS:  # a step that nobody takes: an option that no step can take is known now
+            AdamScalars.of({**optimizer.defaults, **group}, 1, decoupled=True, torch_cuda=False)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:
+    if isinstance(parameter, ManagedParameter):
+        raise UnsupportedError(f"{name} is a parameter of another model that hytrain_fx.compile() has taken over, or of this one inside "
+                               "a wrapper; call hytrain_fx.close() with that one first")
+    if type(parameter) is not nn.Parameter:
+        raise UnsupportedError(f"{name} is a {type(parameter).__name__}; supported are plain torch.nn.Parameter objects")
+    if parameter.device != device:
+        raise UnsupportedError(f"{name} is on {parameter.device}, others on {device}; one device for all trained parameters is supported")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{name} is on {device}; supported are CPU and CUDA devices (move the model before compile)")
+    if parameter.dtype not in _DTYPES:
+        raise UnsupportedError(f"{name} is {parameter.dtype}; supported are float32, bfloat16 and float16")
+    if parameter.layout != torch.strided or not is_dense(parameter):
+        raise UnsupportedError(f"{name} has strides {parameter.stride()} for shape {tuple(parameter.shape)}; expected a dense tensor")

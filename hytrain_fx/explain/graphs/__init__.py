@@ -1,0 +1,1 @@
+"""Graphs as they are after each pass: texts, pages, JSON."""

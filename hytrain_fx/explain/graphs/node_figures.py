@@ -1,0 +1,173 @@
+"""What one inserted node stands for in the plan in force: its layers, where they are updated, bytes, and times.
+
+    grad_offload    gradients copied to the host                 rows updated by the CPU
+    cpu_step        bytes that the update reads and writes       rows updated by the CPU
+    gpu_step        bytes that the update reads and writes       rows updated on the device, streamed ones too
+    reload          new weights copied to the device             rows updated by the CPU
+    wait, release, backward_end    the weights they are about    all their rows
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hytrain_fx.ir.figures import bytes_text, time_text
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.tables import shortened
+from hytrain_fx.ir.task_graph import UPDATE_BYTES_PER_PARAM, TaskId, TaskKind
+
+if TYPE_CHECKING:
+    from hytrain_fx.explain.plan.report import Explanation, Measured
+    from hytrain_fx.ir.schedule import Schedule
+
+_BY_CPU = frozenset({Placement.CPU})
+_ON_DEVICE = frozenset({Placement.GPU, Placement.STREAM})
+_ANYWHERE = frozenset(Placement)
+_ACTS_FOR = {"grad_offload": _BY_CPU, "cpu_step": _BY_CPU, "gpu_step": _ON_DEVICE, "reload": _BY_CPU}
+_BYTES_WORDS = {"grad_offload": "to the host", "cpu_step": "read and written", "gpu_step": "read and written", "reload": "to the device"}
+TASKS = {"grad_offload": TaskKind.D2H, "cpu_step": TaskKind.CPU_UPDATE, "gpu_step": TaskKind.GPU_UPDATE, "reload": TaskKind.H2D}
+_PROFILED = {"grad_offload": "d2h_us", "cpu_step": "cpu_update_us", "gpu_step": "gpu_update_us", "reload": "h2d_us"}
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedRow:
+    """One managed parameter: its name and its unit's, bytes of its gradient, where it is updated now ("cpu", "gpu", "stream"), elements."""
+
+    name: str
+    unit: str
+    grad_bytes: int
+    placement: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Times of one unit in one training step by operator name, in microseconds; what is not known is left out.
+
+    predicted    simulated for the plan in force
+    measured     medians of the last steps under that plan: of `wait` and `cpu_step`
+    profiled     measured before the plan was solved, in proportion to the share that the plan has the operator act for
+    """
+
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+    profiled: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedNode:
+    """One inserted node.
+
+    graph, op, line    "01.backward", "grad_offload", its line of code
+    rows, parameters, layers    whom it acts for
+    shares             placement -> share 0..1 of its parameters' elements
+    nbytes             bytes it moves, updates or guards under this placement (see the module's table)
+    predicted_us, measured_us, profiled_us    as in `UnitTimes`, summed over its layers; None where nothing is known
+    """
+
+    graph: str
+    op: str
+    rows: tuple[int, ...]
+    parameters: tuple[str, ...]
+    layers: tuple[str, ...]
+    shares: Mapping[str, float] = field(hash=False)
+    nbytes: int
+    line: str
+    predicted_us: float | None = None
+    measured_us: float | None = None
+    profiled_us: float | None = None
+
+    @property
+    def place(self) -> str:
+        """`on cpu`, or `60% cpu + 40% stream`."""
+        if len(self.shares) == 1:
+            return f"on {next(iter(self.shares))}"
+        return " + ".join(f"{share:.0%} {name}" for name, share in self.shares.items())
+
+    @property
+    def times(self) -> str:
+        """`predicted 12 us, measured 14 us`; a profiled time stands where nothing is measured under the plan."""
+        found = {"predicted": self.predicted_us, "measured": self.measured_us}
+        if self.measured_us is None:
+            found["profiled"] = self.profiled_us
+        return ", ".join(f"{word} {time_text(us)}" for word, us in found.items() if us is not None)
+
+    @property
+    def size(self) -> str:
+        """Its bytes and what happens to them; `nothing to do` where the plan has another operator act for its layers."""
+        return f"{bytes_text(self.nbytes)} {_BYTES_WORDS.get(self.op, 'of weights')}" if self.nbytes else "nothing to do"
+
+    @property
+    def note(self) -> str:
+        """All of it in one line, behind the code."""
+        if not self.rows:
+            return "no parameter"
+        one = f"{self.layers[0]}." if len(self.layers) == 1 else ""
+        names = shortened([name.removeprefix(one) for name in self.parameters])
+        return "; ".join(part for part in (f"{shortened(self.layers)}: {names}", self.place, self.size, self.times) if part)
+
+
+def describe(
+    graph: str, op: str, numbers: Sequence[int], line: str, rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
+) -> InspectedNode:
+    """The node with its figures. `numbers` are its rows among `rows`; `times` by unit name, empty for a graph outside training."""
+    own = [rows[number] for number in numbers]
+    layers = tuple(dict.fromkeys(row.unit for row in own))
+    acting = [row for row in own if row.placement in _ACTS_FOR.get(op, _ANYWHERE)]
+    elements: Counter[str] = Counter()
+    for row in own:
+        elements[row.placement] += row.numel
+    total = max(sum(elements.values()), 1)
+    updates = op in ("cpu_step", "gpu_step")
+    return InspectedNode(
+        graph, op, tuple(numbers), tuple(row.name for row in own), layers, {name: count / total for name, count in elements.items()},
+        sum(UPDATE_BYTES_PER_PARAM * row.numel if updates else row.grad_bytes for row in acting), line,
+        *(_sum_us(op, kind, acting, layers, rows, times) for kind in ("predicted", "measured", "profiled")),
+    )
+
+
+def unit_times(explanation: Explanation, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:
+    """Times by unit name, from what `explain` has: the schedule of the plan in force, medians under it, the profile before it."""
+    schedule, measured, profile = explanation.schedule, explanation.measured, explanation.profile
+    found: dict[str, UnitTimes] = {}
+    for unit, name in {share.unit: share.unit_name for share in explanation.plan.rows}.items():
+        found[name] = UnitTimes(
+            predicted=_predicted(schedule, unit) if schedule else {},
+            measured=_measured(measured, unit) if measured else {},
+            profiled={op: getattr(profile.units[unit], time) * _acting_share(op, name, rows) for op, time in _PROFILED.items()}
+            if profile else {},
+        )
+    return found
+
+
+def _predicted(schedule: Schedule, unit: int) -> dict[str, float]:
+    spent = {op: sum(piece.duration_us for piece in schedule.of(TaskId(kind, unit))) for op, kind in TASKS.items()}
+    return spent | {"wait": schedule.stalls_us[unit]}
+
+
+def _measured(measured: Measured, unit: int) -> dict[str, float]:
+    cpu_us = measured.cpu_update_us[unit]
+    return {"wait": measured.stall_us[unit]} | ({} if cpu_us is None else {"cpu_step": cpu_us})
+
+
+def _acting_share(op: str, unit: str, rows: Sequence[InspectedRow]) -> float:
+    own = [row for row in rows if row.unit == unit]
+    return sum(row.numel for row in own if row.placement in _ACTS_FOR[op]) / max(sum(row.numel for row in own), 1)
+
+
+def _sum_us(
+    op: str, kind: str, acting: Sequence[InspectedRow], layers: Sequence[str], rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
+) -> float | None:
+    """Over the node's layers; a node that has only some of a layer's rows takes their part of its time."""
+    known = {layer: getattr(times[layer], kind)[op] for layer in layers if layer in times and op in getattr(times[layer], kind)}
+    if not known:
+        return None
+    places = _ACTS_FOR.get(op, _ANYWHERE)
+    total = 0.0
+    for layer, us in known.items():
+        whole = sum(row.numel for row in rows if row.unit == layer and row.placement in places)
+        total += us * sum(row.numel for row in acting if row.unit == layer) / whole if whole else 0.0
+    return total

@@ -1,0 +1,1 @@
+"""The report about the plan in force: values, then texts."""

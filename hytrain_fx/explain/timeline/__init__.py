@@ -1,0 +1,1 @@
+"""What ran when, measured and predicted: values, then pictures."""

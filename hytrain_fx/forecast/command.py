@@ -1,0 +1,90 @@
+"""`python -m hytrain_fx report` and `profile`: their arguments, and which rooms answer them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hytrain_fx.forecast.shapes import ModelShape
+
+_PYTHON_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+def add_report(commands: Any) -> None:
+    """The command `report`."""
+    report = commands.add_parser("report", help="predict a model on a machine")
+    report.add_argument("--model", required=True, help="config.json, its folder, a registered shape (llama-7b, ...), or "
+                        "package.module:factory, a function that returns a model, or a model and its example inputs, on the meta device")
+    report.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a JSON file (of `profile`)")
+    report.add_argument("--host", help="another machine whose host to take: its CPU's update rate, memory and bandwidth")
+    report.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
+    report.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
+    report.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
+    report.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
+    report.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="all figures as JSON")
+    form.add_argument("--markdown", action="store_true", help="Markdown (the default)")
+    form.add_argument("--html", action="store_true", help="a page with plots that needs no other file")
+    report.add_argument("--out", type=Path, help="write to this file, and print its name")
+    report.set_defaults(run=_report)
+
+
+def add_profile(commands: Any) -> None:
+    """The command `profile`."""
+    profile = commands.add_parser("profile", help="measure this machine's rates into a JSON file for `report --device`")
+    profile.add_argument("--name", help="what to call the machine (default: its device's name)")
+    profile.add_argument("--seconds", type=float, default=1.0, help="length of each measurement")
+    profile.add_argument("--megabytes", type=int, default=512, help="host memory that updates and copies work on")
+    profile.add_argument("--workers", type=int, help="CPU threads that update (default: as a training run takes)")
+    profile.add_argument("--out", type=Path, help="write to this file, and print its name")
+    profile.add_argument("--json", action="store_true", help="JSON (the only form)")
+    profile.set_defaults(run=_profile)
+
+
+def _report(args: argparse.Namespace) -> str:
+    from hytrain_fx.forecast.named_devices import find_device
+    from hytrain_fx.forecast.report import report
+
+    device = find_device(args.device)
+    if args.host is not None:
+        device = device.on_host_of(find_device(args.host))
+    budget_bytes = None if args.budget_gb is None else int(args.budget_gb * 1e9)
+    made = report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
+                  autocast=args.autocast)
+    if args.json:
+        return _written(made.to_json(), args.out)
+    if args.html:
+        from hytrain_fx.forecast.page import page
+
+        return _written(page(made), args.out)
+    from hytrain_fx.forecast.markdown import markdown
+
+    return _written(markdown(made), args.out)
+
+
+def _model(source: str) -> ModelShape:
+    from hytrain_fx.forecast.shapes import read_shape
+
+    if _PYTHON_PATH.match(source) and not os.path.exists(source):
+        from hytrain_fx.forecast.meta_model import shape_of_factory
+
+        return shape_of_factory(source)
+    return read_shape(source)
+
+
+def _profile(args: argparse.Namespace) -> str:
+    from hytrain_fx.forecast.machine import measure_machine
+
+    return _written(measure_machine(args.name, args.seconds, args.megabytes << 20, args.workers).to_json(), args.out)
+
+
+def _written(text: str, out: Path | None) -> str:
+    if out is None:
+        return text
+    out.write_text(text)
+    return str(out)

@@ -1,0 +1,131 @@
+"""What a machine can do, and from that a profile nobody measured: for reports made without the machine.
+
+A layer's forward takes the longer of its arithmetic and its memory traffic,
+
+    forward = max( (2 matmul_params + 2 * 2 attention_width * sequence / (2 if causal)) * tokens / achieved_flops,
+                   bytes(weights, twice the saved activations) / memory_bytes_per_s )
+
+its backward twice that, and once more with recomputation. The step is committed when the launching thread is through with the backward.
+Every figure says where it comes from. A run measures its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.shapes import ModelShape, UnitShape
+from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.task_graph import streamed_state_bytes
+
+# Of a unit's forward and backward, by the launching thread: 25 to 35 ms for the 29 units of a Llama, measured on the host of an H200.
+LAUNCH_US_PER_UNIT = 1000.0
+GRAD_BYTES_PER_PARAM = 2  # 16-bit training copies: their gradients and their new weights cross the link in 16 bit
+SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
+NOT_FIGURES = ("name", "sources", "about")
+HOST_FIGURES = ("cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """Rates of one device and its host.
+
+    achieved_flops            of a compiled training step's matrix products, FLOP/s
+    memory_bytes, memory_bytes_per_s    of the device
+    d2h_bytes_per_s, h2d_bytes_per_s    pinned copies with both directions busy
+    cpu_update_params_per_s   exact AdamW on fp32 states by all cores of the host, 16-bit gradient in and weight out
+    gpu_update_params_per_s   the same on the device
+    host_memory_bytes         of the host
+    host_memory_gb_per_s      what its memory gives to all cores and copies together, 10^9 bytes a second; None = not known
+    sources                   where each figure comes from: "measured: ...", "data sheet: ...", "estimated: ..." or "given: ..."
+    about                     of a measured machine: its hardware, versions, the date
+
+    Raises ConfigError for a figure that is not positive, or whose source is missing or of another kind.
+    """
+
+    name: str
+    achieved_flops: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    cpu_update_params_per_s: float
+    gpu_update_params_per_s: float
+    host_memory_bytes: int
+    sources: Mapping[str, str]
+    host_memory_gb_per_s: float | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.figures().items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"device {self.name!r}: found {name}={value!r}, expected a number > 0")
+            if not str(self.sources.get(name, "")).startswith(SOURCE_KINDS):
+                raise ConfigError(f"device {self.name!r}: found {self.sources.get(name)!r} as the source of {name}, "
+                                  f"expected a text that begins with {', '.join(SOURCE_KINDS)}")
+
+    def figures(self) -> dict[str, float]:
+        """Every figure that is known, by name."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_FIGURES}
+        return {name: value for name, value in named.items() if name != "host_memory_gb_per_s" or value is not None}
+
+    def on_host_of(self, other: DeviceSpec) -> DeviceSpec:
+        """This device in the other's host: update rate of the CPU, host memory and its bandwidth."""
+        taken = {name: getattr(other, name) for name in HOST_FIGURES}
+        sources = {**self.sources, **{name: other.sources[name] for name in HOST_FIGURES if name in other.sources}}
+        return replace(self, name=f"{self.name} in the host of {other.name}", sources=sources, about={**self.about, **other.about}, **taken)
+
+    def to_json(self) -> str:
+        """This spec as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> DeviceSpec:
+        """Read `to_json`'s text back; figures without a source are "given". Raises ConfigError where it is not such a text."""
+        try:
+            raw = dict(json.loads(text))
+            named = dict(raw.pop("sources", {}))
+            sources = {name: named.get(name, "given: no source was named") for name in raw if name not in NOT_FIGURES}
+            return cls(sources=sources, **raw)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            expected = ", ".join(f.name for f in fields(cls))
+            raise ConfigError(f"this is not a device description: {error}; expected a JSON object with {expected}") from error
+
+
+def analytic_profile(
+    shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False, *, sequence: int | None = None
+) -> Profile:
+    """Times of every unit for one micro-batch of `tokens` tokens in 16 bit, from FLOPs and bytes.
+
+    `sequence` is the length of one sequence, by default the shape's longest that is not above `tokens`; `recompute` adds a second
+    forward of each layer to its backward. Raises ConfigError for lengths that are not positive.
+    """
+    sequence = min(tokens, shape.context) if sequence is None else sequence
+    if tokens < 1 or sequence < 1:
+        raise ConfigError(f"found {tokens} tokens in sequences of {sequence}, expected both >= 1")
+    units = tuple(_unit_profile(u, shape, device, tokens, sequence, recompute) for u in shape.units)
+    return Profile(units, device.name, f"host of {device.name}", tokens=tokens, steps=0, host_memory_gb_per_s=device.host_memory_gb_per_s,
+                   commit_us=LAUNCH_US_PER_UNIT * len(units))
+
+
+def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool) -> UnitProfile:
+    attention = 4 * u.attention_width * sequence / (2 if shape.causal else 1)
+    arithmetic_s = (2 * u.matmul_params + attention) * tokens / device.achieved_flops
+    weight_params = u.matmul_params or tokens * u.output_values  # an embedding reads only the rows it looks up
+    traffic_bytes = 2 * weight_params + 2 * 2 * (u.saved_values + u.output_values) * tokens
+    forward_us = 1e6 * max(arithmetic_s, traffic_bytes / device.memory_bytes_per_s)
+    backward_us = forward_us * (3 if recompute and u.attention_width else 2)
+    grad_bytes = GRAD_BYTES_PER_PARAM * u.params
+    return UnitProfile(
+        u.index, u.name, u.params, grad_bytes, forward_us, backward_us,
+        cpu_update_us=1e6 * u.params / device.cpu_update_params_per_s,
+        gpu_update_us=1e6 * u.params / device.gpu_update_params_per_s,
+        d2h_us=1e6 * grad_bytes / device.d2h_bytes_per_s,
+        h2d_us=1e6 * grad_bytes / device.h2d_bytes_per_s,
+        stream_in_us=1e6 * streamed_state_bytes(u.params, grad_bytes) / device.h2d_bytes_per_s,
+        stream_out_us=1e6 * streamed_state_bytes(u.params, grad_bytes) / device.d2h_bytes_per_s)

@@ -1,0 +1,143 @@
+"""Bytes by tier for one way of placing the states, and the largest model that still fits that way.
+
+    per parameter, 16-bit training      device                                   host
+    updated on the device               2 weight + 2 gradient + 12 states         -
+    updated by the CPU                  2 weight (gradients pass through a ring)  12 states + 2 slot
+    streamed                            2 weight + 2 gradient (+ staging slots)   12 states
+
+Fp32 weights under autocast, of which the device has bf16 copies: gradients that stay on the device are fp32, and so are slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
+from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.shapes import ModelShape
+
+WEIGHT_BYTES = 2
+GRAD_BYTES = 2
+STATE_BYTES = 12
+SLOT_BYTES = 2
+AUTOCAST_GRAD_BYTES = 4  # on the device and of a slot; on the link 2
+TRANSIT_BYTES = 640_000_000  # gradients on their way and streamed states, as in runtime/launch.py
+DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
+HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on the device (weights, gradients, states, activations) and on the host (states, slots)."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    gpu_states_bytes: int
+    activations_bytes: int
+    host_states_bytes: int
+    host_slots_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All of the device."""
+        return self.weights_bytes + self.gradients_bytes + self.gpu_states_bytes + self.activations_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All of the host."""
+        return self.host_states_bytes + self.host_slots_bytes
+
+    def fits(self, device: DeviceSpec) -> bool:
+        """Whether both tiers hold it, with a margin on each."""
+        return self.device_bytes <= DEVICE_SHARE * device.memory_bytes and self.host_fits(device)
+
+    def host_fits(self, device: DeviceSpec) -> bool:
+        """Whether the host holds its part, with a margin."""
+        return self.host_bytes <= HOST_SHARE * device.host_memory_bytes
+
+
+def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) -> int:
+    """What the forward keeps for the backward: with `recompute` each layer's input and the inside of one layer at a time."""
+    return sum(_kept_bytes(shape, tokens, recompute)) + _recomputed_bytes(shape, tokens, recompute)
+
+
+def ring_bytes(shape: ModelShape, streams: bool) -> int:
+    """Device memory for gradients on their way to the host: less where states are streamed, whose staging slots take the rest."""
+    staging = STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES if streams else 0
+    return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * shape.params)
+
+
+def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:
+    """Bytes when the first `k` units are updated on the device and of the others `streamed_params` are streamed, the rest is updated by
+    the CPU. Staging slots count as states on the device.
+
+    Gradients and activations are those of the moment in the backward when most of the device is in use: activations go as gradients
+    come, so the two are never there in full together.
+    """
+    on_device = sum(u.params for u in shape.units[:k])
+    on_host = shape.params - on_device
+    by_cpu = on_host - streamed_params
+    staging = STAGING_SLOTS * STAGING_PARAMS if streamed_params else 0
+    slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
+    gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1))
+    ring = ring_bytes(shape, streamed_params > 0) if by_cpu else 0
+    return Footprint(WEIGHT_BYTES * shape.params, gradients + ring, STATE_BYTES * (on_device + staging),
+                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES * on_host, slot_bytes * by_cpu)
+
+
+def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
+    """Device memory left for states: as many leading units as fit within it fit beside their gradients, too."""
+    limit = DEVICE_SHARE * device.memory_bytes
+    of_states = [0, *accumulate(STATE_BYTES * u.params for u in shape.units)]
+    # What solves k counts streamed gradients as they travel: those of autocast are wider, in the worst case all of them.
+    limit -= (_grad_bytes(shape) - GRAD_BYTES) * shape.params
+    left = [limit - footprint(shape, tokens, k, recompute).device_bytes for k in range(len(of_states))]
+    k = next((k for k, free in enumerate(left) if free < 0), len(left)) - 1
+    if k < 0:
+        return 0
+    budget = of_states[k] + left[k]
+    return int(budget if k + 1 == len(left) else min(budget, of_states[k + 1] - 1))
+
+
+def _grad_bytes(shape: ModelShape) -> int:
+    """Of a gradient that stays on the device until its update."""
+    return AUTOCAST_GRAD_BYTES if shape.autocast else GRAD_BYTES
+
+
+def _kept_bytes(shape: ModelShape, tokens: int, recompute: bool) -> list[int]:
+    """What each unit keeps until its backward."""
+    return [2 * (u.output_values if recompute and u.attention_width else u.saved_values) * tokens for u in shape.units]
+
+
+def _recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
+    """The inside of one layer at a time."""
+    return max((2 * u.saved_values * tokens for u in shape.units if u.attention_width), default=0) if recompute else 0
+
+
+def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float) -> tuple[int, int]:
+    """Gradients that stay on the device, and activations, at the end of that unit's backward where their sum is largest."""
+    activations = sum(_kept_bytes(shape, tokens, recompute))
+    gradients = 0
+    fullest = (0, activations)  # the backward begins
+    for u, kept in zip(reversed(shape.units), reversed(_kept_bytes(shape, tokens, recompute)), strict=True):
+        gradients += int(_grad_bytes(shape) * u.params * (1.0 if u.index < k else streamed_share))
+        fullest = max(fullest, (gradients, activations), key=sum)
+        activations -= kept
+    return fullest
+
+
+def largest_params(device: DeviceSpec, activations_bytes: int, autocast: bool = False) -> dict[str, float]:
+    """The most parameters each way of placing states holds beside so many bytes of activations, ring left out.
+
+    "device": all on the device. "host": all states on the host. "split": the host full, the rest on the device.
+    """
+    device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
+    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES))
+    resident_bytes = WEIGHT_BYTES + (AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES
+    on_host = min(host_params, device_bytes / WEIGHT_BYTES)
+    return {
+        "device": device_bytes / resident_bytes,
+        "host": on_host,
+        "split": on_host + max(device_bytes - WEIGHT_BYTES * on_host, 0.0) / resident_bytes,
+    }

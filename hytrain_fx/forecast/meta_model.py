@@ -1,0 +1,224 @@
+"""The shape of any model, from a function that makes it: it is built on the meta device, so no weight is ever allocated.
+
+Units are those that a training run would place (`capture/units.py`). With example inputs the model runs forward once, on fake tensors:
+
+    matmul_params      FLOPs of matrix products and convolutions / 2 / tokens
+    attention_width    FLOPs of batched products and attention / 4 / (tokens * sequence); a causal mask saves nothing here
+    saved_values       elements that autograd saves, each memory once, parameters left out / tokens
+
+Autograd in eager mode saves more than a compiled graph, so activations are an upper bound. Without inputs every weight of a Linear
+or a convolution is multiplied once a token and its output is saved; attention is then not known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from hytrain_fx.capture.units import group_units, unit_path
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.shapes import ModelShape, UnitShape
+from hytrain_fx.torch_private.tensors import fake_tensors
+
+_PRODUCTS = {"mm", "addmm", "convolution", "_convolution"}
+_CONTEXT = 2048  # where inputs are no token ids
+
+
+@dataclass
+class _Work:
+    """What one unit does for all example tokens."""
+
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    saved_values: float = 0.0
+    output_values: float = 0.0
+
+
+@dataclass
+class _Run:
+    """Work by unit while the model runs; `unit` is the one that runs now."""
+
+    unit: str = ""
+    of_unit: dict[str, _Work] = field(default_factory=lambda: defaultdict(_Work))
+
+
+def shape_of_factory(path: str) -> ModelShape:
+    """The shape of what `package.module:factory` returns: a module, or a module and its example inputs (a tensor, a tuple or a dict).
+
+    The current directory is searched for the package, too. Raises ConfigError where there is no such function or it returns anything else.
+    """
+    module_name, _, name = path.partition(":")
+    factory = _factory(path, module_name, name)
+    made = _called(factory, path)
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{path} returned {type(made).__name__}, expected a torch.nn.Module, or a pair of one and its example inputs")
+    return shape_of(model, name, inputs)
+
+
+def shape_of(model: nn.Module, name: str, inputs: Any = None) -> ModelShape:
+    """The shape of a module, on the meta device or any other; example `inputs` are those of its forward.
+
+    Raises ConfigError where nothing in it is trained, or where it does not run.
+    """
+    parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigError(f"{name} has no parameters that require grad: there is nothing to train")
+    units = group_units(model, list(parameters))
+    numels = [p.numel() for p in parameters.values()]
+    paths = {unit.name for unit in units}
+    tokens, sequence = 1, 0
+    if inputs is None:
+        work = _guessed(model, list(parameters))
+    else:
+        args, kwargs = _arguments(inputs)
+        tokens, sequence = _tokens(args, kwargs)
+        work = _observed(model, paths, args, kwargs)
+    shapes = []
+    for unit in units:
+        params = sum(numels[row] for row in unit.rows)
+        done = work[unit.name]
+        attention = done.attention_flops / (4 * tokens * sequence) if sequence else 0
+        shapes.append(UnitShape(unit.number, unit.name, params, round(done.product_flops / 2 / tokens), round(attention),
+                                round(done.saved_values / tokens), round(done.output_values / tokens)))
+    return ModelShape(name, tuple(shapes), sequence or _CONTEXT, vocab=0, causal=False)
+
+
+def _factory(path: str, module_name: str, name: str) -> Callable[[], Any]:
+    with _current_directory():
+        try:
+            found = getattr(importlib.import_module(module_name), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{path} cannot be had: {error}; expected package.module:function") from error
+    if not callable(found):
+        raise ConfigError(f"{path} is {type(found).__name__}, expected a function without arguments")
+    function: Callable[[], Any] = found
+    return function
+
+
+def _called(factory: Callable[[], Any], path: str) -> Any:
+    try:
+        with torch.device("meta"):
+            return factory()
+    except TypeError as error:
+        raise ConfigError(f"{path} could not be called: {error}; expected a function without arguments") from error
+
+
+@contextmanager
+def _current_directory() -> Iterator[None]:
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Tokens and the length of a sequence: of ids [batch, sequence] all, of vectors [batch, sequence, width] too, of others samples."""
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    if first is None or not first.dim():
+        raise ConfigError("found no tensor with a batch among the example inputs, expected at least one")
+    ids = not first.is_floating_point() and first.dim() >= 2
+    if ids or first.dim() == 3:
+        return first.shape[0] * first.shape[1], int(first.shape[1])
+    return int(first.shape[0]), 0
+
+
+def _guessed(model: nn.Module, names: list[str]) -> dict[str, _Work]:
+    work: dict[str, _Work] = defaultdict(_Work)
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        weight = model.get_parameter(name)
+        if weight.dim() > 1 and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            done = work[unit_path(model, name)]
+            done.product_flops += 2 * weight.numel()
+            done.saved_values += weight.shape[0]
+            done.output_values = weight.shape[0]
+    return work
+
+
+def _observed(model: nn.Module, paths: set[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, _Work]:
+    run = _Run()
+    fake = fake_tensors()
+    state = {name: fake.from_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    args, kwargs = ([_faked(fake, value) for value in args], {key: _faked(fake, value) for key, value in kwargs.items()})
+    own = {_memory(tensor) for tensor in state.values()}
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        memory, storage = _memory(tensor), tensor.untyped_storage()
+        if memory not in own and memory not in kept:
+            kept[memory] = storage
+            run.of_unit[run.unit].saved_values += storage.nbytes() / tensor.element_size()
+        return tensor
+
+    hooks = []
+    for path in paths:
+        module = model.get_submodule(path)
+        hooks.append(module.register_forward_pre_hook(_entering(run, path)))
+        hooks.append(module.register_forward_hook(_leaving(run, path)))
+    counter = FlopCounterMode(display=False)
+    try:
+        with fake, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
+            torch.func.functional_call(model, state, tuple(args), kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(f"the model does not run on fake tensors with its example inputs: {error}; return the model alone") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    root = type(model).__name__
+    for path in paths:
+        for operator, flops in counter.get_flop_counts().get(f"{root}.{path}" if path else root, {}).items():
+            work = run.of_unit[path]
+            if operator.__name__ in _PRODUCTS:
+                work.product_flops += flops
+            else:
+                work.attention_flops += flops
+    return run.of_unit
+
+
+def _faked(fake: Any, value: Any) -> Any:
+    return fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What tells its memory from other tensors' while both live: meta memory has no address."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def _entering(run: _Run, path: str) -> Callable[..., None]:
+    def enter(*_: Any) -> None:
+        run.unit = path
+
+    return enter
+
+
+def _leaving(run: _Run, path: str) -> Callable[..., None]:
+    def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = _first_tensor(output)
+        run.of_unit[path].output_values = 0 if first is None else first.numel()
+
+    return leave
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)

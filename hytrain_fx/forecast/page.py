@@ -1,0 +1,35 @@
+"""An offline report as one HTML page that needs no other file and no network: tables, and plots as SVG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.forecast.plots import plots
+from hytrain_fx.forecast.report import Report
+from hytrain_fx.forecast.systems import OURS
+from hytrain_fx.forecast.tables import headline, limits, placement, tables
+from hytrain_fx.ir.figures import bytes_text, time_text
+
+TEMPLATE = Path(__file__).with_name("templates") / "forecast.html"
+
+
+def page(report: Report) -> str:
+    """The page's text. Raises UnsupportedError where jinja2 or matplotlib is not installed."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise UnsupportedError("a page needs jinja2: pip install jinja2, or ask for Markdown or JSON") from error
+    template = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True).from_string(TEMPLATE.read_text())
+    return template.render(report=report, headline=headline(report), key_figures=_key_figures(report), ours=OURS, plots=list(plots(report)),
+                           tables=list(tables(report)), limits=limits(report), placement=placement(report))
+
+
+def _key_figures(report: Report) -> tuple[tuple[str, str], ...]:
+    row = report.ours
+    return (
+        ("k", f"{row.k} of {len(report.profile.units)} units"), ("streamed of the rest", f"{row.stream_share:.0%}"),
+        ("step", time_text(row.step_us)), ("of forward and backward", f"{row.step_us / report.compute_us:.2f}"),
+        ("device idle", f"{row.idle_shares['gpu']:.0%}"), ("on the device", bytes_text(row.memory.device_bytes)),
+        ("on the host", bytes_text(row.memory.host_bytes)), ("fits", "yes" if row.fits else "no"),
+    )

@@ -1,0 +1,113 @@
+"""Ways to run that a report compares, each as a rule for k and a discipline of the runtime, on one machine's rates.
+
+They are models of the ideas: every system has the same kernels, copies and memory layout, so that what differs is the schedule.
+
+    ZeRO-Offload              backward, gradient copies, CPU updates, weight copies, one after the other; no state on the device
+    CoTrain, HyTrainDNN       their k; updates beside the backward, the forward waits for all of them
+    Deep Optimizer States     updates after the backward, CPU and streamed ones interleaved in the best ratio, residents kept
+    windows                   each layer's forward waits for its own update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hytrain_fx.cost_model.discipline import CHUNK_PARAMS, Barrier, CommitAt, Discipline
+from hytrain_fx.cost_model.planner import Rule, Stream, plan
+from hytrain_fx.errors import PlanError
+from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint
+from hytrain_fx.forecast.shapes import ModelShape
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One way to run: which rule or fixed share of units decides k, when updates may begin, where the forward waits, and whether states
+    may be streamed.
+    """
+
+    name: str
+    rule: Rule | None
+    share: float
+    barrier: Barrier
+    stream: Stream = 0.0
+    commit_at: CommitAt = "backward_start"
+
+
+SYSTEMS = (
+    System("ZeRO-Offload, no overlap", None, 0.0, "zero_offload"),
+    System("CoTrain k, one barrier", "cotrain", 0.0, "before_forward"),
+    System("HyTrainDNN k, one barrier", "seed", 0.0, "before_forward"),
+    System("HyTrainDNN k, waits per layer", "seed", 0.0, "none"),
+    System("windows, waits per layer", "windowed", 0.0, "none"),
+    System("windows, states streamed too", "windowed", 0.0, "none", "auto"),
+    System("Deep Optimizer States, after the backward", "windowed", 0.0, "before_forward", "auto", "backward_end"),
+    System("all on the device", None, 1.0, "none"),
+)
+OURS = "windows, states streamed too"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one system is predicted to take. `fits` tells whether both tiers hold `memory`; `stream_share` is of what is not resident;
+    `idle_shares` of the step, by resource: gpu, cpu, d2h, h2d and, where its bandwidth is known, host_memory.
+    """
+
+    system: str
+    k: int
+    stream_share: float
+    step_us: float
+    stall_us: float
+    gpu_update_us: float
+    idle_shares: dict[str, float]
+    memory: Footprint
+    fits: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one machine with one micro-batch, and what the systems may use of it.
+
+    budget_bytes     device memory for resident states; `counts_streamed` as in `planner.plan`
+    chunk_params     grain of the simulated runtime
+    """
+
+    shape: ModelShape
+    device: DeviceSpec
+    profile: Profile
+    tokens: int
+    recompute: bool
+    budget_bytes: int
+    counts_streamed: bool
+    guard: float
+    chunk_params: int = CHUNK_PARAMS
+
+    def plan_of(self, system: System) -> Plan:
+        """The system's plan; where the host cannot hold what it leaves there, the plan that it would want."""
+        discipline = Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
+        if system.rule is None:  # a system without a choice: it is shown even where it does not fit
+            return plan(self.profile, k=round(system.share * len(self.profile.units)), discipline=discipline)
+
+        def solved(host_budget_bytes: int | None) -> Plan:
+            return plan(self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
+                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.counts_streamed, guard=self.guard,
+                        discipline=discipline)
+
+        try:
+            return solved(int(HOST_SHARE * self.device.host_memory_bytes))
+        except PlanError:
+            return solved(None)
+
+    def row_of(self, system: System, made: Plan) -> Row:
+        """What the system's plan costs."""
+        streamed = made.numel(Placement.STREAM)
+        memory = footprint(self.shape, self.tokens, made.k, self.recompute, streamed)
+        share = streamed / max(made.numel(Placement.CPU) + streamed, 1)
+        p = made.predicted
+        idle = {name.removesuffix("_idle_share"): value for name, value in p.items() if name.endswith("_idle_share")}
+        notes = tuple(note for note in made.notes if note.startswith(("capped", "raised")))
+        return Row(system.name, made.k, share, p["step_us"], p["stall_us"], p["gpu_update_us"], idle, memory, memory.fits(self.device),
+                   notes)

@@ -1,0 +1,126 @@
+"""The tables of an offline report as text cells, for Markdown and HTML alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hytrain_fx.forecast.capacity import WAYS
+from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE
+from hytrain_fx.forecast.report import Report
+from hytrain_fx.forecast.sweep import Point
+from hytrain_fx.forecast.systems import OURS, SYSTEMS
+from hytrain_fx.ir.figures import bytes_text, count_text, time_text
+
+IDLE_WORDS = {"gpu": "device", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the device", "host_memory": "host memory"}
+_UNITS = {"flops": (1e12, "TFLOP/s"), "bytes_per_s": (1e9, "GB/s"), "params_per_s": (1e9, "G parameters/s"), "gb_per_s": (1, "GB/s"),
+          "memory_bytes": (1e9, "GB")}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A heading, column heads, rows of cells, and remarks below; the first column is words."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    remarks: tuple[str, ...] = ()
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """All tables, in reading order."""
+    yield steps_table(report)
+    yield idle_table(report)
+    yield memory_table(report)
+    yield capacity_table(report)
+    if report.sweep.tokens:
+        yield sweep_table("Step by tokens in a micro-batch", "tokens", report.sweep.tokens)
+    if report.sweep.sizes:
+        yield sweep_table("Step by size of the model: more of the same layers", "layers", report.sweep.sizes)
+    yield rates_table(report)
+
+
+def steps_table(report: Report) -> Table:
+    """What each system is predicted to take."""
+    heads = ("system", "k", "streamed", "step", "of compute", "tokens/s", "waits", "device updates", "fits")
+    rows = tuple((r.system, str(r.k), f"{r.stream_share:.0%}", time_text(r.step_us), f"{r.step_us / report.compute_us:.2f}",
+                  count_text(1e6 * report.tokens / r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
+                 for r in report.rows)
+    notes = dict.fromkeys(f"{row.system}: {note}" for row in report.rows for note in row.notes)
+    return Table("Step", heads, rows, ("All systems are played with the same rates: what differs is the schedule.", *notes))
+
+
+def idle_table(report: Report) -> Table:
+    """Shares of the step in which each resource does nothing; of host memory the share of its bandwidth that is left."""
+    known = tuple(name for name in IDLE_WORDS if name in report.rows[0].idle_shares)
+    rows = tuple((r.system, *(f"{r.idle_shares[name]:.0%}" for name in known)) for r in report.rows)
+    return Table("Idle share of the step", ("system", *(IDLE_WORDS[name] for name in known)), rows)
+
+
+def memory_table(report: Report) -> Table:
+    """Bytes by tier."""
+    heads = ("system", "weights", "gradients", "states", "activations", "device", "host states", "host slots", "host")
+    rows = []
+    for r in report.rows:
+        m = r.memory
+        figures = (m.weights_bytes, m.gradients_bytes, m.gpu_states_bytes, m.activations_bytes, m.device_bytes,
+                   m.host_states_bytes, m.host_slots_bytes, m.host_bytes)
+        rows.append((r.system, *map(bytes_text, figures)))
+    d = report.device
+    return Table("Memory", heads, tuple(rows), (
+        f"There are {bytes_text(d.memory_bytes)} on the device and {bytes_text(d.host_memory_bytes)} on the host; a plan may take "
+        f"{DEVICE_SHARE:.0%} and {HOST_SHARE:.0%} of them.",))
+
+
+def capacity_table(report: Report) -> Table:
+    """The largest model and the largest batch by way of placing states."""
+    rows = tuple((WAYS[c.way], "-" if c.params is None else count_text(c.params), "-" if c.layers is None else str(c.layers),
+                  str(c.tokens), str(c.tokens // report.sequence)) for c in report.capacities)
+    largest = ", ".join(f"{count_text(params)} ({name})" for name, params in report.largest_params.items())
+    return Table("What fits", ("states", "largest model at this batch", "its layers", "most tokens with this model", "sequences"), rows,
+                 (f"Most parameters of any shape beside these activations: {largest}.",))
+
+
+def sweep_table(title: str, over: str, points: tuple[Point, ...]) -> Table:
+    """Step over compute time by system; * where a tier does not hold it."""
+    heads = (over, "parameters", "compute", *(system.name for system in SYSTEMS), "k of the chosen plan")
+    rows = []
+    for p in points:
+        cells = (f"{p.steps_us[s.name] / p.compute_us:.2f}{'' if p.fits[s.name] else '*'}" for s in SYSTEMS)
+        rows.append((str(getattr(p, over)), count_text(p.params), time_text(p.compute_us), *cells, str(p.k[OURS])))
+    return Table(title, heads, tuple(rows), ("Steps are over forward and backward alone; * does not fit.",))
+
+
+def rates_table(report: Report) -> Table:
+    """The machine's figures with their sources."""
+    rows = tuple((name, figure_text(name, value), report.device.sources[name]) for name, value in report.device.figures().items())
+    about = tuple(f"{name}: {value}" for name, value in report.device.about.items())
+    return Table(f"Rates of {report.device.name}", ("figure", "value", "source"), rows, about)
+
+
+def figure_text(name: str, value: float) -> str:
+    """A figure of a device in the unit that its name ends in."""
+    scale, unit = next((known for ending, known in _UNITS.items() if name.endswith(ending)), (1, ""))
+    return f"{value / scale:.4g} {unit}"
+
+
+def headline(report: Report) -> str:
+    """What was asked, in two sentences."""
+    return (f"{count_text(report.params)} parameters, micro-batch of {report.tokens} tokens in sequences of {report.sequence}, "
+            f"{'with' if report.recompute else 'no'} recomputation, {bytes_text(report.budget_bytes)} of device memory for "
+            f"optimizer states. Predicted, not measured. Forward and backward alone take {time_text(report.compute_us)}.")
+
+
+def limits(report: Report) -> tuple[str, ...]:
+    """From which micro-batch on updates are hidden, and the closed form with its sensitivities."""
+    hidden = ", ".join(f"{count_text(tokens)} ({name})" for name, tokens in report.hidden_from_tokens.items())
+    e = report.equal_layers
+    return (f"All CPU updates of equal layers are hidden from this many tokens in a micro-batch on: {hidden}.",
+            f"{e['n']:.0f} equal layers would balance at k = {e['k']:.1f}; 1% more backward time moves k by "
+            f"{e['k_per_percent_t_bwd']:+.2f}, 1% more CPU update time by {e['k_per_percent_t_cpu']:+.2f}, "
+            f"1% more alpha by {e['k_per_percent_alpha']:+.3f}.")
+
+
+def placement(report: Report) -> tuple[str, ...]:
+    """Where each unit is updated, and why."""
+    return tuple(f"{row.unit} {row.unit_name}: {row.reason}" for row in report.plan.rows)

@@ -1,0 +1,164 @@
+"""Gradients of earlier micro-batches on their way back from their slots, one `grad_offload` ahead of the node that adds to them.
+
+    the backward begins      the gradients of the first node's rows are put on the lane
+    grad_offload             the compute stream waits for its rows', adds, sends the sums; then those of the next node are put on the lane
+
+So they come while the unit's backward runs. One node's gradients are alive, in one block of memory: what the sums would take anyway, from
+the end of the node before on. What was brought and is not used any more (`.grad` was edited, dropped, or is another's) is let go, once the
+compute stream waits for the copy, which may not overtake the memory's next use. Nothing outlives the run of its graph.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import EngineError
+from hytrain_fx.gradients.parts import BackwardParts
+from hytrain_fx.gradients.rows import RowGroup, RowGroups
+from hytrain_fx.gradients.sources import RowGradient, clean_in_slot
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.states.slabs import padded_bytes
+from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
+
+_NOTHING: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
+
+
+class SlotReader:
+    """Brings gradients from their slots to the device, in their parameters' form.
+
+    slot_dtypes   dtypes of gradients in slots, where they are not the parameters' own (rows with copies)
+    """
+
+    def __init__(self, table: ParameterTable, engine: Engine) -> None:
+        self.slot_dtypes: dict[int, torch.dtype] = {}
+        self._forms = [(p.shape, p.stride(), p.dtype, p.numel()) for p in table.parameters]  # whatever becomes of the model
+        self._device = table.device
+        self._engine = engine
+
+    def read(self, row: int) -> torch.Tensor:
+        """One gradient, as a tensor of its own."""
+        shape, strides, dtype, _ = self._forms[row]
+        gradient = torch.empty_strided(shape, strides, dtype=self.slot_dtypes.get(row, dtype), device=self._device)
+        self._engine.fetched(self._engine.fetch([row], gradient))
+        return gradient.to(dtype)  # one that came in bf16 is an fp32 one all the same
+
+    def begin(self, rows: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
+        """Gradients on their way: the number to `finish` with, and where they come to, views of one block of memory."""
+        places, end = [], 0
+        for row in rows:
+            shape, strides, dtype, numel = self._forms[row]
+            dtype = self.slot_dtypes.get(row, dtype)
+            places.append((shape, strides, dtype, end // dtype.itemsize))
+            end += padded_bytes(numel * dtype.itemsize)
+        memory = torch.empty(end, dtype=torch.uint8, device=self._device)
+        number = self._engine.fetch(rows, memory)
+        typed = {dtype: memory.view(dtype) for dtype in {place[2] for place in places}}
+        return number, [torch.as_strided(typed[dtype], shape, strides, begin) for shape, strides, dtype, begin in places]
+
+    def finish(self, number: int, rows: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What `begin` gave, for the compute stream to read from now on."""
+        self._engine.fetched(number)
+        if not self.slot_dtypes:
+            return list(gradients)
+        return [gradient.to(self._forms[row][2]) for row, gradient in zip(rows, gradients, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Coming:
+    """What was put on the lane for one node."""
+
+    rows: tuple[int, ...]  # of the node
+    sources: Mapping[int, RowGradient]  # of those of its rows that had a gradient in the slot
+    number: int
+    gradients: Sequence[torch.Tensor]
+
+
+class EarlierGradients:
+    """What rows had in their slots before the backward that runs, brought for the nodes that add to it."""
+
+    def __init__(self, reader: SlotReader, groups: RowGroups, parts: BackwardParts) -> None:
+        self._reader = reader
+        self._groups = groups
+        self._parts = parts
+        self._to_come: deque[tuple[int, ...]] = deque()  # the rows of nodes that have not run, nor had their gradients fetched
+        self._coming: _Coming | None = None
+
+    @contextmanager
+    def ahead(self, calls: Sequence[tuple[int, ...]]) -> Iterator[None]:
+        """Around one run of a graph whose `grad_offload` nodes have these rows, in their order: meanwhile gradients are fetched ahead.
+
+        A node that runs out of order fetches its own, and the others' stay on their way.
+        """
+        self._to_come = deque(calls)
+        try:
+            with without_torch_function():
+                self.go_ahead()
+            yield
+        finally:
+            self._to_come.clear()
+            with suppress(EngineError):  # a closed engine has finished all copies
+                self._drop()
+
+    @property
+    def to_come(self) -> bool:
+        """Whether nodes may yet ask for what they had: False in a backward that began without gradients."""
+        return self._coming is not None or bool(self._to_come)
+
+    def go_ahead(self) -> None:
+        """Put the gradients of the next node that adds to any on the lane, if none are. Called `without_torch_function`."""
+        while self._to_come and self._coming is None:
+            rows = self._to_come.popleft()
+            group = self._groups[rows]
+            sources = self._wanted(group, list(map(get_grad, group.parameters)), ())
+            if sources:
+                self._coming = _Coming(rows, sources, *self._reader.begin(tuple(sources)))
+
+    def of(self, group: RowGroup, held: Sequence[torch.Tensor | None], again: Collection[int]) -> Mapping[int, torch.Tensor]:
+        """By row: what rows of this node have in their slots, unedited, and are to add to now. New tensors, of the parameters' dtypes.
+
+        `held`: the rows' `.grad`. `again`: rows whose `.grad` is of this backward.
+        """
+        coming = self._coming
+        if coming is not None and coming.rows == group.rows:
+            self._coming = None
+        else:
+            coming = None
+            if group.rows in self._to_come:
+                self._to_come.remove(group.rows)
+        sources = self._wanted(group, held, again)
+        found: dict[int, torch.Tensor] = {}
+        if coming is not None:
+            brought = self._finish(coming)
+            found = {row: gradient for row, gradient in brought.items() if sources.get(row) is coming.sources[row]}
+        missing = {row: source for row, source in sources.items() if row not in found}
+        if missing:
+            found |= self._finish(_Coming(group.rows, missing, *self._reader.begin(tuple(missing))))
+        return found or _NOTHING
+
+    def _wanted(self, group: RowGroup, held: Sequence[torch.Tensor | None], again: Collection[int]) -> dict[int, RowGradient]:
+        """The sources of gradients in slots that the next ones of these rows are added to as they come."""
+        found: dict[int, RowGradient] = {}
+        if all(grad is None for grad in held):
+            return found
+        for row, grad in zip(group.rows, held, strict=True):
+            source = clean_in_slot(grad)
+            if source is not None and row not in self._parts.open and (row in again or not self._parts.may_get_more(row)):
+                found[row] = source
+        return found
+
+    def _finish(self, coming: _Coming) -> dict[int, torch.Tensor]:
+        rows = tuple(coming.sources)
+        return dict(zip(rows, self._reader.finish(coming.number, rows, coming.gradients), strict=True))
+
+    def _drop(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._finish(coming)

@@ -1,0 +1,71 @@
+"""Where autograd takes the gradients of the backward that runs: to `.grad`, to the caller of torch.autograd.grad, or nowhere.
+
+    loss.backward()                         every leaf's AccumulateGrad runs
+    loss.backward(inputs=[a, b])            that of a and b alone: others get no gradient
+    torch.autograd.grad(loss, [a, b])       none runs: the gradients of a and b are handed to the caller
+
+A compiled backward makes all its gradients whoever asked; autograd drops what nobody wants. What goes around autograd must ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from hytrain_fx.torch_private.tensors import LeafGradient, accumulator, leaf_gradient, will_all_accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Rows whose gradients the running backward does not add to `.grad`."""
+
+    returned: frozenset[int] = frozenset()
+    unwanted: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.returned or self.unwanted)
+
+
+NOWHERE_ELSE = Elsewhere()
+
+
+class GradDestinations:
+    """Asks the running backward about the parameters of one session; 0.1 us a row where all is as in `loss.backward()`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._accumulators: dict[frozenset[int], list[Node]] = {}
+
+    def elsewhere(self, rows: frozenset[int]) -> Elsewhere:
+        """Which of `rows` get no `.grad` from the backward that runs on this thread; none of them outside of one."""
+        known = self._accumulators.get(rows)
+        if known is not None and will_all_accumulate(known):
+            return NOWHERE_ELSE
+        # A parameter that was frozen since the forward accumulates nothing, and torch gives no node for it.
+        frozen = frozenset(row for row in rows if not self._parameters[row].requires_grad)
+        nodes = self._nodes_of(rows - frozen)  # anew: one that torch has replaced is in no graph
+        if not frozen:
+            self._accumulators[rows] = nodes
+            if will_all_accumulate(nodes):
+                return NOWHERE_ELSE
+        found = dict(zip(rows - frozen, map(leaf_gradient, nodes), strict=True))
+        return Elsewhere(_having(found.items(), LeafGradient.RETURNED), _having(found.items(), LeafGradient.UNWANTED) | frozen)
+
+    def _nodes_of(self, rows: frozenset[int]) -> list[Node]:
+        return [accumulator(self._parameters[row]) for row in rows]
+
+
+def with_gradients(positions: Mapping[int, int], returned: Mapping[int, Tensor], results: Sequence[Any]) -> Sequence[Any]:
+    """The results of a compiled backward with these rows' gradients where it was made to return None."""
+    edited = list(results)
+    for row, gradient in returned.items():
+        edited[positions[row]] = gradient
+    return tuple(edited) if isinstance(results, tuple) else edited
+
+
+def _having(found: Iterable[tuple[int, LeafGradient]], kind: LeafGradient) -> frozenset[int]:
+    return frozenset(row for row, of_row in found if of_row is kind)

@@ -1,0 +1,75 @@
+"""GradScaler without a wait: what it leaves at the optimizer instead of reading it.
+
+    scaler.step(optimizer)
+        found_inf.item() == 0: optimizer.step()              as a rule: the launching thread waits for the whole backward
+        optimizer.grad_scale, optimizer.found_inf = ...      where `_step_supports_amp_scaling`: step() is called in any case
+        optimizer.step()
+
+Both are tensors on the device. Gradients are scaled as by `unscale_`, and the engine updates nothing where `found_inf` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from hytrain_fx.torch_private.tensors import asked_by_grad_scaler, get_grad, has_step_hooks, private_function
+
+_foreach_mul_: Final = private_function("_foreach_mul_")
+_unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")
+
+
+def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether GradScaler may call step() for a step that is to be left out, with an engine that can leave it out.
+
+    Not where somebody would see that call: through a hook, or a `step` of their own in the place of ours (a scheduler's only counts).
+    Others than GradScaler that ask (Lightning, whether gradients must be unscaled before clipping) want to do that themselves.
+    """
+    own = vars(optimizer).get("step")
+    is_watched = own is not None and not hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__func__", None) is not type(optimizer).step
+    return not is_watched and not has_step_hooks(optimizer) and asked_by_grad_scaler()
+
+
+@contextmanager
+def left_by_scaler(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[torch.Tensor | None]:
+    """Scale the gradients as GradScaler asks, and give what says, on `device`, whether this step is left out; None without GradScaler.
+
+    Raises ValueError for fp16 gradients that are still scaled, as `unscale_` does, and AssertionError where there is no gradient, as
+    GradScaler does. It takes back what it left only if step() returns, so an error here does.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    grad_scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    try:
+        if grad_scale is not None:
+            _unscale(optimizer, grad_scale)
+        if found_inf is None:
+            yield None
+        elif isinstance(found_inf, torch.Tensor):
+            yield found_inf.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+        else:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+    except BaseException:
+        for name in ("found_inf", "grad_scale"):
+            vars(optimizer).pop(name, None)
+        raise
+
+
+@torch.no_grad()
+def _unscale(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor) -> None:
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = get_grad(parameter)
+            if grad is not None:
+                by_dtype.setdefault(grad.dtype, []).append(grad)
+    if torch.float16 in by_dtype:
+        raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words, for which scripts may look
+    inverse = grad_scale.double().reciprocal().float()  # as GradScaler.unscale_ has it
+    for dtype, grads in by_dtype.items():
+        if dtype == torch.float32:  # the product is the same, and stand-ins log it also where they were checked before
+            _foreach_mul_(grads, inverse.reshape(()))
+        else:
+            _unscale_(grads, torch.zeros_like(inverse), inverse)

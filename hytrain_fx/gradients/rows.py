@@ -1,0 +1,128 @@
+"""The rows that one node names and their gradients: alike or not, where they go, their norms and order of memory.
+
+What is fixed of them is read once; each run of a node compares whole lists, in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.torch_private.tensors import private_function, property_reader, without_torch_function
+
+_foreach_norm: Final = private_function("_foreach_norm")
+_dtype_of: Final = property_reader("dtype")
+_layout_of: Final = property_reader("layout")
+_stride_of: Final = torch.Tensor.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Those rows of a node whose gradients go the same way: their positions, and what stands there."""
+
+    positions: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.positions)
+
+    def of(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Theirs among all of the node's."""
+        return [grads[i] for i in self.positions]
+
+
+@dataclass(slots=True)
+class RowGroup:
+    """The rows that a node names: what is fixed of them, and where the plan in force has them."""
+
+    rows: tuple[int, ...]
+    parameters: tuple[nn.Parameter, ...]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    layouts: list[torch.layout]
+    on_host: Part = Part()
+    on_device: Part = Part()  # also of streamed rows
+    _places: tuple[Placement, ...] = ()  # for which the two were made
+
+    @classmethod
+    def of(cls, rows: tuple[int, ...], table: ParameterTable, copied: Container[int] = ()) -> RowGroup:
+        """`copied`: rows whose gradients come in bf16."""
+        parameters = tuple(table.parameters[row] for row in rows)
+        with without_torch_function():
+            layouts = [torch.strided] * len(rows)
+            dtypes = [torch.bfloat16 if row in copied else p.dtype for row, p in zip(rows, parameters, strict=True)]
+            return cls(rows, parameters, [p.stride() for p in parameters], dtypes, layouts)
+
+    def place(self, placement: Sequence[Placement]) -> None:
+        """Note where the rows are now."""
+        places = tuple(map(placement.__getitem__, self.rows))
+        if places == self._places:
+            return
+        self._places = places
+        self.on_host = self.part([i for i, place in enumerate(places) if place is Placement.CPU])
+        self.on_device = self.part([i for i, place in enumerate(places) if place is not Placement.CPU])
+
+    def part(self, positions: Sequence[int]) -> Part:
+        """The rows at these positions."""
+        return Part(tuple(positions), tuple(self.rows[i] for i in positions), tuple(self.parameters[i] for i in positions))
+
+    def fits(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients have the parameters' order of memory, and the dtypes that the graphs make."""
+        return list(map(_layout_of, grads)) == self.layouts and form_of_each(grads) == (self.strides, self.dtypes)
+
+
+class RowGroups:
+    """The groups of one session, made when they are first asked for.
+
+    copied   rows whose gradients come in bf16
+    """
+
+    def __init__(self, table: ParameterTable, copied: Container[int] = ()) -> None:
+        self._table = table
+        self._copied = copied
+        self._made: dict[tuple[int, ...], RowGroup] = {}
+
+    def __getitem__(self, rows: Sequence[int]) -> RowGroup:
+        key = tuple(rows)
+        group = self._made.get(key)
+        if group is None:
+            group = self._made[key] = RowGroup.of(key, self._table, self._copied)
+        return group
+
+    def forget(self) -> None:
+        """Rows have got copies."""
+        self._made.clear()
+
+
+def form_of_each(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    """Strides and dtypes. A sparse tensor has no strides: RuntimeError."""
+    return list(map(_stride_of, tensors)), list(map(_dtype_of, tensors))
+
+
+def norm_of_each(
+    grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], order: float, foreach: bool
+) -> Sequence[torch.Tensor]:
+    """The norm of each gradient (0-dim) in its parameter's dtype, with the bits that torch gives it alone."""
+    if list(map(_dtype_of, grads)) != list(map(_dtype_of, parameters)):
+        wide = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))  # one at a time: they take memory
+        return [_foreach_norm([grad], order)[0] if foreach else torch.linalg.vector_norm(grad, order) for grad in wide]
+    if not foreach:
+        return [torch.linalg.vector_norm(grad, order) for grad in grads]
+    if len(set(map(_dtype_of, grads))) == 1:
+        norms: Sequence[torch.Tensor] = _foreach_norm(list(grads), order)
+        return norms
+    return [_foreach_norm([grad], order)[0] for grad in grads]  # a list of several dtypes would go to another kernel
+
+
+def like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """`grad` in the parameter's order of memory, so that flat ranges of both agree."""
+    if not copy and grad.stride() == parameter.stride() and grad.dtype == parameter.dtype:
+        return grad
+    return torch.empty_like(parameter.detach()).copy_(grad)

@@ -1,0 +1,216 @@
+"""Where stand-in gradients have their values: the slot of a row on the host, or the tensor that an update on the device reads.
+
+Stand-ins themselves are used again: making a tensor takes 1.6 us, giving one that nobody else holds another state a third of that.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Final, Protocol
+
+import torch
+
+from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.gradients.standin import GradStandIn
+from hytrain_fx.gradients.state import GradSource, GradState
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.torch_private.tensors import use_count
+
+# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits.
+Norm = tuple[float, bool]
+
+
+class Slots(Protocol):
+    """What a gradient in a slot needs to know of its session."""
+
+    generation: list[int]
+    taken: set[int]
+    gone: set[int]
+    steps_may_write: bool
+    norms_wanted: set[Norm]
+
+    def name(self, row: int) -> str: ...
+    def fetch(self, row: int) -> torch.Tensor: ...
+
+
+class RowGradient:
+    """Source of one stand-in: the gradient of `row` as its `generation`-th offload left it in the slot."""
+
+    __slots__ = ("_generation", "_norms", "_row", "_slots")
+
+    def __init__(self, slots: Slots, row: int, norms: dict[Norm, torch.Tensor] | None) -> None:
+        self._slots = slots
+        self._row = row
+        self._generation = slots.generation[row]
+        self._norms = norms
+
+    def is_live(self) -> bool:
+        """Whether the slot still holds this gradient, `step()` has taken it or not."""
+        return self._slots.generation[self._row] == self._generation and self._row not in self._slots.gone
+
+    def is_taken(self) -> bool:
+        """Whether `step()` has taken it: what is in the slot is none that the next one finds there."""
+        return self._row in self._slots.taken
+
+    def fetch(self) -> torch.Tensor:
+        """The gradient as a new tensor on the device. Raises GradientConsumedError."""
+        if not self.is_live():
+            raise GradientConsumedError(
+                f"the gradient of {self._slots.name(self._row)} is gone: zero_grad() has dropped it, or a later backward() has taken its "
+                "host memory or was interrupted while it added to it, or the model was closed; call zero_grad() before the next "
+                "backward(), and keep p.grad.clone() of a gradient that is read later"
+            )
+        return self._slots.fetch(self._row)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
+        if not self._norms or not self.is_live() or (self._slots.steps_may_write and self.is_taken()):
+            return None
+        return self._norms.pop((float(ord), foreach), None)
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Take this norm of every gradient from the next backward on."""
+        self._slots.norms_wanted.add((float(ord), foreach))
+
+
+def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
+    """The source of a stand-in whose values are, unedited, those in its row's slot; None for anything else."""
+    return _source_in_slot(grad.grad_state) if type(grad) is GradStandIn and not grad.grad_state.factors else None
+
+
+def is_in_slot(standin: GradStandIn) -> bool:
+    """Whether the values are in the row's slot and no `step()` has taken them, so that an update on the host finds them there."""
+    return _source_in_slot(standin.grad_state) is not None
+
+
+def _source_in_slot(state: GradState) -> RowGradient | None:
+    """The source, if the values are in the row's slot, with the state's factors still to come."""
+    source = state.source
+    if state.real is not None or type(source) is not RowGradient:
+        return None
+    return source if source.is_live() and not source.is_taken() else None
+
+
+def in_slot_at_all(standin: GradStandIn) -> bool:
+    """Whether the values are in the row's slot, whoever has taken them."""
+    source = standin.grad_state.source
+    return standin.materialized is None and type(source) is RowGradient and source.is_live()
+
+
+def is_gone(standin: GradStandIn) -> bool:
+    """Whether the gradient was dropped, or another has taken its memory."""
+    return standin.materialized is None and not standin.grad_state.source.is_live()
+
+
+def is_clean(standin: GradStandIn) -> bool:
+    """Whether the stand-in's values are its source's, unedited."""
+    return standin.materialized is None and not standin.factors and not standin.zeroed
+
+
+class HeldGradient:
+    """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
+
+    __slots__ = ("_engine", "_grad", "_row")
+
+    def __init__(self, engine: Engine, row: int, grad: torch.Tensor) -> None:
+        self._engine: Engine | None = engine
+        self._row, self._grad = row, grad
+
+    def end(self) -> None:
+        """The update has run, and the compute stream knows."""
+        self._engine = None
+
+    def is_live(self) -> bool:
+        """Always: the update only reads it."""
+        return True
+
+    def fetch(self) -> torch.Tensor:
+        """A copy, made behind the update: what is written where the copy was may not overtake it."""
+        if self._engine is not None:
+            self._engine.wait([self._row])
+        return self._grad.clone(memory_format=torch.preserve_format)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """None: not taken."""
+        return None
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Norms of real gradients are taken when asked for."""
+
+
+class KeptGradient:
+    """Source of a gradient that `step()` has taken and that was kept on the host, because its slot has moved."""
+
+    __slots__ = ("_device", "_kept")
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self._device = gradient.device
+        self._kept = gradient.cpu()
+
+    def is_live(self) -> bool:
+        """Always."""
+        return True
+
+    def fetch(self) -> torch.Tensor:
+        """A copy on the device."""
+        return self._kept.to(self._device, copy=True)
+
+    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+        """None: not taken."""
+        return None
+
+    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+        """Norms are taken when asked for."""
+
+
+class StandIns:
+    """Makes stand-ins by row, out of those that were left with it and that nobody else holds by now."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, GradStandIn] = {}
+        self._lent: dict[int, GradStandIn] = {}
+
+    def make(self, row: int, parameter: torch.Tensor, source: GradSource) -> GradStandIn:
+        """A stand-in of `source` as `parameter.grad`."""
+        left = self._left
+        if row in left:
+            free = _is_free(left, row)
+            standin = left.pop(row)
+            if free:
+                standin.grad_state = GradState(parameter, source, None)
+                return standin
+        return GradStandIn(parameter, source)
+
+    def leave(self, row: int, standin: GradStandIn) -> None:
+        """`step()` has used its gradient: once the user lets go of it, it may be another's."""
+        self._left[row] = standin
+
+    def lend(self, row: int, standin: GradStandIn) -> None:
+        """Its source holds a gradient on the device, until `end_loan`."""
+        self._lent[row] = standin
+
+    def end_loan(self, row: int) -> None:
+        """Nothing here may hold that gradient from now on; a stand-in that somebody has is theirs."""
+        lent = self._lent
+        if row in lent:
+            free = _is_free(lent, row)
+            standin = lent.pop(row)
+            source = standin.grad_state.source
+            if type(source) is HeldGradient:
+                source.end()
+            if free:
+                del standin.grad_state
+                self._left[row] = standin
+
+
+def _is_free(held: dict[int, GradStandIn], row: int) -> bool:
+    """Whether `held` alone refers to it, in Python and in C++, and nobody has put a mark of their own on it."""
+    if sys.getrefcount(held[row]) != _HELD_ONCE:
+        return False
+    standin = held[row]
+    return use_count(standin) == 1 and len(standin.__dict__) <= 1 and not weakref.getweakrefcount(standin)
+
+
+_ONE: Final = {0: object()}
+_HELD_ONCE: Final = sys.getrefcount(_ONE[0])  # interpreters differ in what they count beside the holder

@@ -1,0 +1,391 @@
+"""The gradients of one session: what the graphs make goes into the engine or stays on the device, what user code finds goes into `.grad`.
+
+    row on the host                      gradient to its slot, `.grad` becomes a stand-in
+    row updated on the device            gradient copied into a real `.grad`
+    a row that has a gradient already    the new one is added: on the device, to what comes back from the slot, or to the real `.grad`
+    one of several parts of a backward, behind an earlier gradient: see `parts`
+
+This runs on the thread that launches the GPU's work, which must stay ahead of it: a node's rows are handled at once where they are alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Final
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.ahead import EarlierGradients, SlotReader
+from hytrain_fx.gradients.parts import BackwardParts
+from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
+from hytrain_fx.gradients.sources import (
+    HeldGradient,
+    KeptGradient,
+    Norm,
+    RowGradient,
+    StandIns,
+    in_slot_at_all,
+    is_clean,
+    is_gone,
+    is_in_slot,
+)
+from hytrain_fx.gradients.standin import GradStandIn
+from hytrain_fx.gradients.state import GradState
+from hytrain_fx.gradients.undo import BeforeBackward
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.torch_private.tensors import get_grad, private_function, running_backward, set_grad, without_torch_function
+
+_foreach_copy_: Final = private_function("_foreach_copy_")
+_foreach_add_: Final = private_function("_foreach_add_")
+_Noted = tuple[weakref.ref[torch.Tensor], int]
+
+
+class SessionGradients:
+    """Takes, adds up, keeps and hands over the gradients of one session, by row."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
+        self.table = table
+        self.groups = RowGroups(table, states.copies)
+        self.generation = [0] * len(table)
+        self.taken: set[int] = set()  # rows whose gradient step() has taken or zero_grad() has dropped; the slot still has it
+        self.gone: set[int] = set()  # rows whose slot is another's memory since
+        self.steps_may_write = states.of_other_optimizer  # to the gradients that they are given, as in torch
+        self.norms_wanted: set[Norm] = set()
+        self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
+        self.standins = StandIns()
+        self.parts = BackwardParts(self.end_sums)
+        self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
+        self._engine = engine
+        self._states = states
+        self._reader = SlotReader(table, engine)
+        self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
+        self._before = BeforeBackward()
+        self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
+        self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
+        self._summed: dict[int, _Noted] = {}  # and real ones of others that the graph has added to, with their version
+
+    # ---- around a backward ----
+
+    def forget_fresh(self) -> None:
+        """A graph begins."""
+        self._fresh.clear()
+        self._summed.clear()
+
+    def fetching_ahead(self, calls: Sequence[tuple[int, ...]]) -> AbstractContextManager[None]:
+        """Around a graph that takes the gradients of these rows, call by call: earlier ones come back ahead of the call."""
+        return self._earlier.ahead(calls)
+
+    @contextmanager
+    def all_or_none(self, rows: Iterable[int]) -> Iterator[None]:
+        """Around one run of a graph that takes the gradients of `rows`: where it ends in an error, `.grad` is as before the backward."""
+        self._before.graph_begins(running_backward())
+        try:
+            yield
+        except BaseException:
+            with whole(), without_torch_function():
+                for row in rows:
+                    self._undo(row)
+            raise
+
+    def _undo(self, row: int) -> None:
+        parameter, had = self.table.parameters[row], self._before.had(row)
+        laid_aside = self.parts.open.pop(row, None)
+        if laid_aside is not None:
+            set_grad(parameter, laid_aside.before)
+        elif self._before.had_none(row):
+            set_grad(parameter, None)
+            self._engine.discard([row])
+            self.taken.add(row)
+        elif had is not None and not had.is_as_before(get_grad(parameter), self.generation[row]):
+            self._engine.discard([row])
+            self.gone.add(row)  # it cannot be had back: whoever asks for it is told
+            set_grad(parameter, GradStandIn(parameter, RowGradient(self, row, None)))
+
+    def end_sums(self) -> None:
+        """Add what came in a backward that has ended to the gradients that were there before it."""
+        sums = dict(self.parts.open)
+        self.parts.open.clear()
+        with torch.no_grad(), without_torch_function():
+            for row, of in sums.items():
+                parameter = self.table.parameters[row]
+                if parameter.grad is not None:
+                    of.parts.add_(parameter.grad)
+                parameter.grad = of.before
+                self._take_late(row, of.parts)
+
+    # ---- gradients at hand ----
+
+    def name(self, row: int) -> str:
+        """The parameter's name."""
+        return self.table.names[row]
+
+    @whole()
+    def fetch(self, row: int) -> torch.Tensor:
+        """The gradient in the slot of `row`, brought back to the device."""
+        if row in self.taken and self.steps_may_write:
+            self._engine.wait([row])
+        return self._reader.read(row)
+
+    def offload_real(self, row: int, grad: torch.Tensor) -> None:
+        """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
+        self._offload([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
+        self._arm_late(row)
+
+    def is_eager(self, row: int) -> bool:
+        """Whether the row's present `.grad` has a part that did not come from the graphs. Asked when autograd has added what it has."""
+        state = self._fresh.pop(row, None)
+        if state is not None:
+            return state.real is not None  # added to a stand-in, it brings the real gradient back
+        with without_torch_function():
+            grad = get_grad(self.table.parameters[row])
+        if grad is None:
+            return False
+        if isinstance(grad, GradStandIn):
+            return grad.materialized is not None
+        return not (self.is_untouched(row, grad) or _is_as_noted(grad, self._summed.get(row)))
+
+    def require_strided(self, row: int, grad: torch.Tensor) -> None:
+        """Raises UnsupportedError for a sparse gradient."""
+        if grad.layout != torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self.table.names[row]} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: "
+                "make the embedding with sparse=False"
+            )
+
+    def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
+        """A real gradient in the parameter's order of memory, for an update to read later: a copy of a tensor that user code made."""
+        made, _ = self._own.get(row, (None, 0))
+        own = made is not None and made() is grad
+        return like_parameter(grad, self.table.parameters[row], copy=not own)
+
+    def hold(self, row: int, grad: torch.Tensor) -> None:
+        """Keep `grad` until its update has run; where it is the row's `.grad`, user code finds a stand-in of it there instead."""
+        self.held[row] = grad
+        parameter = self.table.parameters[row]
+        if get_grad(parameter) is grad:
+            standin = self.standins.make(row, parameter, HeldGradient(self._engine, row, grad))
+            self.standins.lend(row, standin)
+            set_grad(parameter, standin)
+
+    def let_go(self, rows: Sequence[int]) -> None:
+        """The updates of these rows have run."""
+        with without_torch_function():
+            for row in rows:
+                if self.held.pop(row, None) is not None:
+                    self.standins.end_loan(row)
+
+    def let_go_of_all(self) -> None:
+        """No update is running: nothing reads the gradients that are held."""
+        self.let_go(list(self.held))
+
+    def end_update(self, row: int) -> None:
+        """A gradient comes from user code: `step()` may have been called before without a forward after it."""
+        if self._engine.pending(row):
+            self._engine.settle([row])
+            self.let_go([row])
+
+    def before_move(self) -> None:
+        """Slots are about to be other memory: what `.grad` still shows of them after `step()` is kept on the host."""
+        with without_torch_function():
+            for row, grad in enumerate(map(get_grad, self.table.parameters)):
+                if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
+                    with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
+                        grad.grad_state.source = KeptGradient(self.fetch(row))
+        self.end()
+
+    def end(self) -> None:
+        """No slot has a gradient from now on."""
+        self.let_go_of_all()
+        self.gone.update(range(len(self.table)))
+
+    def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this real gradient was made by the graphs and not edited since."""
+        return _is_as_noted(grad, self._own.get(row))
+
+    def any_in_place(self) -> bool:
+        """Whether a gradient that `step()` may yet take rests where the present placement has it: in a slot, or ready on the device."""
+        with without_torch_function():
+            found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
+            return any(is_in_slot(grad) if isinstance(grad, GradStandIn) else self.is_untouched(row, grad) for row, grad in found)
+
+    # ---- taking gradients ----
+
+    def take(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
+        """The gradients of one node, in the parameters' shapes, from buffers that die after this call."""
+        again = self.parts.arrive(group.rows)
+        with without_torch_function():
+            held = list(map(get_grad, group.parameters))
+            self._before.note(group.rows, held, again, self.generation)
+            alike = not self.parts.open and group.fits(grads)
+            if alike and not self._earlier.to_come and all(grad is None for grad in held):
+                self._take_first(group, grads)
+                return
+            with torch.no_grad():
+                self._take_more(group, grads, held, alike, again)
+                self._earlier.go_ahead()  # in the memory of what has just been added to
+
+    def _take_more(
+        self, group: RowGroup, grads: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None], alike: bool, again: Collection[int]
+    ) -> None:
+        """The gradients of rows that may have some. `alike`: they are in the parameters' form, and all may go in one."""
+        earlier = self._earlier.of(group, held, again)
+        if not (alike and self._take_next(group, grads, held, earlier, again)):
+            self._take_each(group, grads, earlier, again)
+
+    def _take_late(self, row: int, grad: torch.Tensor) -> None:
+        """A gradient that comes behind the nodes of its row."""
+        group = self.groups[[row]]
+        group.place(self._states.placement)
+        self._take_each(group, [grad], {}, [row])
+        self._own.pop(row, None)  # the events that the nodes have recorded do not cover it
+        if group.on_host:
+            self._arm_late(row)
+
+    def _arm_late(self, row: int) -> None:
+        self._engine.arm_cpu([row])
+        self._engine.arm_reload([row])
+
+    def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form, of rows that have none."""
+        if group.on_device:
+            self._keep_on_device(group.on_device, group.on_device.of(grads))
+        if group.on_host:
+            self._send(group.on_host, group.on_host.of(grads))
+
+    def _take_next(
+        self,
+        group: RowGroup,
+        grads: Sequence[torch.Tensor],
+        held: Sequence[torch.Tensor | None],
+        earlier: Mapping[int, torch.Tensor],
+        again: Collection[int],
+    ) -> bool:
+        """Gradients in the parameters' form, of rows that all have one, unedited, where the plan has it: in the slot, or on the device.
+
+        False, with nothing done, where that is not so of a row, or where a part has to wait for the end of the backward.
+        """
+        if any(row not in earlier for row in group.on_host.rows):
+            return False
+        real: dict[int, torch.Tensor] = {}
+        for i in group.on_device.positions:
+            row, grad = group.rows[i], held[i]
+            if grad is None or not self.is_untouched(row, grad) or (row not in again and self.parts.may_get_more(row)):
+                return False
+            real[row] = grad
+        if real:
+            _foreach_add_(list(real.values()), group.on_device.of(grads))
+            self._own.update((row, _noted(grad)) for row, grad in real.items())
+        if group.on_host:
+            sums = [earlier[row] for row in group.on_host.rows]
+            _foreach_add_(sums, group.on_host.of(grads))
+            self._send(group.on_host, sums)
+        return True
+
+    def _take_each(
+        self, group: RowGroup, grads: Sequence[torch.Tensor], earlier: Mapping[int, torch.Tensor], again: Collection[int]
+    ) -> None:
+        """Gradients of any form, added to what the rows have.
+
+        `earlier`: what has been brought from slots. `again`: rows whose `.grad` is of this backward.
+        """
+        new: list[int] = []
+        given = list(grads)
+        for i, row in enumerate(group.rows):
+            self.require_strided(row, given[i])
+            if row not in again and self._laid_aside(row, given[i]):
+                continue
+            given[i], is_new = self._add(row, given[i], earlier.get(row))
+            if is_new:
+                new.append(i)
+        on_device = group.part([i for i in new if i in group.on_device.positions])
+        if on_device:
+            self._keep_on_device(on_device, on_device.of(given))
+        on_host = group.part([i for i in new if i in group.on_host.positions])
+        if on_host:
+            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(on_host.of(given), on_host.parameters, strict=True)]
+            self._send(on_host, laid_out)
+
+    def _laid_aside(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this part waits for the end of the backward, because `.grad` is of an earlier one and more parts may come."""
+        parameter = self.table.parameters[row]
+        held = parameter.grad
+        if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_gone(held)):
+            return False
+        self.parts.lay_aside(row, held, like_parameter(grad, parameter, copy=True))
+        parameter.grad = None  # autograd puts there what comes from eager code
+        return True
+
+    def _add(self, row: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+        """Add a gradient to a real `.grad`, or to the one in the slot; the sum, and whether it has yet to be put somewhere."""
+        parameter = self.table.parameters[row]
+        if row in self.parts.open:
+            self.parts.open[row].parts.add_(grad)
+            return grad, False
+        held = parameter.grad
+        if isinstance(held, GradStandIn):
+            if is_gone(held):
+                return grad, False  # put back by hand, so the sum cannot be known: `.grad` stays what says so to whoever asks
+            if is_clean(held):
+                return (held.grad_state.source.fetch() if earlier is None else earlier).add_(grad), True
+            held = held.grad_state.materialize()
+            parameter.grad = held
+        if held is None:
+            return grad, True
+        ours = self.is_untouched(row, held)
+        held.add_(grad)
+        (self._own if ours else self._summed)[row] = _noted(held)
+        return grad, False
+
+    def _send(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form to their slots, stand-ins into `.grad`. Called `without_torch_function`."""
+        norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.norms_wanted]
+        self._offload(part.rows, grads)
+        make, fresh = self.standins.make, self._fresh
+        for i, (row, parameter) in enumerate(zip(part.rows, part.parameters, strict=True)):
+            own = {norm: values[i] for norm, values in norms} if norms else None
+            standin = make(row, parameter, RowGradient(self, row, own))
+            set_grad(parameter, standin)
+            fresh[row] = standin.grad_state
+        self.on_sent(part.rows)
+
+    def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        generation = self.generation
+        for row in rows:
+            generation[row] += 1
+        for marked in (self.taken, self.gone):
+            if marked:
+                marked.difference_update(rows)
+        if self._states.copies:
+            dtypes = ((row, grad.dtype) for row, grad in zip(rows, grads, strict=True) if row in self._states.copies)
+            self._reader.slot_dtypes.update(dtypes)
+        self._engine.grad_offload(rows, grads)
+
+    def _keep_on_device(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
+        """Copies into `.grad`. Called `without_torch_function`."""
+        kept = list(map(torch.empty_like, part.parameters))
+        if form_of_each(kept) == form_of_each(grads):
+            self._engine.keep_grads(kept, grads)
+        else:
+            _foreach_copy_(kept, grads)
+        for row, parameter, grad in zip(part.rows, part.parameters, kept, strict=True):
+            set_grad(parameter, grad)
+            self._own[row] = _noted(grad)
+
+
+def _noted(grad: torch.Tensor) -> _Noted:
+    return weakref.ref(grad), grad._version
+
+
+def _is_as_noted(grad: torch.Tensor, noted: _Noted | None) -> bool:
+    """Whether it is the tensor that was noted, and at that version."""
+    return noted is not None and noted[0]() is grad and noted[1] == grad._version
+
+
+def _nobody_waits(rows: Sequence[int]) -> None:
+    return None

@@ -1,0 +1,332 @@
+"""Times on the compute stream of the running program: when each layer's forward, backward and waiting began and ended.
+
+The inserted nodes call `mark`; on a GPU a mark is a timing event (about 2 us of host time), on the CPU the host's clock.
+Between two marks in a row exactly one thing happened, and the pair of kinds says what:
+
+    FORWARD_BEGIN  -> WAIT_BEGIN(u)           input preparation, counted as forward of u
+    WAIT_BEGIN(u)  -> WAIT_END(u)             stall of u
+    WAIT_END(u)    -> WAIT_BEGIN | FORWARD_END   forward of u
+    FORWARD_END    -> GRADS(u)                loss and backward of u
+    GRADS(v)       -> GRADS(u)                backward of u
+    GRADS(u)       -> BACKWARD_END            backward of u
+
+A stretch from HELD_BEGIN to HELD_END inside one of them is no work: there the library holds the loop up (`HELD`). It counts as stall of
+the unit, and the marks around it are read as though it was not there.
+
+Marks are kept by micro-batch, the first and the last of a step where there are more than MOST_MARKS. Times of such a step are those of
+the micro-batches that are kept, times the number of all over the number of these.
+
+Beside it stands when the launching thread came to each mark (one reading of the host's clock), and to the begin and end of
+`optimizer.step()`, which are nothing on the compute stream.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeVar
+
+import torch
+
+from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.torch_private.tensors import current_stream_of
+
+A = TypeVar("A")  # a time, or an event that has one
+MOST_MARKS = 1 << 13
+"""Of one step: of more of them whole micro-batches in the middle are forgotten."""
+HELD: Final = {"graph break": "all weights, before code that is not one graph", "read": "a weight that the loop reads or writes"}
+"""What the library makes the loop wait for, and where. The unit of HELD_BEGIN is the position in this table."""
+
+
+class Mark(Enum):
+    """What was reached."""
+
+    FORWARD_BEGIN = "forward_begin"
+    WAIT_BEGIN = "wait_begin"
+    WAIT_END = "wait_end"
+    FORWARD_END = "forward_end"
+    GRADS = "grads"
+    BACKWARD_END = "backward_end"
+    HELD_BEGIN = "held_begin"
+    HELD_END = "held_end"
+    LEFT_OUT = "left_out"  # micro-batches between the marks before and after it; at the time of the one before
+    STEP_BEGIN = "step_begin"  # of the launching thread only
+    STEP_END = "step_end"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Microseconds of one step by unit; `held_us`: of the stalls, what the library held the loop up for outside of gates."""
+
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    stall_us: tuple[float, ...]
+    held_us: float = 0.0
+
+
+_At = float | torch.cuda.Event
+_Marks = list[tuple[Mark, int, _At]]
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """The marks of a forward and what follows until the next one; `launching`: when the launching thread came to them."""
+
+    marks: _Marks = field(default_factory=list)
+    launching: list[tuple[Mark, int, float]] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a backward has ended in it."""
+        return bool(self.marks) and self.marks[-1][0] is Mark.BACKWARD_END
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The marks of a finished step; `scale`: all its micro-batches over those that are kept."""
+
+    marks: _Marks
+    launching: list[tuple[Mark, int, float]]
+    scale: float
+
+
+class StepMarks:
+    """Marks of the running step and the times of the last few finished ones.
+
+    captured    whether the last step ran a captured backward
+    broken      whether the last captured step waited for all weights at a graph break
+    """
+
+    def __init__(self, device: torch.device, keep_steps: int = 9) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._running: list[_MicroBatch] = []
+        self._count = 0  # of marks in the running step
+        self._ended = self._left_out = 0  # backwards in it, and those of them that are forgotten
+        self._cut = 0  # how many of the first micro-batches stay; 0: none has been left out
+        self._finished: deque[_Step] = deque(maxlen=keep_steps)
+        self._clock_stream: torch.cuda.Stream | None = None
+        self._stream_handle = current_stream_of(device) if self._cuda else None
+        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: to make the object takes longer than to record an event
+        self._spare: list[torch.cuda.Event] = []  # events of steps that were forgotten: they are made and freed under the driver's lock
+        self.silent_thread = 0  # one that evaluates: it leaves no marks
+        self.captured = self.broken = False
+        self._breaks = 0  # in the running step
+
+    def mark(self, kind: Mark, unit: int = -1) -> None:
+        """Note that the compute stream has reached `kind` of unit `unit` at this point."""
+        if self._is_silent:
+            return
+        of = self._micro_batch(kind)
+        now_us = time.perf_counter() * 1e6
+        of.launching.append((kind, unit, now_us))
+        if self._stream_handle is not None:
+            handle = self._stream_handle()
+            stream = self._streams.get(handle)
+            if stream is None:
+                stream = self._streams[handle] = torch.cuda.current_stream(self._device)
+            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            of.marks.append((kind, unit, event))
+        else:
+            of.marks.append((kind, unit, now_us))
+        self._count += 1
+        self._ended += kind is Mark.BACKWARD_END
+        if self._count > MOST_MARKS:
+            self._leave_out()
+
+    def note(self, kind: Mark) -> None:
+        """Note that the launching thread has come to `kind`, which is no point of the compute stream."""
+        if self._running:
+            self._running[-1].launching.append((kind, -1, time.perf_counter() * 1e6))
+
+    @contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """Around what makes the loop wait in this library, outside of a gate; `what` is a key of `HELD`."""
+        if self._is_silent or not self._running or self._running[-1].ended:
+            yield  # between a step's backward and the next forward nothing is measured
+            return
+        number = list(HELD).index(what)
+        self._breaks += what == "graph break"
+        self.mark(Mark.HELD_BEGIN, number)
+        try:
+            yield
+        finally:
+            self.mark(Mark.HELD_END, number)
+
+    @property
+    def _is_silent(self) -> bool:
+        return self.silent_thread != 0 and self.silent_thread == threading.get_ident()
+
+    def _micro_batch(self, kind: Mark) -> _MicroBatch:
+        """The one that a mark of this kind belongs to."""
+        if not self._running or kind is Mark.FORWARD_BEGIN or self._running[-1].ended:
+            self._running.append(_MicroBatch())
+        return self._running[-1]
+
+    def _leave_out(self) -> None:
+        """Forget a whole micro-batch after the first ones, which may have half of the marks; the last one is still running."""
+        if not self._cut:
+            marks = itertools.accumulate(len(of.marks) for of in self._running)
+            self._cut = max(sum(1 for count in marks if 2 * count <= MOST_MARKS), 1)
+        if len(self._running) > self._cut + 1:
+            gone = self._running.pop(self._cut)
+            self._left_out += gone.ended
+            self._count -= len(gone.marks)
+            self._spare_events(gone.marks)
+
+    def end_step(self) -> None:
+        """Close the running step; one without a captured backward is dropped."""
+        self.captured = self._ended > self._left_out
+        if self.captured:
+            self.broken = self._breaks > 0
+            if len(self._finished) == self._finished.maxlen:
+                self._spare_events(self._finished.popleft().marks)
+            self._finished.append(self._joined())
+            self._running = []  # its events are remembered
+        for of in self._running:
+            self._spare_events(of.marks)
+        self._running = []
+        self._count = self._ended = self._left_out = self._cut = self._breaks = 0
+
+    def _joined(self) -> _Step:
+        """The running step, with a mark where micro-batches were left out."""
+        marks: _Marks = []
+        launching: list[tuple[Mark, int, float]] = []
+        for number, of in enumerate(self._running):
+            if self._cut and number == self._cut and marks:
+                marks.append((Mark.LEFT_OUT, -1, marks[-1][2]))
+                launching.append((Mark.LEFT_OUT, -1, launching[-1][2]))
+            marks += of.marks
+            launching += of.launching
+        return _Step(marks, launching, self._ended / (self._ended - self._left_out))
+
+    def _spare_events(self, marks: _Marks) -> None:
+        self._spare += [event for kind, _, event in marks if isinstance(event, torch.cuda.Event) and kind is not Mark.LEFT_OUT]
+
+    def clear(self) -> None:
+        """Forget the finished steps, as after a change of plan."""
+        for step in self._finished:
+            self._spare_events(step.marks)
+        self._finished.clear()
+
+    def settle(self) -> None:
+        """Wait until the device has reached every mark of the finished steps."""
+        for step in self._finished:
+            last = step.marks[-1][2]
+            if isinstance(last, torch.cuda.Event):
+                with torch.cuda.device(self._device):  # as in _reached
+                    last.synchronize()  # not the device: copies and updates of the last step may run on
+
+    def _reached(self) -> list[_Step]:
+        """The finished steps that the device is through with, oldest first; waits for the first alone, so that there is one."""
+        reached: list[_Step] = []
+        for step in self._finished:
+            last = step.marks[-1][2]
+            if isinstance(last, torch.cuda.Event):
+                with torch.cuda.device(self._device):  # torch asks as the thread's own device: a context would be made on that
+                    if not last.query():
+                        if reached:
+                            break
+                        last.synchronize()
+            reached.append(step)
+        return reached
+
+    def _clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
+        """A function that gives the time of a mark that was reached on the host's monotonic clock, in microseconds."""
+        if not self._cuda:
+            return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
+        if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device; and of a priority of
+            self._clock_stream = torch.cuda.Stream(self._device, priority=-1)  # its own: streams of one share a few queues to the device
+        now = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.device(self._device):
+            now.record(self._clock_stream)
+            now.synchronize()
+        now_us = time.perf_counter() * 1e6
+        return lambda mark: now_us - _elapsed_us(mark, now)
+
+    def finished(self) -> list[list[tuple[Mark, int, float]]]:
+        """The marks of the finished steps that the device is through with, oldest first, with their times on the host's monotonic clock in
+        microseconds. After `settle` these are all."""
+        reached, clock_us = self._reached(), self._clock_us()
+        return [[(kind, unit, clock_us(at)) for kind, unit, at in step.marks] for step in reached]
+
+    def launched(self) -> list[list[tuple[Mark, int, float]]]:
+        """The finished steps' marks as the launching thread came to them, with the begin and end of `step()`, on the same clock."""
+        return [list(step.launching) for step in self._finished]
+
+    @property
+    def steps(self) -> int:
+        """Number of finished steps at hand."""
+        return len(self._finished)
+
+    def median(self, units: int) -> UnitTimes:
+        """Medians over the finished steps that the device is through with, per unit. Raises ValueError without a finished step."""
+        if not self._finished:
+            raise ValueError("no finished step has been measured")
+        steps = [_unit_times(step, units) for step in self._reached()]
+        forward, backward, stall = (_median_rows([getattr(s, name) for s in steps]) for name in ("forward_us", "backward_us", "stall_us"))
+        return UnitTimes(forward, backward, stall, statistics.median(s.held_us for s in steps))
+
+
+def _median_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+
+
+def _elapsed_us(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(begin, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return float(begin.elapsed_time(end)) * 1e3
+    assert isinstance(end, float)
+    return end - begin
+
+
+def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
+    """What happened between two marks in a row, and of which unit, by the table at the top; None where it was nothing of the three."""
+    if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
+        return TaskKind.FORWARD, next_unit
+    if mark is Mark.WAIT_BEGIN:
+        return TaskKind.WAIT, unit
+    if mark is Mark.WAIT_END and next_mark in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
+        return TaskKind.FORWARD, unit
+    if mark in (Mark.FORWARD_END, Mark.GRADS) and next_mark is Mark.GRADS:
+        return TaskKind.BACKWARD, next_unit
+    if mark is Mark.GRADS and next_mark is Mark.BACKWARD_END:
+        return TaskKind.BACKWARD, unit
+    return None
+
+
+def stretches(marks: Sequence[tuple[Mark, int, A]]) -> Iterator[tuple[TaskKind, int, A, A]]:
+    """What happened when, of which unit: kind, unit, begin and end. Where the loop was held up meanwhile, that is a wait."""
+    open_: tuple[Mark, int, A] | None = None
+    pieces: list[tuple[A, A]] = []  # of what is going on, without
+    held: list[tuple[A, A]] = []  # where the loop was held up
+    for mark, unit, at in marks:
+        if mark is Mark.HELD_BEGIN and open_ is not None:
+            pieces.append((open_[2] if not held else held[-1][1], at))
+        elif mark is Mark.HELD_END and len(pieces) > len(held):
+            held.append((pieces[-1][1], at))
+        elif mark not in (Mark.HELD_BEGIN, Mark.HELD_END):
+            found = None if open_ is None else between(open_[0], mark, open_[1], unit)
+            if open_ is not None and found is not None:
+                pieces.append((held[-1][1] if held else open_[2], at))
+                yield from ((*found, begin, end) for begin, end in pieces)
+                yield from ((TaskKind.WAIT, found[1], begin, end) for begin, end in held)
+            open_, pieces, held = (mark, unit, at), [], []
+
+
+def _unit_times(step: _Step, units: int) -> UnitTimes:
+    us = {kind: [0.0] * units for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WAIT)}
+    for kind, unit, begin, end in stretches(step.marks):
+        us[kind][unit] += step.scale * _elapsed_us(begin, end)
+    begins = [at for mark, _, at in step.marks if mark is Mark.HELD_BEGIN]
+    ends = [at for mark, _, at in step.marks if mark is Mark.HELD_END]
+    held_us = step.scale * sum(map(_elapsed_us, begins, ends))
+    return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us)

@@ -1,0 +1,230 @@
+"""A profile of the running program: forward and backward from marks, updates and copies from the engine's records.
+
+Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its parameters only is given the time of
+all at the same rate. One that did not run it (a unit on the device has no CPU update) keeps its time of the profile before, times the
+change that the others show, else it gets their rate, else that of a probe.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+import psutil
+import torch
+
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.task_graph import Unit
+from hytrain_fx.planning.marks import Mark, StepMarks
+from hytrain_fx.planning.step_times import ReadSteps
+from hytrain_fx.runtime.engine import Stage, TaskRecord
+
+# Rows of which placement tell how long a stage takes. Updates of streamed rows do not: chunk by chunk beside the graph's own kernels they
+# seem to take six times as long as the device is kept by them.
+_PLACES = {
+    Stage.D2H: (Placement.CPU,),
+    Stage.CPU_UPDATE: (Placement.CPU,),
+    Stage.H2D: (Placement.CPU,),
+    Stage.GPU_UPDATE: (Placement.GPU,),
+    Stage.STREAM_IN: (Placement.STREAM,),
+    Stage.STREAM_OUT: (Placement.STREAM,),
+}
+# Units that make up less of the parameters say nothing about the others: their times are mostly launching.
+_TELLING_SHARE = 0.05
+
+
+class Probes(Protocol):
+    """Rates of what no unit of the model has run yet."""
+
+    def device_update_us_per_param(self) -> float: ...
+    def stream_us_per_param(self) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was recorded in some steps.
+
+    units        in forward order
+    steps        their ends and records
+    unit_of, numels, placement    by row
+    """
+
+    units: Sequence[Unit]
+    marks: StepMarks
+    steps: ReadSteps
+    unit_of: Sequence[int]
+    numels: Sequence[int]
+    placement: Sequence[Placement]
+    workers: int
+    device: torch.device
+
+    @functools.cached_property
+    def of_stage(self) -> dict[Stage, list[TaskRecord]]:
+        """The records of the model's own rows (later ones are probes) that tell a stage's time, by stage, in order of begin."""
+        rows = len(self.unit_of)
+        found: dict[Stage, list[TaskRecord]] = defaultdict(list)
+        for record in self.steps.records:
+            if record.row < rows and self.placement[record.row] in _PLACES[record.stage]:
+                found[record.stage].append(record)
+        return {stage: sorted(records, key=attrgetter("begin_us")) for stage, records in found.items()}
+
+
+def build_profile(measured: Measured, probes: Probes, before: Profile | None, *, streams: bool) -> Profile:
+    """Costs per unit, in forward order; `streams`: with times for streaming. Raises PlanError when no step was measured."""
+    if measured.marks.steps == 0 or len(measured.steps.ends_us) < 2:
+        raise PlanError("no training step has been measured yet: run more steps before solving a plan")
+    units = measured.units
+    times = measured.marks.median(len(units))
+    cpu, gpu, d2h, h2d, stream_in, stream_out = _stages(measured, probes, before, streams)
+    profiles = tuple(
+        UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i],
+                    stream_in[i], stream_out[i], u.param_numels)
+        for i, u in enumerate(units)
+    )
+    cuda = measured.device.type == "cuda"
+    return Profile(
+        profiles,
+        device=torch.cuda.get_device_name(measured.device) if cuda else "cpu",
+        host=f"{platform.processor() or platform.machine()}, {psutil.cpu_count(logical=False)} cores, {measured.workers} workers",
+        versions={"torch": str(torch.__version__), "python": platform.python_version()},
+        peak_bytes=torch.cuda.max_memory_allocated(measured.device) if cuda else None,
+        free_device_bytes=torch.cuda.mem_get_info(measured.device)[0] if cuda else None,
+        steps=measured.marks.steps,
+        commit_us=_commit_us(measured) if cuda else 0.0,
+        launching_us=statistics.median(measured.steps.launching_us) if measured.steps.launching_us else 0.0,
+    )
+
+
+def _commit_us(measured: Measured) -> float:
+    """From the end of the forward on the device to the end of step() on the launching thread; 0 where it is there before the device."""
+    marks = measured.marks.finished()
+    reached = len(measured.steps.ends_us) - (measured.marks.steps - len(marks))
+    steps = zip(reversed(marks), reversed(measured.steps.ends_us[:reached]), strict=False)
+    ends = [(end_us, next((at for kind, _, at in of_step if kind is Mark.FORWARD_END), end_us)) for of_step, end_us in steps]
+    return max(statistics.median(end_us - forward_us for end_us, forward_us in ends[: len(measured.steps.ends_us) - 1]), 0.0)
+
+
+def cpu_steps_us(measured: Measured) -> list[float]:
+    """Time of all CPU updates in each measured step, divided among the workers."""
+    return [sum(step.values()) for step in _by_step(measured, Stage.CPU_UPDATE)]
+
+
+def _stages(measured: Measured, probes: Probes, before: Profile | None, streams: bool) -> list[list[float]]:
+    params = [unit.params for unit in measured.units]
+
+    def filled(stage: Stage, name: str, rate: Callable[[], float]) -> list[float]:
+        earlier = [float(getattr(unit, name)) for unit in before.units] if before is not None and len(before.units) == len(params) else []
+        found = _medians(_by_step(measured, stage), _covered(measured, stage), params)
+        return _fill(found, params, earlier if any(earlier) else [], rate)
+
+    def nothing() -> float:
+        return 0.0
+
+    probed: list[tuple[float, float]] = []  # both directions are probed at once
+
+    def link(direction: int) -> Callable[[], float]:
+        def rate() -> float:
+            if not probed:
+                probed.append(probes.stream_us_per_param())
+            return probed[0][direction]
+
+        return rate
+
+    zeros = [0.0] * len(params)
+    return [
+        filled(Stage.CPU_UPDATE, "cpu_update_us", nothing),
+        filled(Stage.GPU_UPDATE, "gpu_update_us", probes.device_update_us_per_param),
+        filled(Stage.D2H, "d2h_us", nothing),
+        filled(Stage.H2D, "h2d_us", nothing),
+        filled(Stage.STREAM_IN, "stream_in_us", link(0)) if streams else zeros,
+        filled(Stage.STREAM_OUT, "stream_out_us", link(1)) if streams else zeros,
+    ]
+
+
+def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
+    """Microseconds by unit, for each step; CPU workers run side by side, so theirs is divided among them.
+
+    A step's records are those that begin between its end and that of the next: from commit to commit, so what a slow device has
+    not reached yet counts once all the same.
+    """
+    steps: list[dict[int, float]] = [{} for _ in measured.steps.ends_us[1:]]
+    records = measured.of_stage.get(stage, [])
+    if stage is Stage.CPU_UPDATE:
+        lengths = [us / measured.workers for us in worker_lengths_us(measured, records)]
+    else:
+        lengths = [record.end_us - record.begin_us for record in records]
+    for record, us in zip(records, lengths, strict=True):
+        step = bisect_right(measured.steps.ends_us, record.begin_us) - 1
+        if 0 <= step < len(steps):
+            unit = measured.unit_of[record.row]
+            steps[step][unit] = steps[step].get(unit, 0.0) + us
+    return steps
+
+
+def worker_lengths_us(measured: Measured, updates: Sequence[TaskRecord]) -> list[float]:
+    """How long each of these updates, in order of begin, kept its worker: from when the worker could have begun it.
+
+    That is when it was through with the one before, the gradient had arrived and the step was committed: a worker that then does not
+    run yet is held up by others, by locks or by the system, and such time is the CPU's cost too.
+    """
+    arrived: dict[int, list[float]] = {}
+    for record in measured.of_stage.get(Stage.D2H, []):
+        arrived.setdefault(measured.unit_of[record.row], []).append(record.end_us)
+    for ends in arrived.values():
+        ends.sort()
+    free_us: dict[int, float] = {}
+    lengths = []
+    for update in updates:
+        could_us = max(_ready_us(measured, update, arrived.get(measured.unit_of[update.row], [])), free_us.get(update.worker, 0.0))
+        lengths.append(update.end_us - min(could_us, update.begin_us))
+        free_us[update.worker] = update.end_us
+    return lengths
+
+
+def _ready_us(measured: Measured, update: TaskRecord, arrivals: Sequence[float]) -> float:
+    """When the gradient was there and committed; the update's own begin where that is not known."""
+    last = bisect_right(arrivals, update.begin_us) - 1
+    step = bisect_right(measured.steps.ends_us, update.begin_us) - 1
+    if last < 0 or step < 0:
+        return update.begin_us
+    if arrivals[last] <= measured.steps.ends_us[step]:
+        return measured.steps.ends_us[step]
+    # A gradient that came after the last commit: on a GPU that is the rule, on a CPU its own commit has only just begun.
+    return arrivals[last] if measured.device.type == "cuda" else update.begin_us
+
+
+def _covered(measured: Measured, stage: Stage) -> dict[int, int]:
+    """By unit: parameters whose rows run this stage."""
+    covered: dict[int, int] = {}
+    for unit, numel, place in zip(measured.unit_of, measured.numels, measured.placement, strict=True):
+        if place in _PLACES[stage]:
+            covered[unit] = covered.get(unit, 0) + numel
+    return covered
+
+
+def _medians(steps: Iterable[dict[int, float]], covered: dict[int, int], params: Sequence[int]) -> dict[int, float]:
+    """Time of a whole unit, for each unit that ran the stage in most of the steps."""
+    rows = list(steps)
+    middles = {unit: statistics.median(step.get(unit, 0.0) for step in rows) for step in rows for unit in step}
+    return {unit: us * params[unit] / covered.get(unit, params[unit]) for unit, us in middles.items() if us > 0}
+
+
+def _fill(found: dict[int, float], params: Sequence[int], before: Sequence[float], rate: Callable[[], float]) -> list[float]:
+    """Time of every unit: its own, else that of before changed as the others have, else the others' rate, else `rate()`."""
+    size = sum(params[unit] for unit in found)
+    tells = size >= _TELLING_SHARE * sum(params)
+    if before and sum(before) > 0:
+        earlier = sum(before[unit] for unit in found)
+        change = sum(found.values()) / earlier if tells and earlier > 0 else 1.0
+        return [found.get(unit, change * us) for unit, us in enumerate(before)]
+    us_per_param = sum(found.values()) / size if found else rate()
+    return [found.get(unit, us_per_param * numel) for unit, numel in enumerate(params)]

@@ -1,0 +1,169 @@
+"""Whether parameters may be stepped one by one: the optimizer's class tried on small parameters, all together, apart, and traced.
+
+    together != apart     its step needs all parameters at once: refused
+    together != traced    its step runs op by op
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.runtime.any_optimizer.graph import graph_of
+from hytrain_fx.runtime.any_optimizer.recording import Form, Untraceable, record
+from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, own_of
+from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, options_of, run_step
+from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.runtime.states.leaves import leaves, map_leaves
+from hytrain_fx.runtime.states.own_states import Entry, OwnStates
+from hytrain_fx.torch_private.tensors import memory_of
+
+_STEPS = 3
+_OF_A_GROUP = 3  # parameters
+_LARGEST = 5  # elements of a dimension
+_INSTEAD = "use an optimizer that updates every parameter from its own gradient and state"
+
+
+class Untrusted(Exception):
+    """Recorded steps are not to be used; the message says why."""
+
+
+class _Trial:
+    """Small parameters in the groups of an optimizer, with the gradients of some steps."""
+
+    def __init__(self, shells: Shells, optimizer: torch.optim.Optimizer) -> None:
+        self.shells = shells
+        self.sets: set[str] = set()  # options of groups, and attributes, that steps have set
+        random = torch.Generator().manual_seed(0)
+        self.options: list[Options] = []
+        self.weights: list[list[torch.Tensor]] = []
+        for group in optimizer.param_groups:
+            self.options.append(options_of(group))
+            self.weights.append([_random(shape, random) for shape in _small_shapes(group["params"])])
+        self.grads = [[[_random(w.shape, random) for w in of] for of in self.weights] for _ in range(_STEPS)]
+        self.states: list[list[Entry | None]] = [[None] * len(of) for of in self.weights]
+        if optimizer.state:
+            self._construct()
+
+    def _construct(self) -> None:
+        """Begin from what the class's __init__ puts into its state, where it does and can be called so."""
+        parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
+        groups = [{**options, "params": of} for options, of in zip(self.options, parameters, strict=True)]
+        try:
+            made = self.shells.kind(groups, **self.shells.defaults)
+        except Exception:  # its arguments are others than its defaults
+            return
+        self.states = [[dict(made.state[p]) if p in made.state else None for p in group["params"]] for group in made.param_groups]
+
+    def together(self) -> list[Any]:
+        """Weights and entries after the steps of one optimizer. Raises UnsupportedError for state that is no parameter's own."""
+        parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
+        flat = [p for of in parameters for p in of]
+        state: dict[torch.Tensor, Entry] = {
+            p: entry for p, entry in zip(flat, (_copy(e) for of in self.states for e in of), strict=True) if entry is not None
+        }
+        shell = self.shells.make([(dict(options), of) for options, of in zip(self.options, parameters, strict=True)], state)
+        for grads in self.grads:
+            for p, grad in zip(flat, (grad for of in grads for grad in of), strict=True):
+                p.grad = grad.clone()
+            run_step(shell)
+        if others := [key for key in shell.state if not any(key is p for p in flat)]:
+            raise UnsupportedError(f"{self.shells.kind.__name__} keeps state under {others[0]!r}, which is no parameter; {_INSTEAD}")
+        for p in flat:
+            if any(isinstance(leaf, torch.Tensor) and memory_of(leaf) == memory_of(p) for leaf in leaves(shell.state.get(p))):
+                raise UnsupportedError(f"{self.shells.kind.__name__} keeps a parameter's own memory in its state; keep a copy of it")
+        return [[p.detach(), shell.state.get(p)] for p in flat]
+
+    def apart(self, *, traced: bool) -> Iterator[list[Any]]:
+        """The same of an optimizer for each parameter, or of recorded steps. Raises Untraceable."""
+        for options, weights, entries, *grads in zip(self.options, self.weights, self.states, *self.grads, strict=True):
+            for weight, entry, *of_weight in zip(weights, entries, *grads, strict=True):
+                none = torch.empty(0)
+                states = RowStates(weight.clone().flatten(), none, none, None, None, own=OwnStates(_copy(entry)))
+                self._steps(Form.of(weight), dict(options), states, [grad.clone().flatten() for grad in of_weight], traced)
+                yield [states.master.view(weight.shape), own_of(states).entry]
+
+    def _steps(self, form: Form, options: Options, states: RowStates, grads: Sequence[torch.Tensor], traced: bool) -> None:
+        shells = self.shells
+        for grad in grads:
+            if traced:
+                recording = record(shells, form, options, own_of(states).entry)
+                TracedStep(form, graph_of(recording), recording)(states, grad, (), None)
+                changed, attributes = recording.options, recording.attributes
+            else:
+                shell = OpByOpStep(form, shells, options).run(states, grad, ())
+                changed, attributes = changed_options(options, shell.param_groups[0]), shells.changed_attributes(shell)
+            self.sets |= changed.keys() | attributes.keys()
+            options.update(changed)
+            shells = shells.with_attributes(attributes)
+
+
+def refuse_searches(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UnsupportedError for LBFGS, whose step needs all parameters at once and the model besides."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(f"{type(optimizer).__name__} needs all parameters at once: it searches along one line for all of them, and "
+                               f"calls the model within its step; {_INSTEAD}")
+
+
+def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UnsupportedError where parameters cannot be stepped one by one, Untrusted where recorded steps are not the class's."""
+    name = shells.kind.__name__
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        trial = _Trial(shells, optimizer)
+        try:
+            together, apart = trial.together(), list(trial.apart(traced=False))
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"{name}.step() failed on small parameters, called without a closure ({type(error).__name__}: {error}); {_INSTEAD}"
+            ) from error
+        if not torch.equal(before, torch.get_rng_state()):
+            raise UnsupportedError(f"{name}.step() draws random numbers, which updates beside the training would draw in another order")
+    if not _same(together, apart):
+        raise UnsupportedError(
+            f"{name}.step() needs all parameters at once: stepping small tensors one by one gave other weights or states; {_INSTEAD}"
+        )
+    try:
+        traced = list(trial.apart(traced=True))
+    except (Untraceable, TypeError) as error:
+        if trial.sets:
+            raise UnsupportedError(
+                f"{name}.step() sets {sorted(trial.sets)[0]!r} on itself or in its group, and cannot be traced ({error}): it would be set "
+                "once for each parameter, while updates run; keep such numbers in optimizer.state[parameter]"
+            ) from error
+        return  # some of its steps may be: each is asked
+    if not _same(together, traced):
+        raise Untrusted("on small tensors its recorded operations gave other bits than its own step")
+
+
+def _small_shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of as many dimensions as the parameters have: one of each number first."""
+    by_dim = {p.dim(): p for p in reversed(parameters)}
+    chosen = [*by_dim.values(), *parameters][:_OF_A_GROUP]
+    return [tuple(min(size, _LARGEST - i % 2) for i, size in enumerate(p.shape)) for p in chosen]
+
+
+def _random(shape: Sequence[int], random: torch.Generator) -> torch.Tensor:
+    return torch.randn(tuple(shape), generator=random, dtype=torch.float32, device="cpu")
+
+
+def _copy(entry: Entry | None) -> Entry | None:
+    copied: Entry | None = map_leaves(entry, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf)
+    return copied
+
+
+def _same(one: Any, other: Any) -> bool:
+    first, second = list(leaves(one)), list(leaves(other))
+    return len(first) == len(second) and all(map(_same_leaf, first, second))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return type(one) is type(other) and bool(one == other)

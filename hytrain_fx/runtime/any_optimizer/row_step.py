@@ -1,0 +1,93 @@
+"""What a commit hands to the engine for one row: the step, its numbers fixed, to be run where the row rests and when its gradient is there.
+
+    TracedStep     the FX graph with this step's numbers
+    OpByOpStep     the class's own step, on an optimizer that holds this parameter alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.any_optimizer.graph import returned
+from hytrain_fx.runtime.any_optimizer.recording import Form, Recording, Value
+from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, run_step
+from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.runtime.states.leaves import leaves, map_leaves
+from hytrain_fx.runtime.states.own_states import OwnStates, is_scalar, is_tensor
+from hytrain_fx.torch_private.tensors import memory_of
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """Runs a recorded step."""
+
+    form: Form
+    graph: fx.GraphModule
+    recording: Recording
+
+    def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float], out: torch.Tensor | None) -> None:
+        """Update the states in place; `gradient` and `out`, the new weight, are flat, in the weight's dtype."""
+        own = own_of(states)
+        given = [self.form.view(states.master), self.form.view(scaled(gradient, factors)), *filter(is_tensor, leaves(own.entry))]
+        made = dict(zip(returned(self.recording), self.graph.forward(states.master.device, *given, *self.recording.numbers), strict=True))
+
+        def kept(leaf: Any) -> Any:
+            if isinstance(leaf, Value):
+                return made[leaf.index] if leaf.index in made else given[leaf.index]
+            return leaf.clone() if is_scalar(leaf) else leaf
+
+        own.entry = map_leaves(self.recording.entry, kept)
+        if out is not None:
+            out.copy_(states.master)
+
+
+@dataclass(frozen=True)
+class OpByOpStep:
+    """Runs the class's own step."""
+
+    form: Form
+    shells: Shells
+    options: Options
+
+    def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float], out: torch.Tensor | None) -> None:
+        """As that of `TracedStep`."""
+        self.run(states, gradient, factors)
+        if out is not None:
+            out.copy_(states.master)
+
+    def run(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float]) -> torch.optim.Optimizer:
+        """Update the states in place; the optimizer that did."""
+        own, weight = own_of(states), self.form.view(states.master)
+        parameter = nn.Parameter(weight)
+        parameter.grad = grad = self.form.view(scaled(gradient, factors))
+        shell = self.shells.make([(dict(self.options), [parameter])], {} if own.entry is None else {parameter: own.entry})
+        run_step(shell)
+        own.entry = map_leaves(shell.state.get(parameter), lambda leaf: _apart(leaf, grad))
+        if parameter.data_ptr() != weight.data_ptr():  # `p.data = ...`
+            weight.copy_(parameter.detach())
+        return shell
+
+
+def scaled(gradient: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
+    """The gradient in fp32, multiplied by its factors, each product rounded to the gradient's dtype."""
+    for factor in factors:
+        gradient = (gradient.float() * factor).to(gradient.dtype)
+    return gradient.float()
+
+
+def own_of(states: RowStates) -> OwnStates:
+    """The optimizer's own states among a row's."""
+    if states.own is None:
+        raise EngineError("internal: a row without states of its own is updated by another optimizer than Adam or AdamW")
+    return states.own
+
+
+def _apart(leaf: Any, gradient: torch.Tensor) -> Any:
+    """The gradient's memory is another one's after the step: what is kept of it is a copy."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and memory_of(leaf) == memory_of(gradient) else leaf

@@ -1,0 +1,194 @@
+"""The update of any optimizer, parameter by parameter: what a `step()` runs for each row, and what it keeps.
+
+    step()      for every row with a gradient: its step recorded with the options and scalars of now (rows that are alike share it)
+                known operations: their graph with these numbers; not to be recorded: the class's own step, op by op
+    the engine  runs it where the row rests, when the gradient is there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from numbers import Number
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.runtime.any_optimizer.check import Untrusted, check_one_by_one, refuse_searches
+from hytrain_fx.runtime.any_optimizer.graph import graph_of
+from hytrain_fx.runtime.any_optimizer.recording import Form, Recording, Untraceable, entry_after, record
+from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, own_of
+from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, options_of
+from hytrain_fx.runtime.engine import RowStates, RowStep
+from hytrain_fx.runtime.states.leaves import frozen, map_leaves
+from hytrain_fx.runtime.states.own_states import Entry, OwnStates, is_scalar
+
+
+class UpdateRule:
+    """The step of the user's optimizer on one parameter.
+
+    parameters   the managed parameters by row
+    names        their names
+
+    Raises UnsupportedError where parameters cannot be stepped one by one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        self.name = type(optimizer).__name__
+        refuse_searches(optimizer)
+        self._optimizer = optimizer
+        self._shells = Shells.of(optimizer)
+        self._forms = [Form.of(parameter) for parameter in parameters]
+        self._names = tuple(names)
+        self._graphs: dict[Hashable, fx.GraphModule] = {}
+        self._untraceable: dict[Hashable, str] = {}  # by what rows and their states are: why
+        self._op_by_op: dict[int, str] = {}  # by row: why
+        try:
+            check_one_by_one(self._shells, optimizer)
+            self._distrust: str | None = None
+        except Untrusted as why:
+            self._distrust = str(why)
+        self._alike: dict[Hashable, Recording] = {}  # of the last step()
+        self._row_of = row_of = {id(parameter): row for row, parameter in enumerate(parameters)}
+        groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
+        self._first_options = {row_of[id(p)]: options for options, of in groups for p in of if id(p) in row_of}
+        given = {row_of[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in row_of}
+        first: dict[Hashable, Entry] = {}  # of rows that are alike, and begin with nothing
+        self._first: list[Entry] = []
+        for row, form in enumerate(self._forms):
+            options, entry = self._first_options[row], given.get(row)
+            key = (form, id(options)) if entry is None else row
+            if key not in first:
+                first[key] = entry_after(self._shells, form, options, entry)
+            self._first.append(first[key])
+
+    def steps(self, groups: Sequence[Mapping[str, Any]], rows: Mapping[int, RowStates]) -> dict[int, RowStep]:
+        """What one `step()` runs for these rows, with the options that the groups have now, and the attributes that the user's optimizer
+        has; sets what the step sets there.
+
+        The rows must be at rest. Raises UnsupportedError, and has done nothing, for groups that have lost an option, or its kind.
+        """
+        for group in groups:
+            self._require_options(group)
+        made: dict[int, RowStep] = {}
+        attributes: dict[str, Any] = {}
+        before, self._alike = self._alike, {}  # what no row of this step shares is not kept
+        self._shells = Shells.of(self._optimizer)
+        of_all = _same_as(self._shells.attributes)
+        for group in groups:
+            options, changed = options_of(group), Options()
+            group_key = of_all, _same_as(options)
+            for row in (self._row_of[id(p)] for p in group["params"] if id(p) in self._row_of):
+                if row in rows:
+                    made[row] = step = self._step(row, options, rows[row], group_key, before)
+                    if isinstance(step, TracedStep):
+                        changed = step.recording.options
+                        attributes |= step.recording.attributes
+            cast(dict[str, Any], group).update(changed)
+        vars(self._optimizer).update(attributes)
+        return made
+
+    def step_of(self, row: int, states: RowStates) -> RowStep:
+        """What a step runs for states like those of this row, with the first options of its group."""
+        return self._step(row, self._first_options[row], states, None, {})
+
+    def own_bytes(self, row: int) -> int:
+        """Bytes of the tensors that the optimizer keeps for a row beside its master."""
+        return OwnStates(self._first[row]).nbytes
+
+    def first_entry(self, row: int) -> Entry:
+        """What is kept for a row after a step, tensors on the meta device, as far as a step without values gets."""
+        return self._first[row]
+
+    def expected_entry(self, row: int, group: Mapping[str, Any]) -> Entry:
+        """What is kept for a row after a step with the options of this group, as `first_entry`."""
+        return entry_after(self._shells, self._forms[row], options_of(group), None) or self._first[row]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How updates run, in sentences."""
+        if self._distrust is not None:
+            return (f"{self.name} runs op by op: {self._distrust}",)
+        said = []
+        if self._graphs:
+            sizes = sorted(sum(node.op == "call_function" for node in graph.graph.nodes) for graph in self._graphs.values())
+            count = str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+            graphs = "1 graph" if len(sizes) == 1 else f"{len(sizes)} graphs"
+            said.append(f"{self.name} is traced: {graphs} of {count} torch operations, run one after the other")
+        why: dict[str, list[int]] = {}
+        for row, reason in sorted(self._op_by_op.items()):
+            why.setdefault(reason, []).append(row)
+        for reason, rows in why.items():
+            some = f"{len(rows)} parameters ({self._names[rows[0]]}, ...)"
+            said.append(f"{self.name} cannot be traced for {some}, its own step runs op by op: {reason}")
+        return tuple(said)
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        """A step that fails on a worker ends the engine: so an option that was a number must still be one."""
+        first = next((self._first_options[self._row_of[id(p)]] for p in group["params"] if id(p) in self._row_of), Options())
+        for key, value in first.items():
+            if key not in group:
+                raise UnsupportedError(f"a parameter group has no {key!r}, only {sorted(group)}; write it back: group[{key!r}] = ...")
+            if _is_number(value) and not isinstance(value, bool) and not _is_number(group[key]):
+                raise UnsupportedError(f"{key} of a parameter group is {group[key]!r}: expected a number, as it was at compile")
+
+    def _step(self, row: int, options: Options, states: RowStates, group: Hashable, before: Mapping[Hashable, Recording]) -> RowStep:
+        """`group` stands for the options, `before` has recordings of the step before, which may be the same."""
+        form, own = self._forms[row], own_of(states)
+        if self._distrust is None:
+            try:
+                return self._traced(row, options, own, group, before)
+            except (Untraceable, TypeError) as error:
+                self._op_by_op[row] = str(error)
+        return OpByOpStep(form, self._shells, options)
+
+    def _traced(self, row: int, options: Options, own: OwnStates, group: Hashable, before: Mapping[Hashable, Recording]) -> TracedStep:
+        """Raises Untraceable; TypeError where a state or a constant cannot be compared."""
+        form = self._forms[row]
+        kinds = form, _signature(options, values=False), _signature(own.entry, values=False)
+        if kinds in self._untraceable:  # so is the next step
+            raise Untraceable(self._untraceable[kinds])
+        key = group, form, _signature(own.entry, values=True)
+        try:
+            recording = self._alike.get(key) or before.get(key) or record(self._shells, form, options, own.entry)
+            self._alike[key] = recording
+        except Untraceable as error:
+            self._untraceable[kinds] = str(error)
+            raise
+        self._op_by_op.pop(row, None)
+        return TracedStep(form, self._graph(recording), recording)
+
+    def _graph(self, recording: Recording) -> fx.GraphModule:
+        key = recording.key
+        if key not in self._graphs:
+            self._graphs[key] = graph_of(recording)
+        return self._graphs[key]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _same_as(values: Mapping[str, Any]) -> Hashable:
+    """Equal for equal values; equal to nothing where they cannot be compared."""
+    try:
+        return _signature(values, values=True)
+    except TypeError:
+        return object()
+
+
+def _signature(entry: Mapping[str, Any] | None, *, values: bool) -> Hashable:
+    """Equal for entries (options, attributes) from which a step has the same operations; with `values` of scalars, also the same numbers.
+
+    Raises TypeError for what cannot be compared.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        if is_scalar(leaf):
+            return leaf.dtype, leaf.item() if values else None
+        if isinstance(leaf, torch.Tensor):
+            return Form.of(leaf), leaf.dtype
+        return leaf if values else type(leaf)
+
+    return frozen(map_leaves(entry, of_leaf))

@@ -1,0 +1,4 @@
+"""The engine in C++ (`runtime/csrc`).
+
+Is given the engine's calls. Returns their effect, by threads of its own. Never holds Python's lock while it waits.
+"""

@@ -1,0 +1,114 @@
+"""CUDA source to a function that C++ can launch: compiled once by NVRTC, kept as a cubin, loaded by the driver.
+
+NVRTC and the driver come from `cuda.bindings`, which torch's CUDA wheels bring; no CUDA toolkit is needed. Cubins are kept in
+`build.cache_dir()` under a hash of source, options, architecture and NVRTC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.native import build
+
+# Each is the default or implied by the intrinsics; said again because one bit depends on each.
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
+
+@functools.cache
+def function(ordinal: int, source_name: str, name: str) -> int:
+    """CUfunction handle of kernel `name` of csrc/`source_name`, valid in the primary context of device `ordinal` until the process ends.
+
+    Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
+    """
+    driver = binding("driver")
+    with primary_context(driver, ordinal):
+        return int(checked(driver, driver.cuModuleGetFunction(_module(ordinal, source_name), name.encode()), f"find {name}"))
+
+
+def cubin(source_name: str, architecture: str) -> bytes:
+    """Machine code of csrc/`source_name` for `architecture`, as "sm_90"; from the cache, else compiled by NVRTC, which needs no GPU.
+
+    Raises EngineError.
+    """
+    nvrtc = binding("nvrtc")
+    source = (build.CSRC / source_name).read_bytes()
+    header = (build.CSRC / "adam_scalars.h").read_bytes()
+    options = (*OPTIONS, f"--gpu-architecture={architecture}")
+    version = checked(nvrtc, nvrtc.nvrtcVersion(), "ask NVRTC's version")
+    key = hashlib.sha256(b"\0".join([source, header, *(o.encode() for o in options), repr(version).encode()])).hexdigest()[:16]
+    path: Path = build.cache_dir() / f"{Path(source_name).stem}-{architecture}-{key}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code = _compile(nvrtc, source_name, source, header, options)
+    build.publish(code, path)
+    return code
+
+
+def _compile(nvrtc: ModuleType, source_name: str, source: bytes, header: bytes, options: tuple[str, ...]) -> bytes:
+    program = checked(nvrtc, nvrtc.nvrtcCreateProgram(source, source_name.encode(), 1, [header], [b"adam_scalars.h"]), "create a program")
+    status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if int(status[0]) != 0:
+        log = b" " * checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "read its log")
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise EngineError(f"NVRTC failed on {source_name} with {' '.join(options)}; is torch too old for this GPU?\n{log.decode()[:4000]}")
+    code: bytes = b" " * checked(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "get the cubin")
+    checked(nvrtc, nvrtc.nvrtcGetCUBIN(program, code), "get the cubin")
+    checked(nvrtc, nvrtc.nvrtcDestroyProgram(program), "destroy the program")
+    return code
+
+
+@functools.cache
+def _module(ordinal: int, source_name: str) -> Any:
+    driver = binding("driver")
+    major, minor = torch.cuda.get_device_capability(ordinal)
+    return checked(driver, driver.cuModuleLoadData(cubin(source_name, f"sm_{major}{minor}")), f"load the cubin of {source_name}")
+
+
+@contextlib.contextmanager
+def primary_context(driver: ModuleType, ordinal: int) -> Iterator[None]:
+    """Within, torch's context of the device is current on this thread, whose own device is left alone; retained until the process ends, as
+    torch does."""
+    checked(driver, driver.cuInit(0), "initialise the driver")
+    checked(driver, driver.cuCtxPushCurrent(_primary_context(ordinal)), "set the context")
+    try:
+        yield
+    finally:
+        checked(driver, driver.cuCtxPopCurrent(), "set the context back")
+
+
+@functools.cache
+def _primary_context(ordinal: int) -> Any:
+    driver = binding("driver")
+    device = checked(driver, driver.cuDeviceGet(ordinal), "find the device")
+    return checked(driver, driver.cuDevicePrimaryCtxRetain(device), "retain the primary context")
+
+
+@functools.cache
+def binding(name: str) -> ModuleType:
+    try:
+        binding = importlib.import_module(f"cuda.bindings.{name}")
+        binding.nvrtcVersion() if name == "nvrtc" else binding.cuDriverGetVersion()  # loads the library behind it
+    except (ImportError, RuntimeError) as error:
+        raise EngineError(
+            f"the CUDA kernel needs cuda.bindings.{name} and its library ({error}); torch's CUDA wheels bring both: pip install "
+            f"cuda-bindings for CUDA {torch.version.cuda}, or pass engine='torch' (slower)."
+        ) from error
+    return binding
+
+
+def checked(binding: ModuleType, result: tuple[Any, ...], what: str) -> Any:
+    """The value of a binding's (status, value) pair. Raises EngineError with the status' name where it is not 0."""
+    status, *values = result
+    if int(status) != 0:
+        raise EngineError(f"{binding.__name__} failed to {what}: {status!r}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,145 @@
+"""Bytes by tier for one placement of the states, known before anything is allocated.
+
+    placed on   device                                          host (pinned for a GPU)
+    GPU         weight, gradient until its update, states       -
+    CPU         weight (its gradient passes through the ring)   states, slot, a 16-bit weight that no half of its master is
+    STREAM      weight, gradient until its update               states (they pass through the staging area)
+
+An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient and its slot with 4 bytes an element.
+Its own fp32 memory is the master of a resident row, else there only while the loop looks at it, and is not counted.
+
+Activations are not part of it: what the compiled graphs keep for the backward is known when a step has run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.engine import staging_shape
+from hytrain_fx.runtime.states.slabs import padded_bytes
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowSize:
+    """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it.
+
+    copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
+    out_bytes    of the new weight on the host, where it has memory of its own there (`RowStates.out`)
+    own_bytes    what another optimizer than Adam and AdamW keeps in the place of moments
+    """
+
+    numel: int
+    itemsize: int
+    amsgrad: bool = False
+    own_bytes: int | None = None
+    copied: bool = False
+    out_bytes: int = 0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weight."""
+        return self.numel * self.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of its gradient on the device, and of its slot."""
+        return self.numel * (FP32_BYTES if self.copied else self.itemsize)
+
+    @property
+    def fp32_tensors(self) -> int:
+        """Tensors that make up its states: master, two moments, with amsgrad three; another optimizer's master."""
+        if self.own_bytes is not None:
+            return 1
+        return 4 if self.amsgrad else 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by tier; every weight and gradient counts that is in the optimizer.
+
+    device_gradients_bytes    gradients that stay on the device until their update: all of them at once, which is the most
+    host_states_bytes         fp32 states of rows updated by the CPU
+    host_slots_bytes          their slots for gradients, and new 16-bit weights that have memory of their own
+    host_streamed_bytes       fp32 states of streamed rows
+    pinned_bytes              how much of the host's bytes is pinned
+    """
+
+    weights_bytes: int
+    device_states_bytes: int
+    device_gradients_bytes: int
+    ring_bytes: int
+    staging_bytes: int
+    host_states_bytes: int
+    host_slots_bytes: int
+    host_streamed_bytes: int
+    pinned_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """All on the device but activations."""
+        return self.weights_bytes + self.device_states_bytes + self.device_gradients_bytes + self.ring_bytes + self.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All on the host."""
+        return self.host_states_bytes + self.host_slots_bytes + self.host_streamed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInUse:
+    """Bytes in use: weights, states resting on the device, states and slots on the host and how much of them is pinned, and
+    what the engine has on the device: the ring for gradients on their way to the host, the staging area of streamed states.
+
+    shadow_bytes         the most that states beside the old ones have taken on the host, in updates on a guess; no estimate
+    device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations included; None on the CPU
+    estimate             what was estimated for the present placement before it was allocated
+    """
+
+    device_states_bytes: int
+    host_bytes: int
+    ring_bytes: int
+    device_peak_bytes: int | None = None
+    weights_bytes: int = 0
+    staging_bytes: int = 0
+    pinned_bytes: int = 0
+    shadow_bytes: int = 0
+    estimate: MemoryEstimate | None = None
+
+
+def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:
+    """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
+    of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}
+    host_states, streamed = _host_bytes(of[Placement.CPU]), _host_bytes(of[Placement.STREAM])
+    slots = sum(padded_bytes(row.gradient_bytes) + row.out_bytes for row in of[Placement.CPU])
+    return MemoryEstimate(
+        weights_bytes=sum(row.weight_bytes for row in rows),
+        device_states_bytes=sum(_device_bytes(row) for row in of[Placement.GPU]),
+        device_gradients_bytes=sum(row.gradient_bytes for row in (*of[Placement.GPU], *of[Placement.STREAM])),
+        ring_bytes=ring_bytes,
+        staging_bytes=staging_bytes(of[Placement.STREAM]),
+        host_states_bytes=host_states,
+        host_slots_bytes=slots,
+        host_streamed_bytes=streamed,
+        pinned_bytes=host_states + slots + streamed - sum(row.own_bytes or 0 for row in of[Placement.CPU]) if pinned else 0,
+    )
+
+
+def staging_bytes(streamed: Sequence[RowSize]) -> int:
+    """Device memory that the states of these rows pass through: slots for one chunk of the largest, 0 without any."""
+    if not streamed:
+        return 0
+    return math.prod(staging_shape(max(row.numel for row in streamed), max(row.fp32_tensors for row in streamed))) * FP32_BYTES
+
+
+def _host_bytes(rows: Iterable[RowSize]) -> int:
+    return sum(row.fp32_tensors * padded_bytes(row.numel * FP32_BYTES) + (row.own_bytes or 0) for row in rows)
+
+
+def _device_bytes(row: RowSize) -> int:
+    """An fp32 weight is its own master."""
+    return (row.fp32_tensors - (row.itemsize == FP32_BYTES)) * row.numel * FP32_BYTES + (row.own_bytes or 0)

@@ -1,0 +1,177 @@
+"""From parameter groups and `.grad` to what the engine commits: one item per row that has a gradient.
+
+    .grad is None                        the row sits this step out, as in torch
+    a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
+    a real tensor                        the update on the device reads it; for a row on the host it is offloaded now
+    one that a `step()` has taken        a real tensor again: torch's optimizers step on it once more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.sources import is_in_slot
+from hytrain_fx.gradients.standin import GradStandIn
+from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import CommitItem
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.torch_private.tensors import get_grad
+
+
+class CommitBuilder:
+    """Builds the items of one `step()` and counts each row's steps.
+
+    decoupled   True for AdamW's weight decay, False for Adam's (L2), unless the group says otherwise
+    """
+
+    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, *, decoupled: bool) -> None:
+        self._steps = [0] * len(table)
+        self._in_doubt: list[int] = []  # rows of the last commit, where it may be left out
+        self._was_left_out: Callable[[], bool] = bool
+        self._table = table
+        self._states = states
+        self._gradients = gradients
+        self._decoupled = decoupled
+
+    @property
+    def steps(self) -> list[int]:
+        """By row: steps that count. Waits for the word on the last one where that has not come yet. Raises EngineError."""
+        self.settle_steps()
+        return self._steps
+
+    def settle_steps(self) -> None:
+        """Wait for the word on whether the last step was left out, where it is in doubt: no commit may come before. Raises EngineError."""
+        if self._in_doubt:
+            if self._was_left_out():
+                for row in self._in_doubt:
+                    self._steps[row] -= 1
+            self._in_doubt = []
+
+    def doubt(self, items: Iterable[CommitItem], was_left_out: Callable[[], bool]) -> None:
+        """The commit of these items may be left out, which the function answers when it is known."""
+        self._in_doubt = [item.row for item in items]
+        self._was_left_out = was_left_out
+
+    def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
+        """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
+
+        Nothing is counted (`committed` does that once the engine has them), and nothing changed where it raises. Raises
+        GradientConsumedError for a gradient that was dropped and put back by hand, UnsupportedError for a parameter that was added after
+        `compile` and for a sparse gradient.
+        """
+        items: list[CommitItem] = []
+        row_of, placement, steps = self._table.row_of, self._states.placement, self.steps
+        for group in groups:
+            by_step: dict[int, AdamScalars] = {}  # rows of a group usually agree
+            for parameter in group["params"]:
+                grad = get_grad(parameter)
+                if grad is None:
+                    continue
+                row = row_of.get(id(parameter))
+                if row is None:
+                    if parameter.numel() == 0:
+                        continue
+                    raise _unmanaged(parameter)
+                step = steps[row] + 1
+                if step not in by_step:
+                    by_step[step] = self._scalars(group, step)
+                on_host = placement[row] is Placement.CPU
+                if on_host and type(grad) is GradStandIn and is_in_slot(grad):
+                    items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
+                    self._gradients.standins.leave(row, grad)
+                elif not on_host and self._gradients.is_untouched(row, grad):
+                    items.append(CommitItem(row, by_step[step], grad, row in touched))
+                else:
+                    items.append(self._item(row, grad, by_step[step], row in touched))
+        return items
+
+    def committed(self, items: Iterable[CommitItem]) -> None:
+        """The engine has taken these items: count their steps and hold the gradients that updates on the device read."""
+        for item in items:
+            self._steps[item.row] += 1
+            if item.grad is not None:
+                self._gradients.hold(item.row, item.grad)
+
+    def groups_by_row(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """The group of each row."""
+        row_of = self._table.row_of
+        return {row_of[id(parameter)]: group for group in groups for parameter in group["params"] if id(parameter) in row_of}
+
+    def foreseen(
+        self, rows: Iterable[int], group_of: Mapping[int, Mapping[str, Any]], known: dict[tuple[int, int], AdamScalars]
+    ) -> list[CommitItem]:
+        """Items as `build` would make them now for these rows, whose gradients are in their slots, but for factors. Nothing is counted.
+
+        Without rows that have no group, or one whose hyper-parameters cannot be read without a wait or an error: that is left to `build`.
+        `known`: what was made before, by group and count of steps.
+        """
+        items, steps = [], self.steps
+        for row in rows:
+            group = group_of.get(row)
+            if group is None:
+                continue
+            key = (id(group), steps[row] + 1)
+            if key not in known:
+                if not _readable(group):
+                    continue
+                try:
+                    known[key] = self._scalars(group, key[1])
+                except (ArithmeticError, LookupError, TypeError, UnsupportedError):
+                    continue
+            items.append(CommitItem(row, known[key]))
+        return items
+
+    def expectations(self, groups: Iterable[Mapping[str, Any]]) -> list[CommitItem]:
+        """Items that commit the rows on the host before their gradients come."""
+        items = []
+        for group in groups:
+            for parameter in group["params"]:
+                row = self._row(parameter)
+                if self._states.placement[row] is Placement.CPU:
+                    self.steps[row] += 1
+                    items.append(CommitItem(row, self._scalars(group, self.steps[row])))
+        return items
+
+    def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
+        decoupled = self._decoupled or bool(group.get("decoupled_weight_decay"))
+        return AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=self._table.device.type == "cuda")
+
+    def _row(self, parameter: torch.Tensor) -> int:
+        row = self._table.row_of.get(id(parameter))
+        if row is None:
+            raise _unmanaged(parameter)
+        return row
+
+    def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
+        if isinstance(grad, GradStandIn):
+            if is_in_slot(grad) and self._states.placement[row] is Placement.CPU:
+                return CommitItem(row, numbers, None, touched, grad.factors)
+            grad = grad.grad_state.materialize()  # edited, or its states have moved since the backward, or a step() has taken it
+        self._gradients.require_strided(row, grad)
+        self._gradients.end_update(row)
+        if self._states.placement[row] is Placement.CPU:
+            self._gradients.offload_real(row, grad)
+            return CommitItem(row, numbers, None, True)
+        # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
+        return CommitItem(row, numbers, self._gradients.on_device(row, grad), at_end=True)
+
+
+def _readable(group: Mapping[str, Any]) -> bool:
+    """Whether no hyper-parameter is a tensor on a device: reading that waits, and the backward may not."""
+    return not any(isinstance(value, torch.Tensor) and value.is_cuda for option in group.values() if option is not group["params"]
+                   for value in (option if isinstance(option, tuple | list) else (option,)))
+
+
+def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"a parameter of shape {tuple(parameter.shape)} has a gradient but was not managed when the model was compiled "
+        "(it was frozen, or was added to the optimizer later). Freeze after hytrain_fx.compile() what is trained later, or call "
+        "hytrain_fx.compile again after such a change"
+    )

@@ -1,0 +1,122 @@
+"""The compiled graphs of one session: given their nodes when they are captured, watched while they run.
+
+    rewrite            a graph has been captured: its nodes, the rows and calls it has, units numbered in forward order
+    around_backward    a compiled backward runs: each of its nodes must, and gradients may be wanted elsewhere than in `.grad`
+    must_capture_anew  a hook has come to a gradient that the graphs keep to themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from hytrain_fx.capture.backend import Capture, CapturedGraph, GraphKind
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.capture.units import Unit
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.destinations import GradDestinations, with_gradients
+from hytrain_fx.ir.startup import Phase
+from hytrain_fx.passes.graph_dump import GraphDump
+from hytrain_fx.passes.insert_grad_offload import offloading_calls
+from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.session.nodes import SessionNodes
+from hytrain_fx.torch_private.tensors import Edit, any_tensor_hooks, without_torch_function
+from hytrain_fx.weights.autocast_copies import AutocastCopies
+
+
+class SessionGraphs:
+    """Captures, rewrites and watches the graphs.
+
+    session    number by which the nodes find it
+    plain      entered while a compiled backward runs: what it reads of weights is no touch by eager code
+    phase      times the parts of a compilation
+    dump       folder for the texts of graphs; one that cannot be written raises ConfigError
+    copies     whose 16-bit weights the graphs may read, None where they never do
+    """
+
+    def __init__(
+        self,
+        session: int,
+        table: ParameterTable,
+        units: Sequence[Unit],
+        engine: Engine,
+        nodes: SessionNodes,
+        plain: Callable[[], AbstractContextManager[None]],
+        phase: Callable[[Phase], AbstractContextManager[None]],
+        copies: AutocastCopies | None,
+        dump: str | Path | None,
+    ) -> None:
+        self._session = session
+        self._table = table
+        self._units = units
+        self._engine = engine
+        self._nodes = nodes
+        self._plain = plain
+        self._dump = None if dump is None else GraphDump(dump)
+        self._destinations = GradDestinations(table.parameters)
+        self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
+        self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
+        self.capture: Capture[PipelineRecord] = Capture(
+            table.names, table.parameters, units, self._rewrite, self._around_backward, phase, copies)
+
+    def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
+        record = rewrite(graph, session=self._session, units=self._units, dump=self._dump)
+        if graph.kind is GraphKind.BACKWARD:
+            self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
+            self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)
+            self._grads[graph.index] = graph.grads
+            self._kept.update((row, self._table.parameters[row]) for row in graph.grads)
+        else:
+            self._number_units()
+        return record
+
+    def _number_units(self) -> None:
+        """Units count in forward order from here on: it is the order in which new weights are due."""
+        for index, number in enumerate(self.capture.unit_order):
+            for row in self._units[number].rows:
+                self._nodes.unit_of[row] = index
+                self._engine.set_unit(row, index)
+
+    def must_capture_anew(self) -> bool:
+        """Whether a tensor hook has come to a parameter whose gradient the compiled graphs do not return: the hook would see None.
+
+        Answers once: the graphs that are captured next return it.
+        """
+        with without_torch_function():
+            if not any_tensor_hooks(self._kept.values()):
+                return False
+        self._kept.clear()
+        return True
+
+    @contextmanager
+    def _around_backward(self, graph: int) -> Iterator[Edit | None]:
+        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
+
+        Gives what puts gradients among the results that autograd does not add to `.grad` but returns (torch.autograd.grad).
+        Raises DroppedNodeError where a node of it did not run, UnsupportedError for a tensor hook that came behind the forward.
+        """
+        rows = self._nodes.graph_rows[graph]
+        with without_torch_function():
+            self._require_no_hooks(rows)
+            elsewhere = self._destinations.elsewhere(rows)
+        with self._plain(), self._nodes.all_run(graph):
+            if not elsewhere:
+                with self._nodes.fetching_ahead(graph):
+                    yield None
+                return
+            with self._nodes.returning(elsewhere) as returned:
+                yield partial(with_gradients, self._grads[graph], returned)
+
+    def _require_no_hooks(self, rows: Iterable[int]) -> None:
+        if not any_tensor_hooks([self._table.parameters[row] for row in rows]):
+            return
+        late = next(row for row in rows if any_tensor_hooks([self._table.parameters[row]]))
+        raise UnsupportedError(
+            f"a gradient hook was registered on {self._table.names[late]!r} between the forward and its backward, whose compiled "
+            "graph does not return this gradient; register hooks before the forward"
+        )

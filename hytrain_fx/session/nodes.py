@@ -1,0 +1,160 @@
+"""What the inserted nodes do in one session: gradients are taken, updates armed, weights released and waited for, runs marked and counted.
+
+    grad_offload   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the graph to return
+                   any other: into the engine or into `.grad` (gradients/taking.py)
+    all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import DroppedNodeError
+from hytrain_fx.gradients.destinations import NOWHERE_ELSE, Elsewhere
+from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.planning.marks import Mark, StepMarks
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.states.store import StateStore
+
+
+class SessionNodes:
+    """Implements `ops.StepNodes` for one session."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks) -> None:
+        self.table = table
+        self.gradients = SessionGradients(table, engine, states)
+        self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
+        self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
+        self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
+        self.unit_of: list[int] = [0] * len(table)
+        self._engine = engine
+        self._states = states
+        self._marks = marks
+        self._offloaded: set[int] = set()
+        self._elsewhere = NOWHERE_ELSE
+        self._returned: dict[int, torch.Tensor] = {}
+
+    # ---- the nodes ----
+
+    @whole()  # an engine in Python holds locks and takes memory in several lines
+    def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients of `rows`, in the parameters' shapes, from buffers that die after this call."""
+        self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
+        self._offloaded.update(rows)
+        self.runs["grad_offload"] += len(rows)
+        if self._elsewhere:
+            rows, grads = self._keep_returned(rows, grads)
+        group = self.gradients.groups[rows]
+        group.place(self._states.placement)
+        self.gradients.take(group, grads)
+
+    @whole()
+    def cpu_step(self, rows: Sequence[int]) -> None:
+        """Arm the CPU update of rows placed on the host."""
+        group = self.gradients.groups[rows]
+        if group.on_host:
+            self._engine.arm_cpu(group.rows)
+        self.runs["cpu_step"] += len(rows)
+
+    @whole()
+    def gpu_step(self, rows: Sequence[int]) -> None:
+        """Arm the update on the device of rows placed there."""
+        group = self.gradients.groups[rows]
+        if group.on_device:
+            self._engine.arm_gpu(group.rows)
+        self.runs["gpu_step"] += len(rows)
+
+    @whole()
+    def reload(self, rows: Sequence[int]) -> None:
+        """Arm the copy of the new weights of rows placed on the host."""
+        group = self.gradients.groups[rows]
+        if group.on_host:
+            self._engine.arm_reload(group.rows)
+        self.runs["reload"] += len(rows)
+
+    @whole()
+    def release(self, rows: Sequence[int]) -> None:
+        """The compute stream has, at this point, read these weights for the last time."""
+        self._engine.release(rows)
+        self.runs["release"] += len(rows)
+
+    @whole()
+    def backward_end(self, graph: int, rows: Sequence[int]) -> None:
+        """Release the rest and check the count. Raises DroppedNodeError."""
+        missing = self.graph_rows.get(graph, frozenset()) - self._offloaded
+        if missing:
+            names = ", ".join(self.table.names[row] for row in sorted(missing)[:3])
+            raise DroppedNodeError(
+                f"backward graph {graph} ended but {len(missing)} of its gradients were never offloaded ({names}, ...); "
+                "an inserted node was dropped by the compiler: please report this with the torch version"
+            )
+        self._offloaded -= self.graph_rows.get(graph, frozenset())
+        if rows:
+            self.release(rows)
+        self._marks.mark(Mark.BACKWARD_END)
+        self.runs["backward_end"] += 1
+
+    @whole()
+    def wait(self, rows: Sequence[int]) -> None:
+        """Return when the compute stream will see the committed weights of `rows`."""
+        unit = self.unit_of[rows[0]]
+        self._marks.mark(Mark.WAIT_BEGIN, unit)
+        self._engine.wait(rows)
+        if self.gradients.held:
+            self.gradients.let_go(rows)
+        self._marks.mark(Mark.WAIT_END, unit)
+        self.runs["wait"] += len(rows)
+
+    # ---- around one run of a backward graph ----
+
+    @contextmanager
+    def all_run(self, graph: int) -> Iterator[None]:
+        """Around one run of a compiled backward graph. Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
+
+        Releases are not counted: `step()` makes up for one that is lost.
+        """
+        before = self.runs.copy()
+        self._offloaded.clear()  # by a graph that ended in an error
+        self.gradients.forget_fresh()
+        with self.gradients.all_or_none(self.graph_rows[graph]):
+            yield
+            self._require_all_ran(graph, before)
+
+    def _require_all_ran(self, graph: int, before: Counter[str]) -> None:
+        rows = len(self.graph_rows[graph])
+        for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "backward_end"):
+            ran, expected = self.runs[kind] - before[kind], min(rows, 1) if kind == "backward_end" else rows
+            if ran < expected:
+                raise DroppedNodeError(
+                    f"backward graph {graph} ran {kind} for {ran} rows, expected {expected}; an inserted node was dropped by the compiler: "
+                    "please report this with the torch version"
+                )
+
+    def fetching_ahead(self, graph: int) -> AbstractContextManager[None]:
+        """Around one run of a backward graph, all of whose gradients go to `.grad`: what slots have comes back ahead of its nodes."""
+        return self.gradients.fetching_ahead(self.graph_calls[graph])
+
+    @contextmanager
+    def returning(self, elsewhere: Elsewhere) -> Iterator[dict[int, torch.Tensor]]:
+        """Meanwhile these gradients do not go to `.grad`; gives those that the graph shall return, as they come."""
+        self._elsewhere = elsewhere
+        try:
+            yield self._returned
+        finally:
+            self._elsewhere = NOWHERE_ELSE
+            self._returned = {}
+
+    def _keep_returned(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+        """Copies of gradients that the graph shall return; the rows and gradients that go to `.grad` all the same."""
+        of = self._elsewhere
+        for row, grad in zip(rows, grads, strict=True):
+            if row in of.returned:
+                self._returned[row] = self._returned[row] + grad if row in self._returned else grad.clone()
+        stay = [i for i, row in enumerate(rows) if row not in of.returned and row not in of.unwanted]
+        return [rows[i] for i in stay], [grads[i] for i in stay]

@@ -1,0 +1,127 @@
+"""The optimizer that `compile` returns: the user's own param_groups, the session's update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
+from hytrain_fx.session.session import Session
+from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states
+from hytrain_fx.torch_private.tensors import load_state_dict_hooks
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer with states that rest on host and device as the plan says.
+
+    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` has the keys that
+    the user's optimizer would have, and for 16-bit parameters `master` besides, as copies made when asked for (`ParameterStates`).
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        self.session = session
+        self._states: Any = ParameterStates(session)
+        self.state = self._states  # type: ignore[assignment]
+        self._original = original
+        _hand_over(original, self)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Commit this step: fixes the hyper-parameters and returns while updates run. Raises EngineError, GradientConsumedError."""
+        self._require_own()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
+        with left_by_scaler(self, self.session.table.device) as found_inf:
+            self.session.step(found_inf)
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self.session.engine.can_skip and steps_without_wait(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        if set_to_none:
+            self.session.zero_grad()
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
+        self._require_own()
+        with self.session.turns.state:
+            self.session.drain()
+            states = read_states(self.session)
+        # Another object shows them, with all else that this one has: another thread may step meanwhile, a user's hook may wait for it.
+        shown = object.__new__(type(self))
+        vars(shown).update(vars(self) | {"state": states})
+        return torch.optim.Optimizer.state_dict(shown)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.
+
+        A 16-bit parameter without `master` takes its present weight for it.
+        """
+        self._require_own()
+        state_dict = copy.copy(state_dict)
+        before, after = load_state_dict_hooks(self)
+        for hook in before:
+            state_dict = hook(self, state_dict) or state_dict
+        with self.session.turns.state:
+            self.session.drain()
+            load_states(self.session, self, state_dict)
+        for hook in after:
+            hook(self)
+
+    def _require_own(self) -> None:
+        """Raise UnsupportedError where `state` or `param_groups` was replaced, here or in the old object: nothing would read them."""
+        if any(each.state is not self._states for each in (self, self._original)):
+            raise UnsupportedError("optimizer.state was replaced, which would have no effect; empty it with optimizer.state.clear(), "
+                                   "or write it with optimizer.load_state_dict() or optimizer.state[parameter] = {...}")
+        if any(each.param_groups is not self.session.groups for each in (self, self._original)):
+            raise UnsupportedError("optimizer.param_groups was replaced, which would have no effect; write the options into the groups "
+                                   "that are there (optimizer.param_groups[0]['lr'] = ...), or use optimizer.load_state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "the optimizer of a compiled model was copied or pickled: its states belong to a running engine. Save or copy "
+            "optimizer.state_dict() instead; a copied or pickled model is a plain one, for which a new optimizer can load it"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once compiled. Raises UnsupportedError."""
+        if hasattr(self, "session"):
+            raise UnsupportedError("a parameter group was added after hytrain_fx.compile(); add it to the optimizer first, then compile")
+        super().add_param_group(param_group)
+
+
+def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> None:
+    """Calls on the user's old object reach ours: it no longer owns the states."""
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        setattr(original, name, getattr(ours, name))
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        return ours.step(closure)
+
+    # A scheduler made before compile() looks for its mark on step() and warns where it is gone; ours notes the call in its place.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    original.step = step  # type: ignore[method-assign]
+    original.state = ours.state
+    original._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # fused: GradScaler would leave its numbers at the old object
+    original.register_step_pre_hook(_refuse_old_step)
+
+
+def _refuse_old_step(*_: Any) -> None:
+    """For a `step` that a wrapper took from the old object before it was replaced: it would keep no moments."""
+    raise UnsupportedError(
+        "step() of the optimizer as it was before hytrain_fx.compile() was called: something took that method before (a wrapper with a "
+        "GradScaler, as accelerator.prepare() makes); call hytrain_fx.compile() before it, and wrap the optimizer that is returned"
+    )

@@ -1,0 +1,238 @@
+"""Optimizer states in torch's checkpoint form, read from and written to wherever they rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.session.own_entries import OwnEntries
+from hytrain_fx.session.session import Session
+from hytrain_fx.session.state_entry import StateEntry
+from hytrain_fx.session.turns import in_turn
+from hytrain_fx.torch_private.tensors import without_torch_function
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state`: by parameter `step`, the moments, and `master` for 16-bit parameters, read from wherever they rest.
+
+    As torch's, it has no entry before a parameter's first step, and gives an empty one where it is asked. An entry is a copy on the
+    CPU whose tensors refuse writes in place, which would be lost: assign a tensor to its key, or an entry, instead. Deleting or emptying
+    an entry makes it as before the first step.
+    Raises KeyError where a parameter that is not managed is assigned to or deleted, ValueError where what is assigned does not fit.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.turns = session.turns
+
+    @in_turn
+    def __len__(self) -> int:
+        return sum(_has_entry(self._session, row) for row in range(len(self._session.table)))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([p for p in self._session.table.parameters if p in self])
+
+    @in_turn
+    def __contains__(self, parameter: object) -> bool:
+        row = self._session.table.row_of.get(id(parameter))
+        return row is not None and _has_entry(self._session, row)
+
+    @in_turn
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        write = partial(self._write, parameter)
+        if parameter not in self:
+            return StateEntry({}, write)
+        row = self._at_rest(parameter)
+        with torch.inference_mode():  # torch refuses to write to what is made here
+            return StateEntry(_read_row(self._session, row), write)
+
+    @in_turn
+    def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+        row = self._at_rest(parameter)
+        _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
+        with self._session.loading(all_states=False):
+            _load_row(self._session, row, entry)
+
+    @in_turn
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        row = self._at_rest(parameter)
+        with self._session.loading(all_states=False):
+            _load_row(self._session, row, None)
+
+    @in_turn
+    def clear(self) -> None:
+        """Make every parameter as before its first step; the weights stay."""
+        for parameter in list(self):
+            del self[parameter]
+
+    def _write(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
+        if entry:
+            self[parameter] = entry
+        else:
+            self.pop(parameter, None)
+
+    def _at_rest(self, parameter: torch.Tensor) -> int:
+        self._session.require_whole_states()
+        row = self._session.table.row_of.get(id(parameter), -1)
+        if row < 0:
+            raise KeyError(f"a {type(parameter).__name__} that is no parameter of the optimizer when the model was compiled")
+        self._session.drain()
+        self._session.follow_written_weights()
+        return row
+
+
+def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Every entry of `ParameterStates` as copies of its own. The session must be drained."""
+    session.require_whole_states()
+    session.follow_written_weights()
+    rows = filter(partial(_has_entry, session), range(len(session.table)))
+    trained = {session.table.parameters[row]: _read_row(session, row) for row in rows}
+    return trained | {parameter: copy.deepcopy(entry) for parameter, entry in session.frozen_states.items()}
+
+
+def _has_entry(session: Session, row: int) -> bool:
+    """As torch, too, has no state for a parameter before its first step."""
+    entries = _own_entries(session)
+    return session.builder.steps[row] > 0 if entries is None else entries.has(row)
+
+
+def _own_entries(session: Session) -> OwnEntries | None:
+    """What reads and writes the states of another optimizer than Adam and AdamW."""
+    if session.rule is None:
+        return None
+    return OwnEntries(session.rule, session.states, session.table.parameters, session.table.names)
+
+
+def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
+    with without_torch_function():
+        states, parameter = session.states.whole(row), session.table.parameters[row]
+        if (own := _own_entries(session)) is not None:
+            return own.read(row)
+    entry = {"step": torch.tensor(float(session.builder.steps[row]))}
+    for name in _MOMENTS:
+        if (flat := getattr(states, name)) is not None:
+            entry[name] = _shaped(flat, parameter)
+    if parameter.dtype != torch.float32:
+        entry["master"] = _shaped(states.master, parameter)
+    return entry
+
+
+def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Write a checkpoint's states and group options into a drained session and the groups of its optimizer.
+
+    Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match. After an error while they are
+    written, memory that runs out say, nothing is trained or saved until all have been loaded (`Session.require_whole_states`).
+    """
+    _check_form(state_dict)
+    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
+    if found != expected:
+        raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
+    saved_of_row: dict[int, dict[str, Any] | None] = {}
+    frozen: dict[torch.Tensor, dict[str, Any]] = {}
+    group_of_row: dict[int, dict[str, Any]] = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            row = session.table.row_of.get(id(parameter))
+            if row is not None:
+                saved_of_row[row] = state_dict["state"].get(number)
+                group_of_row[row] = group | saved
+            elif state_dict["state"].get(number):
+                frozen[parameter] = state_dict["state"][number]
+    for row, entry in saved_of_row.items():
+        if entry is not None:
+            _check_row(session, row, entry, group_of_row[row])
+    session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
+    with session.loading(all_states=True):
+        for group, saved in zip(groups, saved_groups, strict=True):
+            _load_options(group, saved, optimizer.defaults)
+        for row, entry in saved_of_row.items():
+            _load_row(session, row, entry)
+        session.frozen_states = {parameter: dict(entry) for parameter, entry in frozen.items()}
+
+
+def _check_form(state_dict: object) -> None:
+    kinds = {"state": Mapping, "param_groups": Sequence}
+    if not isinstance(state_dict, Mapping) or not all(isinstance(state_dict.get(key), kind) for key, kind in kinds.items()):
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"this is no optimizer's state_dict: found {found}, expected a dict of 'state' and 'param_groups'")
+
+
+def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
+    """The options of the checkpoint, and those of the optimizer that it lacks: what a scheduler has put there since (`initial_lr`) goes."""
+    for key in group.keys() - saved.keys() - set(known) - {"params", "param_names"}:
+        del group[key]
+    group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
+
+
+def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
+    if (own := _own_entries(session)) is not None:
+        own.load(row, saved)
+        return
+    states, parameter = session.states.in_memory(row), session.table.parameters[row]
+    if saved is None:
+        session.builder.steps[row] = 0
+        for name in _MOMENTS:
+            if (flat := getattr(states, name)) is not None:
+                flat.zero_()
+        session.states.take_weight(row)  # as fresh as its moments
+        return
+    session.builder.steps[row] = int(saved["step"])
+    master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
+    first, second = (_flat(saved[name], parameter) for name in ("exp_avg", "exp_avg_sq"))
+    largest = None if states.max_exp_avg_sq is None else _flat(saved["max_exp_avg_sq"], parameter)
+    session.states.write(row, RowStates(_flat(master, parameter), first, second, largest, None))
+
+
+def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the entry of {session.table.names[row]} is {saved!r} in the checkpoint, expected a dict of states")
+    if (own := _own_entries(session)) is not None:
+        own.check(row, saved, group)
+        return
+    needed = [name for name in _MOMENTS if getattr(session.states[row], name) is not None]
+    missing = [name for name in ("step", *needed) if name not in saved]
+    if missing:
+        raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]}, only {sorted(saved)}; is it an Adam's?")
+    name_of_row, expected = session.table.names[row], session.table.parameters[row].shape
+    if not _is_count(saved["step"]):
+        raise ValueError(f"step of {name_of_row} is {saved['step']!r} in the checkpoint, expected a number of steps")
+    keeps_master = session.table.parameters[row].dtype != torch.float32  # else the weight is the master, whatever the entry has
+    for name in (*needed, *(["master"] if keeps_master else [])):
+        if name in saved and not isinstance(saved[name], torch.Tensor):
+            raise ValueError(f"{name} of {name_of_row} is {saved[name]!r} in the checkpoint, expected a tensor")
+        if name in saved and saved[name].shape != expected:
+            raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
+    if bool((saved["exp_avg_sq"] < 0).any()):
+        raise ValueError(f"exp_avg_sq of {name_of_row} has negative elements in the checkpoint; it is a mean of squares")
+
+
+def _is_count(value: object) -> bool:
+    try:
+        return int(value) >= 0  # type: ignore[call-overload,no-any-return]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
+def _flat(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """As fp32, in the order of the parameter's memory."""
+    flat = torch.empty(parameter.numel(), dtype=torch.float32, device=saved.device)
+    _view(flat, parameter).copy_(saved.detach())
+    return flat
+
+
+def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    return _view(flat, parameter).to("cpu", copy=True)

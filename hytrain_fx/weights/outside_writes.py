@@ -1,0 +1,171 @@
+"""Weights that somebody else has written, or given other memory: noticed by version and address, and taken for the new masters.
+
+    version    an in-place write to the parameter or to any `detach()` of it (`.data` of a managed parameter is one): the counter is shared
+    address    `p.data = other`, `model.to(...)`, `vector_to_parameters`
+    touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no counter, and comparing is cheap there
+
+Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it
+is brought home before eager code gets at it, and in the steps after, while what was got then may still be written to (`watch`).
+
+Not noticed: a write on a GPU through a raw pointer, a DLPack alias, or a `.data` taken before `compile`, which has a counter of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.torch_private.tensors import property_reader, without_torch_function
+from hytrain_fx.weights.held import HeldWeights
+
+WATCHED_STEPS: Final = 16  # after eager code has last reached a weight
+_dtype_of: Final = property_reader("dtype")
+_version_of: Final = property_reader("_version")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What may not change after compile; strides of dimensions of one element are left out, they mean nothing."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides)
+
+    def __str__(self) -> str:
+        return f"shape {tuple(self.shape)}, {self.dtype} on {self.device}, strides {self.strides}"
+
+
+class OutsideWrites:
+    """Remembers versions and memory of all parameters as this library left them."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, held: HeldWeights) -> None:
+        self._table = table
+        self._engine = engine
+        self._states = states
+        self._held = held
+        with without_torch_function():
+            self._forms = [_Form.of(p) for p in table.parameters]
+            self._memory = self._memory_now()
+            self._moved: set[int] = set()  # rows in other memory, whose masters may be of what the old one held
+            self._versions = list(map(_version_of, table.parameters))
+        self._watched: dict[int, int] = {}  # steps since eager code has reached them, by row
+
+    def watch(self, rows: Collection[int]) -> None:
+        """Eager code is about to reach these weights; none of them is in flight.
+
+        One that was written since by an alias older than the watch becomes its master as a whole.
+        """
+        with torch.no_grad(), without_torch_function():
+            for row in rows:
+                if row in self._states.copies:  # their fp32 memory is followed as a whole
+                    continue
+                if row not in self._watched:
+                    if not self._is_ours(row):
+                        self._engine.drain([row])
+                        self._states.follow_weight(row)
+                    self._states.keep_weight(row, True)
+                self._watched[row] = 0
+
+    def end_step(self) -> None:
+        """Stop watching what eager code has not reached for some steps."""
+        for row in [row for row, steps in self._watched.items() if steps == WATCHED_STEPS]:
+            del self._watched[row]
+            self._states.keep_weight(row, False)
+        for row in self._watched:
+            self._watched[row] += 1
+
+    def _is_ours(self, row: int) -> bool:
+        parameter = self._table.parameters[row]
+        return parameter._version == self._versions[row] and parameter.data_ptr() == self._memory[0][row]
+
+    def follow_memory(self) -> set[int]:
+        """Use the memory that parameters have now; the rows whose memory is another one. About 0.2 us a parameter.
+
+        What is in it becomes the masters at `follow` only: 16-bit weights that come back until then go on from the masters they had.
+
+        Raises UnsupportedError, and changes nothing, where dtype, shape, device or order of memory are others.
+        """
+        with torch.no_grad(), without_torch_function():
+            now = self._memory_now()
+            if now == self._memory:
+                return set()
+            moved = [row for row, (a, b) in enumerate(zip(zip(*now, strict=True), zip(*self._memory, strict=True), strict=True)) if a != b]
+            for row in moved:
+                self._require_form(row)
+            self._engine.drain(moved)
+            with self._held.ours():
+                for row in moved:
+                    if row not in self._states.copies:
+                        self._engine.set_weight(row, self._table.parameters[row].detach())
+                    self._states.follow_memory(row)
+            self._memory = now
+            self._moved.update(moved)
+            return set(moved)
+
+    def follow(self, touched: Collection[int]) -> set[int]:
+        """Take written weights for the masters; the rows that were, or may have been, written. Raises UnsupportedError."""
+        with torch.no_grad(), without_torch_function():
+            self.follow_memory()
+            written, self._moved = self._moved, set()
+            now = list(map(_version_of, self._table.parameters))
+            if now != self._versions:
+                written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
+            if self._table.device.type == "cpu":
+                written.update(touched)
+            if written:
+                self._engine.drain(sorted(written))
+            for row in written:
+                self._states.follow_weight(row)
+            self.note(written)
+            return written
+
+    def follow_copies(self, touched: Collection[int]) -> None:
+        """Take what was written to fp32 memory that graphs do not read, because they read copies, for masters and copies."""
+        copies = self._states.copies
+        seen = touched if self._table.device.type == "cpu" else ()
+        written = [row for row in copies if copies[row].current and (not self._is_ours(row) or row in self._moved or row in seen)]
+        if written:
+            self._engine.drain(written)
+            for row in written:
+                self._states.follow_weight(row)
+            self._moved.difference_update(written)
+            self.note(written)
+
+    def note_all(self, rows: Collection[int]) -> None:
+        """Versions and memory that these rows have now are ours."""
+        self.note(rows)
+        for row in rows:
+            self._memory[0][row] = self._table.parameters[row].data_ptr()
+
+    def note(self, rows: Collection[int]) -> None:
+        """The versions that these rows have now are ours."""
+        if len(rows) == len(self._versions):
+            self._versions = list(map(_version_of, self._table.parameters))
+            return
+        for row in rows:
+            self._versions[row] = self._table.parameters[row]._version
+
+    def _memory_now(self) -> tuple[list[int], list[int], list[torch.dtype]]:
+        parameters = self._table.parameters  # three maps: no bytecode is run for a parameter
+        return list(map(torch.Tensor.data_ptr, parameters)), list(map(torch.Tensor.numel, parameters)), list(map(_dtype_of, parameters))
+
+    def _require_form(self, row: int) -> None:
+        found, expected = _Form.of(self._table.parameters[row]), self._forms[row]
+        if found != expected:
+            raise UnsupportedError(
+                f"{self._table.names[row]} was changed after hytrain_fx.compile(): it has {found}; it was compiled with {expected}. "
+                "Call hytrain_fx.close(model), make a new optimizer, and call hytrain_fx.compile() again"
+            )
