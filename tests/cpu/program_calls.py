@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import select
 import signal
 import sys
@@ -367,16 +368,21 @@ def _fork(side: Side, at: int) -> float:
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(writing, repr(_sum_of_weights(side)).encode())
-        finally:
-            os._exit(0)
+            told = repr(_sum_of_weights(side))
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"[:4000]
+        os.write(writing, told.encode())
+        os._exit(0)
     os.close(writing)
     try:
         ready, _, _ = select.select([reading], [], [], 20.0)
         if not ready:
             os.kill(pid, signal.SIGKILL)
             raise TimeoutError("the child has not answered in 20 s")
-        return float(os.read(reading, 100))
+        told = os.read(reading, 4096).decode()
+        if not re.fullmatch(r"-?[\d.e+-]+|-?inf|nan", told):
+            raise RuntimeError(f"in the child: {told}")
+        return float(told)
     finally:
         os.close(reading)
         os.waitpid(pid, 0)
@@ -444,7 +450,12 @@ def _seen(side: Side) -> list[torch.Tensor]:
     """What a step changes."""
     states = side.optimizer.state_dict()["state"]
     counts = [torch.as_tensor(entry["step"]) for entry in states.values() if "step" in entry]
-    return [torch.tensor(len(counts)), *(p.detach().clone() for p in side.parameters), *counts]
+    return [torch.tensor(len(counts)), *(_bits(p) for p in side.parameters), *counts]
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor:
+    """As whole numbers: NaN equals itself then."""
+    return parameter.detach().clone().view(torch.int16 if parameter.element_size() == 2 else torch.int32)
 
 
 def _signal_in_load(side: Side, at: int) -> None:

@@ -349,7 +349,10 @@ def _in_a_process(first: int, seeds: int, programs: int) -> Found:
         print(f"seed {read['seed']}: {read['programs']} programs, {read['took_s']:.1f} s{shown or ', ok'}", flush=True)
     if done < seeds:
         lost = first + done
-        total.failures.append(Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}: {err[-2000:]}", True))
+        not_run = ", ".join(map(str, range(lost + 1, first + seeds)))
+        after = f"; not run after it: seed {not_run}" if not_run else ""
+        total.failures.append(
+            Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}{after}: {err[-2000:]}", True))
     return total
 
 
@@ -368,9 +371,17 @@ def main() -> int:
     each = max(1, min(2, seeds // of.processes))
     starts = range(of.seed, of.seed + seeds, each)
     begin_s = time.monotonic()
+    not_begun: list[int] = []
+
+    def run(at: int) -> Found:
+        count = min(each, of.seed + seeds - at)
+        if time.monotonic() - begin_s < of.limit_s:
+            return _in_a_process(at, count, PER_SEED)
+        not_begun.extend(range(at, at + count))
+        return Found()
+
     with ThreadPoolExecutor(of.processes) as pool:
-        parts = list(pool.map(lambda at: _in_a_process(at, min(each, of.seed + seeds - at), PER_SEED)
-                              if time.monotonic() - begin_s < of.limit_s else Found(), starts))
+        parts = list(pool.map(run, starts))
     counts = sum((part.counts for part in parts), Counter[str]())
     failures = [failure for part in parts for failure in part.failures]
     print(f"\n{sum(part.programs for part in parts)} programs of seeds {of.seed} to {of.seed + seeds - 1} in "
@@ -378,6 +389,8 @@ def main() -> int:
     for failure in failures:
         print(f"\nseed {failure.seed}: {failure.error}\n" + ("" if failure.alone else "(only after other programs of its seed)\n")
               + failure.program)
+    if not_begun:
+        print(f"\nnot begun within {of.limit_s:.0f} s: {len(not_begun)} seeds, {min(not_begun)} to {max(not_begun)}")
     print(f"\n{len(failures)} failures")
     return int(bool(failures))
 
