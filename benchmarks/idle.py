@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.case import CannotRun
 from benchmarks.trace import events, spans
-from hytrain_fx.explain.timeline.intervals import length, union
+from hytrain_fx.explain.timeline.span import length, union
 
 TRACED_STEPS = 3
 

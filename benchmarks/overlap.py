@@ -18,7 +18,7 @@ from benchmarks.case import CannotRun
 from benchmarks.idle import TRACED_STEPS
 from benchmarks.trace import Event, busiest_stream, document, spans
 from hytrain_fx.api import session_of
-from hytrain_fx.explain.timeline.intervals import Interval, length, share_inside, union
+from hytrain_fx.explain.timeline.span import Interval, length, share_inside, union
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hytrain_fx.explain.timeline.intervals import Interval
+from hytrain_fx.explain.timeline.span import Interval
 
 Event = dict[str, Any]
 

@@ -20,8 +20,7 @@ from hytrain_fx.explain.graphs.node_figures import InspectedRow, unit_times
 from hytrain_fx.explain.graphs.text import InspectedGraph, Inspection
 from hytrain_fx.explain.plan.report import Explanation, Measured
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
-from hytrain_fx.explain.timeline.recording import Recording
-from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule
+from hytrain_fx.explain.timeline.timeline import Recording, Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.launch_queue import length_asked_for

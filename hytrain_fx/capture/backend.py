@@ -30,9 +30,8 @@ import torch
 from torch import fx, nn
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.capture.casts import CastRows, cast_rows
-from hytrain_fx.capture.copy_inputs import with_copies
-from hytrain_fx.capture.flops import node_flops
+from hytrain_fx.capture.casts import CastRows, cast_rows, with_copies
+from hytrain_fx.capture.dataflow import node_flops
 from hytrain_fx.capture.instance_graphs import RowsOfInputs, by_parameters
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError

@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from hytrain_fx.cost_model.estimate import standard_error
 from hytrain_fx.cost_model.pieces import joined, pieces_of
+from hytrain_fx.cost_model.replan import standard_error
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit, streamed_state_bytes

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from hytrain_fx.cost_model.budget import Budget
+from hytrain_fx.cost_model.budget import Budget, budget_inputs, inputs_of
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
-from hytrain_fx.cost_model.inputs import budget_inputs, inputs_of
 from hytrain_fx.cost_model.pieces import with_more_on_device
 from hytrain_fx.cost_model.reasons import (
     balance_reason,

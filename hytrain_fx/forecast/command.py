@@ -62,7 +62,7 @@ def _report(args: argparse.Namespace) -> str:
         from hytrain_fx.forecast.page import page
 
         return _written(page(made), args.out)
-    from hytrain_fx.forecast.markdown import markdown
+    from hytrain_fx.forecast.page import markdown
 
     return _written(markdown(made), args.out)
 

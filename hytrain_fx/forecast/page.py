@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.forecast.plots import plots
 from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.systems import OURS
-from hytrain_fx.forecast.tables import headline, limits, placement, tables
+from hytrain_fx.forecast.tables import Table, headline, limits, placement, tables
 from hytrain_fx.ir.figures import bytes_text, time_text
 
 TEMPLATE = Path(__file__).with_name("templates") / "forecast.html"
@@ -33,3 +34,22 @@ def _key_figures(report: Report) -> tuple[tuple[str, str], ...]:
         ("device idle", f"{row.idle_shares['gpu']:.0%}"), ("on the device", bytes_text(row.memory.device_bytes)),
         ("on the host", bytes_text(row.memory.host_bytes)), ("fits", "yes" if row.fits else "no"),
     )
+
+
+# ---- An offline report as Markdown ----
+
+
+def markdown(report: Report) -> str:
+    """All tables, limits, and where each unit is updated."""
+    parts = [f"# {report.model} on {report.device.name}", headline(report), *map(_table, tables(report)), "## Limits", *limits(report),
+             f"## Placement, k = {report.plan.k}", "\n".join(f"- {line}" for line in placement(report))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(table: Table) -> str:
+    lines = [f"## {table.title}", "", _line(table.heads), "|---" * len(table.heads) + "|", *map(_line, table.rows)]
+    return "\n".join([*lines, *(f"\n{remark}" for remark in table.remarks)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -6,12 +6,14 @@ timing and text to the pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import fx
 
 from hytrain_fx.capture.backend import CapturedGraph
@@ -119,3 +121,24 @@ def by_unit(rows: Sequence[int], unit_of: Mapping[int, int]) -> dict[int, tuple[
     for row in sorted(rows, key=lambda r: (unit_of[r], r)):
         groups.setdefault(unit_of[row], []).append(row)
     return {unit: tuple(found) for unit, found in groups.items()}
+
+
+# ---- How a node of ours gets into a graph: where, with which meta, under which fake tensors ----
+
+
+def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], unit: int | None, value: torch.Tensor | None = None) -> fx.Node:
+    """Call `target` at the graph's insertion point. `value` is the fake result, None for an operator without one."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = value
+    node.meta[NOTE_KEY] = NodeNote(unit)
+    return node
+
+
+@contextlib.contextmanager
+def after_last(graph: fx.Graph, nodes: Iterable[fx.Node]) -> Iterator[None]:
+    """Insert right behind the last of `nodes` in graph order, and behind all placeholders."""
+    last = max(nodes)
+    while last.next.op == "placeholder":
+        last = last.next
+    with graph.inserting_after(last):
+        yield

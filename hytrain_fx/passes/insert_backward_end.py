@@ -16,9 +16,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, rows_of
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, insert, rows_of
 from hytrain_fx.passes.insert_release import released_rows
-from hytrain_fx.passes.insertion import insert
 from hytrain_fx.passes.ops import BACKWARD_END, GPU_STEP, RELEASE
 
 

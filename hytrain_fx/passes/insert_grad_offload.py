@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note, rows_of
-from hytrain_fx.passes.insertion import after_last, insert
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, after_last, by_unit, insert, note, rows_of
 from hytrain_fx.passes.ops import GRAD_OFFLOAD
 
 

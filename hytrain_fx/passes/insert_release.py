@@ -18,8 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note
-from hytrain_fx.passes.insertion import after_last, insert
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, after_last, by_unit, insert, note
 from hytrain_fx.passes.ops import BACKWARD_END, GRAD_OFFLOAD, RELEASE
 
 NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END})  # they take tensors for order only

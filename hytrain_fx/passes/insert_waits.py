@@ -16,8 +16,7 @@ from typing import ClassVar
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, note
-from hytrain_fx.passes.insertion import insert
+from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, insert, note
 from hytrain_fx.passes.ops import WAIT
 
 

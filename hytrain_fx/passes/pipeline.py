@@ -9,25 +9,26 @@ With a dump folder each pass leaves its text before and after (`passes.graph_dum
 
 from __future__ import annotations
 
+import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import fx
 
 from hytrain_fx.capture.backend import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit
-from hytrain_fx.errors import GraphInvariantError
+from hytrain_fx.errors import ConfigError, GraphInvariantError
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import Fact, NodeNote, Pass, PassContext, PassRecord, note
 from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
-from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_backward_end import InsertBackwardEnd
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
 from hytrain_fx.passes.insert_release import InsertRelease
-from hytrain_fx.passes.insert_reload import InsertReload
-from hytrain_fx.passes.insert_steps import InsertSteps
+from hytrain_fx.passes.insert_steps import InsertReload, InsertSteps
 from hytrain_fx.passes.insert_waits import InsertWaits
 from hytrain_fx.passes.ops import ALL_OPS
 from hytrain_fx.passes.verify import verify
@@ -129,3 +130,39 @@ def _run(one: Pass, context: PassContext, facts: set[Fact], before: str) -> Pass
 def _inserted(module: fx.GraphModule) -> Counter[str]:
     """Inserted nodes by operator name (`grad_offload`)."""
     return Counter(node.target.name().partition("::")[2] for node in module.graph.nodes if node.target in ALL_OPS)
+
+
+# ---- The folder that receives each graph's text before and after each pass (`Config.dump`) ----
+#
+#     01.backward.02.insert_steps.before.txt
+#     01.backward.02.insert_steps.after.txt       a sorted listing of the folder is the story
+#
+# A folder that cannot be written is an error when the model is compiled. One that cannot be written any more (the disk is full, the
+# folder was removed) ends the dump with one warning: it must not end the training.
+
+
+class GraphDump:
+    """Writes texts into a folder, which is made if it is missing. Raises ConfigError where it cannot be written."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._ended = False
+        try:
+            self.folder = Path(folder).absolute()  # the script may go to another one
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as probe:
+                probe.write(b"\n")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"option dump={str(folder)!r} cannot be written: {error}; expected a folder that is there or can be made, "
+                              "with room on its disk") from error
+
+    def write(self, graph: str, number: int, name: str, before: str, after: str) -> None:
+        """The two texts of pass `name`, the `number`th over `graph` (`01.backward`)."""
+        if self._ended:
+            return
+        try:
+            for side, text in (("before", before), ("after", after)):
+                (self.folder / f"{graph}.{number:02}.{name}.{side}.txt").write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            self._ended = True
+            warnings.warn(f"the dump in {str(self.folder)!r} ends before {graph}.{number:02}.{name}, training goes on: {error}",
+                          stacklevel=2)

@@ -15,7 +15,7 @@ from hytrain_fx.capture import units
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.balance import streamed_share
-from hytrain_fx.cost_model.inputs import inputs_of
+from hytrain_fx.cost_model.budget import inputs_of
 from hytrain_fx.cost_model.planner import GUARD, Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.replan import Agenda, Verdict, judge, planning_guard, repays
@@ -28,10 +28,9 @@ from hytrain_fx.planning.aside import Aside
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.first_plan import FIRST_STEPS, fixed_plan, given_share, plan_until_measured, require_room
 from hytrain_fx.planning.marks import StepMarks
-from hytrain_fx.planning.model_units import ModelUnits
+from hytrain_fx.planning.model_units import ModelUnits, StateSizes
 from hytrain_fx.planning.plan_check import Advice, PlanCheck
 from hytrain_fx.planning.profiling import Measured, build_profile, cpu_steps_us
-from hytrain_fx.planning.state_sizes import StateSizes
 from hytrain_fx.planning.step_times import StepReader
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes, total_bytes

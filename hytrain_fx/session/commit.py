@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
+from hytrain_fx.runtime.arithmetic import AT_REST, AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import get_grad
@@ -175,3 +177,24 @@ def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
         "(it was frozen, or was added to the optimizer later). Freeze after hytrain_fx.compile() what is trained later, or call "
         "hytrain_fx.compile again after such a change"
     )
+
+
+# ---- As `commit`, for any optimizer: every item brings the step of its row, with the options that the groups have now ----
+
+
+class RuleCommitBuilder(CommitBuilder):
+    """Builds the items of one `step()` of another optimizer than Adam and AdamW."""
+
+    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, rule: UpdateRule) -> None:
+        super().__init__(table, states, gradients, decoupled=False)
+        self._rule = rule
+
+    def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
+        """As `CommitBuilder.build`, with the steps."""
+        groups = list(groups)
+        items = super().build(groups, touched)
+        steps = self._rule.steps(groups, {item.row: self._states[item.row] for item in items})
+        return [replace(item, step=steps[item.row]) for item in items]
+
+    def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
+        return AT_REST

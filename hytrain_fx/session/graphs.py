@@ -20,9 +20,8 @@ from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.destinations import GradDestinations, with_gradients
 from hytrain_fx.ir.startup import Phase
-from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
-from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+from hytrain_fx.passes.pipeline import GraphDump, PipelineRecord, rewrite
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.tensors import Edit, any_tensor_hooks, without_torch_function

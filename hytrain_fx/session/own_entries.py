@@ -10,8 +10,7 @@ import torch
 
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.leaves import map_leaves
-from hytrain_fx.runtime.states.own_states import Entry, OwnStates
+from hytrain_fx.runtime.states.own_states import Entry, OwnStates, map_leaves
 from hytrain_fx.runtime.states.store import StateStore
 
 

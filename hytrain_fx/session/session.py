@@ -32,8 +32,7 @@ from hytrain_fx.ir.startup import Phase, Startup, StartupClock
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.planning.planning import Planning
-from hytrain_fx.runtime.any_optimizer.probe import RuleProbe
-from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
+from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.engine import Engine, RowSpec, settling
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_config
@@ -41,12 +40,11 @@ from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.call_gate import CallGate
 from hytrain_fx.session.callbacks import eager_gradient_of, if_alive, shut_down, weakly
-from hytrain_fx.session.commit import CommitBuilder
+from hytrain_fx.session.commit import CommitBuilder, RuleCommitBuilder
 from hytrain_fx.session.foresight import Foresight, Speculate
 from hytrain_fx.session.graphs import SessionGraphs
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.session.resources import Resources, pinning_of
-from hytrain_fx.session.rule_commit import RuleCommitBuilder
 from hytrain_fx.session.turns import Turns, in_turn
 from hytrain_fx.torch_private.modules import plain_call
 from hytrain_fx.torch_private.tensors import (

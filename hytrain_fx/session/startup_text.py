@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hytrain_fx.ir.figures import bytes_text, time_text
+from hytrain_fx.ir.figures import bytes_text, table, time_text
 from hytrain_fx.ir.startup import Phase, Startup
-from hytrain_fx.ir.tables import table
 
 if TYPE_CHECKING:
     from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse

@@ -28,7 +28,7 @@ from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import ROOT, Launch, measure, run_case
 from benchmarks.trainer import Trainer
-from hytrain_fx.explain.timeline.intervals import Interval, length, union
+from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.forecast.named_devices import find_device
 

@@ -20,9 +20,8 @@ from hytrain_fx.cost_model.simulate import Discipline, simulate
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.plan.report import Explanation, Measured
 from hytrain_fx.explain.plan.text import place_of, plan_text
-from hytrain_fx.explain.plan.unit_groups import unit_groups
-from hytrain_fx.explain.plan.what_binds import binding_constraint
-from hytrain_fx.explain.plan.what_helps import KSensitivity, k_sensitivity, what_helps
+from hytrain_fx.explain.plan.unit_table import unit_groups
+from hytrain_fx.explain.plan.what_helps import KSensitivity, binding_constraint, k_sensitivity, what_helps
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile

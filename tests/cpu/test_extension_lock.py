@@ -13,7 +13,7 @@ from torch.utils.file_baton import FileBaton
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.fallback.engine import TorchEngine
-from hytrain_fx.runtime.fallback.extension_lock import wait_for_build
+from hytrain_fx.runtime.fallback.host_updates import wait_for_build
 
 LONG_AGO_S = 3600.0
 
@@ -74,7 +74,7 @@ def test_the_folder_is_the_one_that_torch_builds_in(monkeypatch: pytest.MonkeyPa
     """Without TORCH_EXTENSIONS_DIR too: one folder a Python version and a CUDA version."""
     from torch.utils import cpp_extension
 
-    from hytrain_fx.runtime.fallback.extension_lock import _build_folder
+    from hytrain_fx.runtime.fallback.host_updates import _build_folder
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -6,9 +6,10 @@ import pytest
 from torch._inductor.utils import run_and_get_code
 
 from hytrain_fx.errors import GraphInvariantError
-from hytrain_fx.passes.generated_order import CallDistance, call_distances, check_generated_order
 from tests.cpu import models
 from tests.cpu.recording_nodes import compile_rewritten
+
+from .generated_order import CallDistance, call_distances, check_generated_order
 
 pytestmark = pytest.mark.fused_kernels
 

@@ -6,8 +6,7 @@ from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import note, rows_of
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
-from hytrain_fx.passes.insert_reload import InsertReload
-from hytrain_fx.passes.insert_steps import InsertSteps
+from hytrain_fx.passes.insert_steps import InsertReload, InsertSteps
 from hytrain_fx.passes.ops import GPU_STEP, RELOAD
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
 

@@ -9,7 +9,7 @@ import pytest
 
 from hytrain_fx.__main__ import main
 from hytrain_fx.explain.plan.text import plan_text
-from hytrain_fx.forecast.markdown import markdown
+from hytrain_fx.forecast.page import markdown
 from hytrain_fx.forecast.report import report
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.native import build

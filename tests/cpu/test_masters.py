@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hytrain_fx.runtime.engine import CHUNK_PARAMS
-from hytrain_fx.runtime.states.masters import load_masters
+from hytrain_fx.runtime.states.split_master import load_masters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

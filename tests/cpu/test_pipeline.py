@@ -12,9 +12,8 @@ from torch import fx
 from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes.base import Fact, Notes, Pass, PassContext, PassContract
-from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.ops import GRAD_OFFLOAD
-from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES, DEFAULT_FORWARD_PASSES, check_contracts, default_passes, rewrite
+from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES, DEFAULT_FORWARD_PASSES, GraphDump, check_contracts, default_passes, rewrite
 from tests.cpu.pass_contexts import SESSION, context
 
 

@@ -16,9 +16,8 @@ from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
-from hytrain_fx.explain.timeline.intervals import share_inside, shared_time
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
-from hytrain_fx.explain.timeline.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, tracks
+from hytrain_fx.explain.timeline.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, share_inside, shared_time, tracks
 from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, overlap_share, read_trace
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind

@@ -36,7 +36,7 @@ def test_training_is_that_of_plain_compile(name: str, wide: bool) -> None:
 
 def test_the_calls_stand_where_they_were_put() -> None:
     """In the generated code for CUDA every inserted call is within four launches of its operands."""
-    from hytrain_fx.passes.generated_order import check_generated_order
+    from ..cpu.generated_order import check_generated_order
 
     model, batches = models.gpt(length=64, width=64, layers=4)
     model, batches = model.cuda(), [tuple(tensor.cuda() for tensor in batch) for batch in batches]

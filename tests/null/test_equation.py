@@ -116,6 +116,6 @@ def test_sympy_is_imported_only_when_the_equation_is_stated() -> None:
         import sys, types
         package = sys.modules["hytrain_fx"] = types.ModuleType("hytrain_fx")
         package.__path__ = [{str(PACKAGE)!r}]
-        import hytrain_fx.cost_model.planner, hytrain_fx.forecast.report, hytrain_fx.cost_model.estimate
+        import hytrain_fx.cost_model.planner, hytrain_fx.forecast.report, hytrain_fx.cost_model.replan
         print(sorted({{"sympy", "torch"}} & set(sys.modules)))"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.estimate import guard_of, median_of_last, ratio_of_sums, should_replan, standard_error
+from hytrain_fx.cost_model.replan import guard_of, median_of_last, ratio_of_sums, should_replan, standard_error
 from hytrain_fx.errors import PlanError
 
 SERIES = st.lists(st.floats(1, 1e6), min_size=1, max_size=30)

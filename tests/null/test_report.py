@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
 from hytrain_fx.errors import ConfigError, PlanError
 from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.forecast.markdown import markdown
 from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_params, states_budget_bytes
 from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.page import markdown
 from hytrain_fx.forecast.report import report
 from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.forecast.systems import OURS, SYSTEMS

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hytrain_fx.ir.figures import bytes_text, time_text
+from hytrain_fx.ir.figures import bytes_text, shortened, time_text
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.ir.tables import shortened
 from hytrain_fx.ir.task_graph import UPDATE_BYTES_PER_PARAM, TaskId, TaskKind
 
 if TYPE_CHECKING:

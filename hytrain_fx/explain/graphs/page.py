@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hytrain_fx.explain.graphs.lines import inserted_lines
 from hytrain_fx.explain.graphs.staged_code import StagedLine, staged
-from hytrain_fx.explain.template_files import render
+from hytrain_fx.explain.graphs.task_graph_svg import render
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 
 if TYPE_CHECKING:

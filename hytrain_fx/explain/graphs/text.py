@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.graphs.lines import InsertedLine, annotated_text, count_inserted, diff_text, inserted_lines
 from hytrain_fx.explain.graphs.node_figures import InspectedNode, InspectedRow, UnitTimes, describe
-from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.tables import shortened
+from hytrain_fx.ir.figures import shortened, time_text
 from hytrain_fx.ir.task_graph import TaskGraph
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hytrain_fx.ir.figures import bytes_text, count_text, time_text
+from hytrain_fx.ir.figures import bytes_text, count_text, table, time_text
 from hytrain_fx.ir.plan import Placement, Plan
-from hytrain_fx.ir.tables import table
 
 PLACE_WORDS = {Placement.GPU: "device", Placement.CPU: "CPU", Placement.STREAM: "streamed"}
 SOURCE_WORDS = {

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.runtime.any_optimizer.graph import graph_of
 from hytrain_fx.runtime.any_optimizer.recording import Form, Untraceable, record
-from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, own_of
+from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, options_of, run_step
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.leaves import leaves, map_leaves
-from hytrain_fx.runtime.states.own_states import Entry, OwnStates
+from hytrain_fx.runtime.states.own_states import Entry, OwnStates, leaves, map_leaves
 from hytrain_fx.torch_private.tensors import memory_of
 
 _STEPS = 3

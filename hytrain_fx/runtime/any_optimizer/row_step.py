@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,10 @@ import torch
 from torch import fx, nn
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.runtime.any_optimizer.graph import returned
-from hytrain_fx.runtime.any_optimizer.recording import Form, Recording, Value
+from hytrain_fx.runtime.any_optimizer.recording import Device, Form, Number, Recording, Value
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, run_step
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.leaves import leaves, map_leaves
-from hytrain_fx.runtime.states.own_states import OwnStates, is_scalar, is_tensor
+from hytrain_fx.runtime.states.own_states import OwnStates, is_scalar, is_tensor, leaves, map_leaves
 from hytrain_fx.torch_private.tensors import memory_of
 
 
@@ -91,3 +90,42 @@ def own_of(states: RowStates) -> OwnStates:
 def _apart(leaf: Any, gradient: torch.Tensor) -> Any:
     """The gradient's memory is another one's after the step: what is kept of it is a copy."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and memory_of(leaf) == memory_of(gradient) else leaf
+
+
+# ---- A recorded step as an FX graph: the same operations of torch in the same order, so the same bits; every operation lets go of the GIL
+#
+#     forward(device, v0, v1, ..., n0, n1, ...)      device of the row; parameter, gradient, states; numbers
+#         mul_ = torch.ops.aten.mul_.Tensor(v0, n0)
+#         ...
+#         return (v5, ...)                           values that are kept and were not given
+
+
+def returned(recording: Recording) -> tuple[int, ...]:
+    """The values that the graph returns, in order."""
+    return tuple(index for index in recording.kept if index >= recording.inputs or index in recording.copied)
+
+
+def graph_of(recording: Recording) -> fx.GraphModule:
+    """The graph, in which numbers are inputs: it serves every recording of the same key, on any device."""
+    graph = fx.Graph()
+    device = graph.placeholder("device")
+    values = {index: graph.placeholder(f"v{index}") for index in range(recording.inputs)}
+    numbers = [graph.placeholder(f"n{index}") for index in range(len(recording.numbers))]
+
+    def node_of(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return values[leaf.index]
+        if isinstance(leaf, Number):
+            return numbers[leaf.index]
+        return device if isinstance(leaf, Device) else leaf
+
+    for call in recording.calls:
+        node = graph.call_function(call.operation, map_leaves(call.args, node_of), map_leaves(call.kwargs, node_of))
+        for position, index in call.made:
+            values[index] = node if position is None else graph.call_function(operator.getitem, (node, position))
+    results = []
+    for index in returned(recording):
+        copied = index in recording.copied
+        results.append(graph.call_function(torch.ops.aten.clone.default, (values[index],)) if copied else values[index])
+    graph.output(tuple(results))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -20,10 +20,9 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
 from hytrain_fx.runtime.states.copied_weights import CopiedWeights
-from hytrain_fx.runtime.states.masters import load_masters
 from hytrain_fx.runtime.states.own_states import OwnStates
 from hytrain_fx.runtime.states.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
-from hytrain_fx.runtime.states.split_master import copy_states, halved, split_into, whole_states
+from hytrain_fx.runtime.states.split_master import copy_states, halved, load_masters, split_into, whole_states
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
