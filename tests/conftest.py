@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,8 +26,17 @@ for variable in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu with `gpu`, and skip what has that marker where there is no CUDA device."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all`."""
+    parser.addoption("--all", action="store_true", help="every parameter set of the tests marked `sample`, not some of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `sample` leaves out. Mark everything in tests/gpu with `gpu`, and skip that where there is no CUDA device."""
+    left_out = set() if _names_tests(config) else _not_sampled(items)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -35,6 +45,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A process of xdist is given all paths, so it is told what its parent was given."""
+    node.workerinput["names_tests"] = _names_tests(node.config)
+
+
+def _names_tests(config: pytest.Config) -> bool:
+    """Whether all tests are wanted, or some by name: whoever names one wants to see it run."""
+    if hasattr(config, "workerinput"):
+        return bool(config.workerinput["names_tests"])
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("-k") or config.getoption("-m")
+    return bool(config.getoption("--all") or named)
+
+
+def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of each test marked `sample(count)` all parameter sets but `count`, which are spread evenly."""
+    families: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            families.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    left_out = set[pytest.Item]()
+    for family in families.values():
+        marker = family[0].get_closest_marker("sample")
+        assert marker is not None
+        count = min(marker.args[0], len(family))
+        left_out.update(set(family) - {family[i * len(family) // count] for i in range(count)})
+    return left_out
 
 
 def _why_no_cuda() -> str:
