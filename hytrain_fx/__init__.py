@@ -10,6 +10,7 @@ from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, record, settle
 
+__version__ = "0.1.0.dev0"
 __all__ = ["Config", "Plan", "close", "compile", "explain", "inspect", "record", "settle"]
 
 # The package `explain` puts itself here when it is imported; done now and taken out, it cannot cover the function of that name later.
@@ -29,4 +30,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

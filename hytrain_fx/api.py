@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Never, TypeVar
 
 import torch
 from torch import nn
 
 from hytrain_fx.capture.backend import GraphKind
 from hytrain_fx.capture.units import unit_of_rows
-from hytrain_fx.config import Config
+from hytrain_fx.config import Config, EngineName, Planner
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.node_figures import InspectedRow, unit_times
 from hytrain_fx.explain.graphs.text import InspectedGraph, Inspection
@@ -22,7 +23,7 @@ from hytrain_fx.explain.plan.report import Explanation, Measured
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.timeline import Recording, Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session, find_session
@@ -33,14 +34,68 @@ from hytrain_fx.torch_private.tensors import compiled_call, require_release, set
 M = TypeVar("M", bound=nn.Module)
 
 
-def compile(model: M, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[M, OffloadedOptimizer]:
+def compile(
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    *,
+    k: int | Literal["auto"] = "auto",
+    plan: Plan | None = None,
+    planner: Planner = "windowed",
+    stream: float | Literal["auto"] = "auto",
+    gpu_states: float | int | Literal["auto"] = "auto",
+    host_memory: int | None = None,
+    speculate: bool | Literal["auto"] = "auto",
+    shadow_memory: int | None = None,
+    replan_every: int = 20,
+    warmup_steps: int = 5,
+    engine: EngineName = "auto",
+    workers: int | None = None,
+    pin_workers: bool = False,
+    ring_bytes: int | None = None,
+    autocast_copies: bool = True,
+    timeout_s: float = 120.0,
+    dump: str | Path | None = None,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    **unknown: Never,
+) -> tuple[M, OffloadedOptimizer]:
     """Compile `model` in place and take over `optimizer`; the loop around them stays as it is.
 
-    Returns the same module object and an optimizer that shares `param_groups` with the given one. Options: see `Config`.
-    The optimizer may have run before: its states are taken along. Raises ConfigError, UnsupportedError, HostMemoryError, EngineError.
+    Returns the same module object and an optimizer that shares `param_groups` with the given one. The optimizer may have run before: its
+    states are taken along. Without options everything is solved from measured times. `Config` says more of each option.
+
+    k                units whose states rest on the device, "auto": solved
+    plan             a saved Plan to obey instead of solving one
+    planner          the rule that solves k: "windowed", "seed" or "cotrain"
+    stream           share of the other states that the device updates, visiting it in each step, "auto": solved
+    gpu_states       room for states on the device: "auto" (what is free), a fraction of them, or bytes
+    host_memory      bytes that states may take on the host, None: what is available
+    speculate        whether updates by the CPU may begin before step(), on a guess that costs time at most
+    shadow_memory    bytes on the host for such guesses, 0: none
+    replan_every     steps within which a change of their length is followed, 0: never
+    warmup_steps     steps measured before a plan is solved
+    engine           "auto", "native", "torch" or "deepspeed"
+    workers          CPU update threads, None: physical cores less the launching threads
+    pin_workers      keep each of them on a core of its own
+    ring_bytes       device memory for gradients on their way to the host
+    autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
+    timeout_s        seconds after which a wait on a worker or a copy is an error
+    dump             folder for each graph's text before and after each pass
+    dynamic          handed on to torch.compile
+    options          Inductor's, handed on too; not together with mode
+    mode             handed on too, without CUDA graphs
+
+    Raises ConfigError for an option that is unknown or does not fit, UnsupportedError for a model or an optimizer that is not supported,
+    HostMemoryError where states do not fit the host, EngineError where the engine cannot be built or started.
     """
     require_release()
-    config = Config.from_options(**options)
+    config = Config.from_options(
+        k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
+        shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
+        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, timeout_s=timeout_s, dump=dump, dynamic=dynamic,
+        options=options, mode=mode, **unknown,
+    )
     config = replace(config, options=known_options(config.mode, config.options))
     if isinstance(model, nn.Module) and find_session(model) is not None:
         raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it anew")

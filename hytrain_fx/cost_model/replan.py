@@ -15,7 +15,7 @@ the move, or plans flip back and forth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -162,17 +162,6 @@ def guard_of(values: Sequence[float], n: int = WINDOW, least: float = 0.05) -> f
     """The factor to plan with: 1 + the larger of `least` and 1.5 relative standard errors."""
     middle = median_of_last(values, n)
     return 1.0 + max(least, 1.5 * standard_error(values, n) / middle if middle > 0 else 0.0)
-
-
-def ratio_of_sums(pairs: Iterable[tuple[float, float]]) -> float:
-    """Sum of first over sum of second: the rate of a series of (time, bytes) pairs. Raises PlanError when the second sums to 0."""
-    above = below = 0.0
-    for numerator, denominator in pairs:
-        above += numerator
-        below += denominator
-    if below <= 0:
-        raise PlanError(f"found measured amounts that sum to {below}, expected more than 0")
-    return above / below
 
 
 def should_replan(

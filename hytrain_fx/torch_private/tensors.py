@@ -111,11 +111,6 @@ def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -
     return _private("torch._inductor.compile_fx", "compile_fx_inner")(gm, inputs, **kwargs)
 
 
-def tensor_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a tensor hook (`register_hook`) is on the parameter. This library has none itself."""
-    return bool(parameter._backward_hooks)
-
-
 def property_reader(name: str) -> Callable[[Tensor], Any]:
     """What reads a property of a tensor in C, for `map` over many tensors. Raises UnsupportedError."""
     found = getattr(Tensor, name, None)

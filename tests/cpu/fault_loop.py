@@ -226,7 +226,7 @@ def _is_right(outcome: Outcome) -> bool:
     return outcome.error.endswith("Error") and outcome.left in expected
 
 
-def assert_compile_undone(kind: str, engine: str, device: str = "cpu") -> None:
+def assert_compile_undone(kind: str, engine: Any, device: str = "cpu") -> None:
     """A fault of this kind at every place in compile(): its cause is named, model and optimizer stay plain, and a second try trains."""
     before = engine_threads()
     hytrain_fx.close(_compiled(engine, device)[0])
@@ -259,7 +259,7 @@ def _uncompiled(device: str) -> tuple[Any, Any, Batches]:
     return model, torch.optim.AdamW(model.parameters(), **HYPER), moved
 
 
-def _compiled(engine: str, device: str, faults: Faults | None = None) -> tuple[Any, Any, Batches]:
+def _compiled(engine: Any, device: str, faults: Faults | None = None) -> tuple[Any, Any, Batches]:
     model, optimizer, batches = _uncompiled(device)
     if faults is not None:
         faults.call = "compile()"

@@ -59,7 +59,7 @@ def test_without_a_compiler_the_native_engine_is_refused() -> None:
         make_engine(Config(engine="native"), [torch.randn(10)])
 
 
-def trained(dtype: torch.dtype, engine: str, k: int) -> tuple[list[float], list[torch.Tensor]]:
+def trained(dtype: torch.dtype, engine: Any, k: int) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and weights of a few clipped steps."""
     torch.manual_seed(0)
     model, batches = gpt()

@@ -56,7 +56,7 @@ def test_refused_at_compile(name: str) -> None:
 
 @pytest.mark.parametrize(("limit", "error"), [({"host_memory": 1000}, errors.ConfigError), ({}, errors.HostMemoryError)])
 def test_states_that_device_and_host_together_do_not_hold(
-    limit: dict[str, int], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    limit: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gpu_states="auto" the bound is what the device has in all; the error says how much is left to the host."""
     monkeypatch.setattr(planning, "total_bytes", lambda device: 2000.0)

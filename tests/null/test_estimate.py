@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.replan import guard_of, median_of_last, ratio_of_sums, should_replan, standard_error
+from hytrain_fx.cost_model.replan import guard_of, median_of_last, should_replan, standard_error
 from hytrain_fx.errors import PlanError
 
 SERIES = st.lists(st.floats(1, 1e6), min_size=1, max_size=30)
@@ -37,19 +37,12 @@ def test_noise_raises_the_guard() -> None:
     assert guard_of(noisy) > 1.2
 
 
-def test_ratio_of_sums_weighs_by_amount() -> None:
-    """A rate is total time over total bytes: a slow small chunk counts little."""
-    assert ratio_of_sums([(10.0, 100.0), (5.0, 1.0)]) == pytest.approx(15 / 101)
-
-
 def test_series_without_values_are_refused() -> None:
-    """No values, an empty window and no amounts are errors."""
+    """No values and an empty window are errors."""
     with pytest.raises(PlanError, match="found 0 measured values"):
         median_of_last([])
     with pytest.raises(PlanError, match="window of 0"):
         median_of_last([1.0], 0)
-    with pytest.raises(PlanError, match="sum to 0"):
-        ratio_of_sums([])
 
 
 def test_small_or_unpaid_gains_do_not_move_states() -> None:

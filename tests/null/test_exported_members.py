@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
+from dataclasses import fields
+from importlib import metadata
 
 import pytest
 
 import hytrain_fx
-from hytrain_fx import errors
+from hytrain_fx import Config, errors
 
 FUNCTIONS = ["close", "compile", "explain", "inspect", "record", "settle"]
 ERRORS = {
@@ -19,9 +22,27 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the two value classes and the six functions; `dir` shows them before they are loaded."""
+    """`__all__` holds the two value classes and the six functions; `dir` shows them before they are loaded, and the version."""
     assert hytrain_fx.__all__ == ["Config", "Plan", *FUNCTIONS]
-    assert set(hytrain_fx.__all__) <= set(dir(hytrain_fx))
+    assert dir(hytrain_fx) == sorted([*hytrain_fx.__all__, "__version__"])
+
+
+def test_the_version_is_the_distributions() -> None:
+    """What is installed says the same."""
+    assert metadata.version("hytrain_fx") == hytrain_fx.__version__
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the functions need torch")
+def test_compile_spells_out_every_option() -> None:
+    """With the types and defaults of `Config`, and a line of its docstring each."""
+    given = {name: p for name, p in inspect.signature(hytrain_fx.compile).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    told = {line.split()[0] for line in (hytrain_fx.compile.__doc__ or "").splitlines() if line.strip()}
+    assert list(given) == [option.name for option in fields(Config)]
+    assert set(given) <= told
+    for option in fields(Config):
+        if option.name != "options":  # not a dict that all calls share
+            assert given[option.name].default == option.default
+            assert given[option.name].annotation == option.type
 
 
 def test_every_error_is_a_hytrain_error() -> None:
