@@ -13,7 +13,7 @@ from typing import Any, Literal, Never, TypeVar
 import torch
 from torch import nn
 
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.units import unit_of_rows
 from hytrain_fx.config import Config, EngineName, Planner
 from hytrain_fx.errors import UnsupportedError

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import fx
 
-from hytrain_fx.capture.backend import CapturedGraph
+from hytrain_fx.capture.captured_graph import CapturedGraph
 from hytrain_fx.capture.units import Unit, unit_of_rows
 
 NOTE_KEY = "hytrain_fx"  # where node.meta holds a NodeNote

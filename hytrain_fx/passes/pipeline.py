@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import fx
 
-from hytrain_fx.capture.backend import CapturedGraph, GraphKind
+from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import ConfigError, GraphInvariantError
 from hytrain_fx.passes.annotate_units import AnnotateUnits

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext, rows_of

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch import nn
 
-from hytrain_fx.capture.backend import Capture, CapturedGraph, GraphKind
+from hytrain_fx.capture.backend import Capture
+from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import UnsupportedError

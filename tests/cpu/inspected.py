@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hytrain_fx
-from hytrain_fx.capture.backend import CapturedGraph
+from hytrain_fx.capture.captured_graph import CapturedGraph
 from hytrain_fx.explain.graphs.text import Inspection
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
 from hytrain_fx.session import graphs

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import fx
 
-from hytrain_fx.capture.backend import CapturedGraph, GraphKind
+from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.passes.base import Pass, PassContext
 from tests.cpu import models

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hytrain_fx.capture.backend import Capture, CapturedGraph
+from hytrain_fx.capture.backend import Capture
+from hytrain_fx.capture.captured_graph import CapturedGraph
 from hytrain_fx.capture.units import Unit, group_units
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite

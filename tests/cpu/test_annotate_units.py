@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import NOTE_KEY, NodeNote, note
 from tests.cpu.pass_contexts import apply, context, rows_of_unit

@@ -23,7 +23,8 @@ from transformers import (
 )
 
 import hytrain_fx.capture.backend
-from hytrain_fx.capture.backend import Capture, GraphKind, has_user_hooks
+from hytrain_fx.capture.backend import Capture, has_user_hooks
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.torch_private import tensors
 from tests.cpu import models

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
 from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES
 from tests.cpu.pass_contexts import apply, context

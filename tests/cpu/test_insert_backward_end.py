@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.passes.base import rows_of
 from hytrain_fx.passes.insert_release import released_rows
 from hytrain_fx.passes.ops import BACKWARD_END, GPU_STEP, RELEASE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import rows_of
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload

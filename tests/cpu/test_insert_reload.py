@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.passes.annotate_units import AnnotateUnits
 from hytrain_fx.passes.base import note, rows_of
 from hytrain_fx.passes.insert_grad_offload import InsertGradOffload

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from torch import fx
 
-from hytrain_fx.capture.backend import GraphKind
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes.base import Fact, Notes, Pass, PassContext, PassContract
 from hytrain_fx.passes.ops import GRAD_OFFLOAD

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from hytrain_fx.capture.backend import CapturedGraph, GraphKind
+from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
