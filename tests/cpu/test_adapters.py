@@ -26,6 +26,7 @@ def lora_llama(dtype: torch.dtype) -> tuple[nn.Module, Batches]:
     return peft.get_peft_model(base, lora), [(torch.randint(0, 31, (2, 7)),) for _ in range(3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [0, 1])
 def test_lora_adapters_train_alike(k: int, dtype: torch.dtype) -> None:

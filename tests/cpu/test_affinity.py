@@ -21,6 +21,7 @@ BINDINGS = (
 several_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: nothing to be bound to")
 
 
+@pytest.mark.sample(1)
 @several_cpus
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("binding", BINDINGS, ids=lambda binding: " ".join(binding))

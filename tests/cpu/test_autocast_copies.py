@@ -164,12 +164,14 @@ BETWEEN: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_what_loops_do_gives_the_bits_of_the_plain_loop(twins: Twins, between: Callable[[Any, Any, int], Any]) -> None:
     """Norms, factors, sums and edits are those of fp32 gradients; losses, figures and weights are the plain loop's."""
     twins.agree(steps(between))
 
 
+@pytest.mark.sample(0)
 def test_autocast_may_come_and_go(twins: Twins) -> None:
     """Steps without autocast read the fp32 weight as the last update made it, and their fp32 gradients update it."""
     twins.agree(steps(BETWEEN["clip"], count=6, casts=lambda step: step % 3 != 1))

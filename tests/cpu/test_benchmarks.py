@@ -115,6 +115,7 @@ def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
     assert f"| {row['startup']['total_us'] / 1e6:.2f} |" in text
 
 
+@pytest.mark.sample(0)
 def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the barrier no update runs beside a backward or forward; both runs' traces make one picture; recording has a cost.
 
@@ -138,6 +139,7 @@ def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: P
     assert all(path.read_bytes().startswith(PNG) for path in paths[2:])
 
 
+@pytest.mark.sample(0)
 def test_rows_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line runs a row that another process takes; a peer that cannot run here says what it needs."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is not what this shows

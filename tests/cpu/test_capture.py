@@ -92,6 +92,7 @@ def test_every_parameter_and_gradient_is_found(name: str) -> None:
     assert (forward.name, backward.name) == ("00.forward", "01.backward")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", models.CASES)
 def test_models_train_alike(name: str, interpreted: None) -> None:
     """Poisoned while they may be overwritten, the weights still train to the same bits, and each gradient is offloaded once a step."""
@@ -105,6 +106,7 @@ def test_models_train_alike(name: str, interpreted: None) -> None:
     assert {row: released.get(row, 0) + ended.get(row, 0) for row in rows} == dict.fromkeys(rows, len(batches))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_transformers_models_train_alike(name: str, interpreted: None) -> None:
     """Library models, whole in one graph pair, train to the same bits."""

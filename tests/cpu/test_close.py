@@ -111,6 +111,7 @@ def trained(name: str, closed: bool) -> References:
     return found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_a_model_is_left(name: str, closed: bool) -> None:
@@ -171,6 +172,7 @@ def test_a_compile_that_is_refused_leaves_nothing() -> None:
     assert alive(found) == []
 
 
+@pytest.mark.sample(0)
 def test_memory_of_twenty_models_does_not_add_up() -> None:
     """Resident memory after twenty models of 48 MB of states each is what it was after five, to less than two models."""
     torch._dynamo.reset()

@@ -21,6 +21,8 @@ from hytrain_fx.runtime.fallback.host_updates import DeepSpeedAdam
 from .engine_loop import EngineLoop, host_states
 from .models import mlp
 
+pytestmark = pytest.mark.sample(0)  # DeepSpeed's build alone takes over a minute
+
 STEPS = 6
 LR = 1e-2
 OPTIONS: dict[str, dict[str, Any]] = {

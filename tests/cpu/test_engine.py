@@ -66,6 +66,7 @@ def test_new_weights_go_to_the_memory_set_last(make_engine: MakeEngine, dtype: t
         assert torch.equal(left, before)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_slow_stage_does_not_change_a_bit(make_engine: MakeEngine, stage: Stage, dtype: torch.dtype) -> None:

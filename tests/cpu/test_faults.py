@@ -294,6 +294,7 @@ def test_a_copied_or_pickled_optimizer_is_refused(how: Any, trained: Trained) ->
         how(trained[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engine: str) -> None:
     """What the child reads are the committed weights, at once; a step in it is an error that says what to do, and the parent trains on.
@@ -335,6 +336,7 @@ def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engin
     assert "spawn" in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -> None:
@@ -373,6 +375,7 @@ def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -
     assert out.count("Read the states in the parent") == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_its_checkpoint_and_nothing_else(number: signal.Signals, tmp_path: Path) -> None:
     """Killed with updates in flight, it ends at once; what it had saved after a step holds that step's weights and states, whole."""

@@ -109,6 +109,7 @@ def plain_trainer(trainer_example: Any, tmp_path_factory: pytest.TempPathFactory
         return run_trainer(trainer_example, "Trainer", tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.sample(0)
 def test_the_trainer_with_its_defaults(trainer_example: Any, plain_trainer: Any, tmp_path: Path) -> None:
     """Clip to 1.0, accumulation, warm-up, decay groups, evaluations and the default fused AdamW: weights, losses and norms as plain.
 
@@ -124,6 +125,7 @@ def test_the_trainer_with_its_defaults(trainer_example: Any, plain_trainer: Any,
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
 
 
+@pytest.mark.sample(0)
 def test_the_trainer_under_autocast(trainer_example: Any, tmp_path: Path) -> None:
     """bf16=True, which puts autocast into the model's forward."""
     plain, expected = run_trainer(trainer_example, "Trainer", tmp_path, bf16=True, eval_strategy="no")
@@ -179,6 +181,7 @@ def test_accelerate_trains_and_resumes(tmp_path: Path) -> None:
 # --- Lightning
 
 
+@pytest.mark.sample(0)
 def test_lightning_trains_and_resumes(tmp_path: Path) -> None:
     """Automatic optimization by closures, accumulation, clipping: the bits of the plain module; each goes on from the other's file."""
     at = example("train_lightning", "lightning", "transformers")

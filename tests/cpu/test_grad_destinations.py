@@ -33,6 +33,7 @@ def asked(model: Any, batches: Batches, which: slice) -> tuple[torch.Tensor, ...
     return torch.autograd.grad(model(*batches[0]), list(model.parameters())[which], allow_unused=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("which", [slice(None), slice(1, 3)], ids=["all", "some"])
 def test_autograd_grad_returns_the_gradients(twins: Twins, which: slice) -> None:
     """The bits that torch returns, and no `.grad`."""

@@ -73,6 +73,7 @@ def edit(model: Any) -> None:
 EDITS: dict[str, Callable[[Any], None]] = {"as made": lambda model: None, "clipped": clip, "scaled": scale, "edited": edit}
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("how", EDITS)
 def test_gradients_are_read_after_step(twins: Twins, how: str) -> None:
     """In some steps, in all, twice in one, at once or after a forward: the values that the step had."""

@@ -125,6 +125,7 @@ def test_any_guess_gives_the_bits_of_waiting(
         loop.check()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_constant_factors_are_guessed_and_a_change_is_made_good(dtype: torch.dtype) -> None:
     """After steps with one factor updates begin before it is known; a step with another has them made again."""
@@ -189,6 +190,7 @@ def test_factors_that_change_all_the_time_are_not_guessed() -> None:
         assert loop.engine.guess_counts().params == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_go_to_the_device_before_the_factor_has_come(dtype: torch.dtype) -> None:
     """They are sent while the factor is on its way; whoever waits for them finds those of the right factor, also after a wrong guess."""
@@ -201,6 +203,7 @@ def test_weights_go_to_the_device_before_the_factor_has_come(dtype: torch.dtype)
         assert counts.missed > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_a_step_that_is_left_out_are_sent_back(dtype: torch.dtype) -> None:
     """They are new on the device before it is known that the step does not count; whoever waits for them finds the old ones."""
@@ -214,6 +217,7 @@ def test_weights_of_a_step_that_is_left_out_are_sent_back(dtype: torch.dtype) ->
                 assert loop.engine.guess_counts().sent > sent
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_was_updated_before_a_value_that_is_not_finite_is_put_back(dtype: torch.dtype) -> None:
     """On a guess updates go on up to that value. GradScaler leaves such a step out: states and weights are those of before, every bit."""

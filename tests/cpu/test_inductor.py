@@ -21,6 +21,7 @@ CASES = {"mlp": models.mlp, "cnn": models.cnn, "checkpointed gpt": models.checkp
 REFERENCE_OPTIONS: dict[str, dict[str, Any]] = {"cnn": {"options": {"layout_optimization": False}}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_training_has_the_bits_of_plain_compile(name: str) -> None:
     """With weights poisoned from release to wait, losses and weights are those of torch.compile and a plain optimizer."""

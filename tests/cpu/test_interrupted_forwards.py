@@ -79,6 +79,7 @@ def test_a_model_that_dynamo_gives_up_on(k: int) -> None:
         made.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_length_for_every_step(dynamic: bool | None) -> None:
     """Sequences of five lengths: recompiled for symbolic sizes, the training stays the same."""

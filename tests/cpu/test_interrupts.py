@@ -91,6 +91,7 @@ def same(found: Result, expected: Result) -> bool:
     return found[0] == expected[0] and all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("zeroed", [True, False], ids=["zero_grad() follows", "gradients stay"])
 @pytest.mark.parametrize("call", CALLS)
 def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str, zeroed: bool) -> None:

@@ -108,6 +108,7 @@ MODELS: dict[str, Make] = {
 CLOSE = {"cnn": 1e-5}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_with_the_bits_of_the_plain_one(name: str) -> None:
     """Losses, weights and buffers after six steps, two units on the device; the same random numbers are drawn."""

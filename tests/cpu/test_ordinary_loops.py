@@ -46,6 +46,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
@@ -287,6 +288,7 @@ def test_a_rate_in_a_tensor(twins: Twins) -> None:
     twins.agree(loop)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_learning_rate_finder_leaves_no_trace(dtype: torch.dtype, k: int) -> None:

@@ -45,6 +45,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     made.close()
 
 
+@pytest.mark.sample(1)
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     plans=st.lists(st.lists(st.sampled_from(PLACES), min_size=1, max_size=5), min_size=1, max_size=4),

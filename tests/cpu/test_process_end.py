@@ -86,6 +86,7 @@ def test_a_dropped_model_takes_its_threads_along() -> None:
     """)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("state", ["idle", "update in flight", "gradient waiting", "sys.exit", "uncaught in a loop"])
 def test_exit_without_close_ends_at_once(state: str) -> None:
     """The interpreter ends without a hang, a crash or an error, whatever the engine is doing."""
@@ -105,6 +106,7 @@ print("compiled")
 """)
 
 
+@pytest.mark.sample(0)
 def test_exit_after_a_failed_worker_ends_too() -> None:
     """A worker that has failed does not keep the process."""
     run("""
@@ -136,6 +138,7 @@ def test_forked_data_loader_workers() -> None:
     assert out.strip() == "6"
 
 
+@pytest.mark.sample(0)
 def test_a_forked_child_may_read_weights_and_exit() -> None:
     """A child has the weights but no engine threads: it reads settled weights, and its exit neither hangs nor stops the parent."""
     run("""
@@ -151,6 +154,7 @@ def test_a_forked_child_may_read_weights_and_exit() -> None:
     """)
 
 
+@pytest.mark.sample(0)
 def test_copies_and_pickles_are_plain_models() -> None:
     """deepcopy, pickle and torch.save of the model give a plain model with the committed weights, which trains on its own."""
     run("""

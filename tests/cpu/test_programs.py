@@ -20,6 +20,7 @@ ORDINARY = ("train", "backward", "step", "zero_grad", "evaluate", "clip_grad_nor
 PLANTED_IN = Setup(("linear", "linear"), options="k=0")
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize("number", SEEDS)
 def test_drawn_programs_have_the_plain_loops_bits(number: int) -> None:
     """Every loss, weight, gradient and state is the plain loop's, with delays, and no thread is left after close."""
@@ -69,6 +70,7 @@ def _late_rates(pair: Pair) -> None:
     builder.committed = twice
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plant", [_no_wait, _no_settle, _no_drain, _no_discard, _late_rates])
 def test_a_planted_defect_is_found(plant: Callable[[Pair], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 150 programs of the calls that most loops are made of."""
@@ -79,6 +81,7 @@ def test_a_planted_defect_is_found(plant: Callable[[Pair], None], monkeypatch: p
     assert search(1, 150, PLANTED_IN, plant, shrink_s=0.0).failures
 
 
+@pytest.mark.sample(0)
 def test_without_a_planted_defect_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first 40 programs of the test above."""
     monkeypatch.setattr(program_models, "WIDTH", 128)

@@ -120,6 +120,7 @@ def own_parameters(model: Any, optimizer: Any, batches: Batches) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loop", [maml, beside, per_sample, own_parameters], ids=lambda loop: loop.__name__)
 def test_functional_call_is_the_plain_one(loop: Callable[[Any, Any, Batches], list[float]], k: int) -> None:
     """Losses, gradients of what was handed in, and the weights after: the bits of the plain loop, however slow updates are."""
@@ -143,6 +144,7 @@ def taken_out(model: Any) -> None:
     model.body[2] = nn.Identity()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", [exchanged, tied, taken_out], ids=lambda change: change.__name__)
 def test_what_the_optimizer_still_has_trains_on(change: Callable[[Any], None], k: int) -> None:
     """Each parameter is trained by what the model makes of it now, as in the plain loop; back again too where it is put back."""
@@ -220,6 +222,7 @@ NOT_TRAINED: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NOT_TRAINED)
 def test_a_parameter_that_the_optimizer_does_not_have_is_an_error_at_step(name: str, k: int) -> None:
     """Evaluation works with it; `step()`, which would not train it, says so and changes nothing; the way out that it names works."""

@@ -75,6 +75,7 @@ def offload_late(twins: Twins, patch: pytest.MonkeyPatch, copied: bool) -> None:
     patch.setattr(nodes, "backward_end", backward_end)
 
 
+@pytest.mark.sample(0)
 def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late read of the graph's own buffer, although a reference is held, gives wrong weights; a late read of the ring's copy does not."""
     with monkeypatch.context() as patch:

@@ -7,6 +7,7 @@ import pytest
 from .soak import KINDS, Soak, Usage
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["float32", "autocast"])
 def test_random_steps_in_lockstep_with_the_plain_loop(kind: str) -> None:
     """After some steps of a random loop with delays in every stage all bits are the plain loop's, and no thread is left over."""

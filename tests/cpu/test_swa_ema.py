@@ -101,6 +101,7 @@ def test_an_average_of_every_step_right_behind_it(twins: Twins) -> None:
     twins.agree(loop)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("how", ["load_state_dict", "swap of data"])

@@ -78,6 +78,7 @@ def trained(dtype: torch.dtype, engine: Any, k: int) -> tuple[list[float], list[
     return losses, weights
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_has_the_native_engine_s_bits(dtype: torch.dtype, k: int) -> None:

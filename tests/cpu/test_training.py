@@ -96,6 +96,7 @@ def test_fp32_weights_are_torch_optimizers_within_1e_6(make: Make, kind: type[to
         assert error <= 1e-6, f"{name} differs by {error}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_weights_are_those_of_hand_kept_fp32_masters(dtype: torch.dtype) -> None:
     """After 20 steps every 16-bit parameter equals that of torch's AdamW on fp32 masters kept by hand."""

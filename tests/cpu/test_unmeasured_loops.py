@@ -196,6 +196,7 @@ def test_a_loop_that_cannot_be_measured_trains_on(name: str, monkeypatch: pytest
     assert_same(results[1][1], results[0][1])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("where", ["build_profile", "solve", "place", "finish_times", "take_records"])
 @pytest.mark.parametrize("error", [PlanError, HostMemoryError, torch.OutOfMemoryError, ZeroDivisionError])
 def test_errors_in_measuring_and_planning_do_not_reach_the_loop(
