@@ -13,7 +13,10 @@ from hytrain_fx.session.turns import Turns
 from hytrain_fx.weights.places import Layout, ParameterPlaces
 
 MOST_LAYOUTS = 8
-"""That are compiled; a call with another one runs in plain Python, as Dynamo's does beyond its recompile limit."""
+"""That are compiled at a time. One more takes the place of one that is out of use; where all are in use it runs in plain Python, as
+Dynamo's does beyond its recompile limit."""
+OUT_OF_USE_CALLS = 100
+"""Calls with other layouts since the last one, after which a layout is out of use."""
 
 
 class Gated(Protocol):
@@ -43,6 +46,8 @@ class CallGate:
         self._plain_call = plain_call
         self._places = places
         self._compiled = {places.compiled: compile_call()}
+        self._calls = 0
+        self._last_call = {places.compiled: 0}  # by layout
         self._warned = False
         self.session = session
 
@@ -59,6 +64,7 @@ class CallGate:
             pass  # torch refuses this call while another thread's backward compiles
         if self.session.must_capture_anew():
             self._compiled.clear()
+            self._last_call.clear()
         layout = self._places.layout()
         call = self._call_of(layout)
         with whole() as gap:
@@ -75,18 +81,29 @@ class CallGate:
                 self.session.leave_forward()
 
     def _call_of(self, layout: Layout) -> Callable[..., Any]:
+        self._calls += 1
         if layout not in self._compiled:
-            if len(self._compiled) >= MOST_LAYOUTS:
+            if len(self._compiled) >= MOST_LAYOUTS and not self._drop_one():
                 self._warn()
                 return self._plain_call
             self._compiled[layout] = self._compile_call()
+        self._last_call[layout] = self._calls
         return self._compiled[layout]
+
+    def _drop_one(self) -> bool:
+        """Forget the graphs of a layout that is out of use, as those of an earlier stage of unfreezing are. False where there is none."""
+        oldest = min(self._compiled, key=self._last_call.__getitem__)
+        if self._calls - self._last_call[oldest] <= OUT_OF_USE_CALLS:
+            return False
+        del self._compiled[oldest], self._last_call[oldest]
+        return True
 
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"the model's parameters have changed places in more than {MOST_LAYOUTS} ways, each of which is compiled: "
-                          "further ones run in plain Python. Exchange values of parameters instead of the parameters", stacklevel=4)
+            warnings.warn(f"the model's parameters have changed places, or been frozen, in more than {MOST_LAYOUTS} ways within "
+                          f"{OUT_OF_USE_CALLS} calls, each of which is compiled: further ones run in plain Python. Exchange values of "
+                          "parameters instead of the parameters", stacklevel=4)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (type(None), ())

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.session import call_gate
+from hytrain_fx.session.call_gate import MOST_LAYOUTS
 
 from .loops import HYPER, Twins
 from .models import Batches, mlp
@@ -30,6 +33,45 @@ def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any])
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
         model.requires_grad_(True)
+        return losses
+
+    made.agree(loop)
+    made.close()
+
+
+def deep() -> tuple[nn.Module, Batches]:
+    """One layer more than layouts that are compiled at a time, and two."""
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(MOST_LAYOUTS + 3)])
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+    return Deep(), [(torch.randn(3, 6),) for _ in range(3)]
+
+
+@pytest.mark.filterwarnings("error:the model's parameters have changed places")
+def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More stages than layouts that are compiled at a time: the graphs of early stages go, and every stage is compiled."""
+    monkeypatch.setattr(call_gate, "OUT_OF_USE_CALLS", 4)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)  # of the plain loop's, which would go on in eager code
+    made = Twins(deep, k=0, timeout_s=20.0)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for stage in range(len(model.layers)):
+            for at, layer in enumerate(model.layers):
+                layer.requires_grad_(at >= len(model.layers) - 1 - stage)
+            for step in range(2):
+                loss = model(*batches[step % 3])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
         return losses
 
     made.agree(loop)
