@@ -427,6 +427,7 @@ def broken() -> tuple[nn.Module, Batches]:
     return Broken(), net()[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "options"), [
     (broken, {}), (from_a_buffer, {}), (net, {"engine": "torch"}),
 ], ids=["graph break", "memory of others", "torch engine"])
@@ -449,6 +450,7 @@ class Conv(nn.Module):
         return self.head(torch.relu(self.conv(x)).mean((2, 3))).float().square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(0)
 def test_a_convolution_under_autocast() -> None:
     """Weights of convolutions have copies in their order of memory."""
     inside: list[set[str]] = []

@@ -71,6 +71,7 @@ def test_pauses_between_updates_are_told() -> None:
         assert busy.cpu_paused_us / busy.cpu_us < late.cpu_paused_us / late.cpu_us
 
 
+@pytest.mark.sample(0)
 def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
     """Put on the lane together, streamed states never end before the updates by the CPU that stand between them, however few they are: what
     they stood is told. Where they are what takes long they stood for nothing.
@@ -180,6 +181,7 @@ def twins() -> Iterator[Twins]:
     made.close()
 
 
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(("ends", "grows"), [
     (FinishTimes(9e6, 3e6), True), (FinishTimes(9e6, 9e6, streamed_held_us=6e6), True),
     (FinishTimes(3e6, 9e6), False), (FinishTimes(9e6, 0), None),

@@ -99,7 +99,7 @@ def _trained(model: Model) -> list[nn.Parameter]:
 LOOPS = {"plain": (False, (4,)), "evaluated": (True, (4,)), "shapes change": (False, (4, 6, 4, 3, 5))}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("evaluates", "sizes"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_one_class_train_as_plain(case: str, evaluates: bool, sizes: tuple[int, ...]) -> None:

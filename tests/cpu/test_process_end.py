@@ -61,6 +61,7 @@ def run(body: str, timeout_s: float = 120.0) -> str:
     return done.stdout
 
 
+@pytest.mark.sample(0)
 def test_close_leaves_no_thread() -> None:
     """No thread of the engine is left after close(), however often a model is compiled, trained and closed."""
     run("""
@@ -74,6 +75,7 @@ def test_close_leaves_no_thread() -> None:
     """)
 
 
+@pytest.mark.sample(0)
 def test_a_dropped_model_takes_its_threads_along() -> None:
     """A model that goes out of scope without close() stops its engine when it is collected."""
     run("""
@@ -174,6 +176,7 @@ def test_copies_and_pickles_are_plain_models() -> None:
     """)
 
 
+@pytest.mark.sample(0)
 def test_ctrl_c_in_mid_step_loses_nothing() -> None:
     """A KeyboardInterrupt between backward() and step(), or while a forward waits, leaves a session that closes or trains on."""
     run("""

@@ -267,6 +267,7 @@ def test_weights_put_back_before_the_step_train_on(k: int) -> None:
     compare(mlp, loop, k=k, workers=2)
 
 
+@pytest.mark.sample(0)
 def test_more_ways_than_are_compiled_run_in_plain_python() -> None:
     """Each way that parameters are placed has graphs of its own; beyond a limit there is one warning, and the training is right."""
 

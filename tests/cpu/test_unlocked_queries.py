@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.engine import SOURCES
 
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 
 
+@pytest.mark.sample(0)
 def test_no_call_of_the_engine_waits_for_a_question_to_the_driver(tmp_path: Path) -> None:
     """A launching thread that needs the engine's lock gets it while the uploader waits for the driver's answer about an event."""
     program = tmp_path / "unlocked_queries"
