@@ -58,7 +58,6 @@ def deep() -> tuple[nn.Module, Batches]:
 def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """More stages than layouts that are compiled at a time: the graphs of early stages go, and every stage is compiled."""
     monkeypatch.setattr(call_gate, "OUT_OF_USE_CALLS", 4)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)  # of the plain loop's, which would go on in eager code
     made = Twins(deep, k=0, timeout_s=20.0)
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
@@ -74,7 +73,8 @@ def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
                 losses.append(float(loss.detach()))
         return losses
 
-    made.agree(loop)
+    with torch._dynamo.config.patch(recompile_limit=64):  # the plain loop would go on in eager code
+        made.agree(loop)
     made.close()
 
 
