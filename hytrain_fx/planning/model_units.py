@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from hytrain_fx.capture import units
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.capture.units import Unit as RegisteredUnit
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph
 from hytrain_fx.runtime.states.store import StateStore
@@ -23,7 +23,7 @@ class ModelUnits:
 
     capture: Capture[Any] | None = None
 
-    def __init__(self, table: ParameterTable, registered: Sequence[units.Unit], states: StateStore) -> None:
+    def __init__(self, table: ParameterTable, registered: Sequence[RegisteredUnit], states: StateStore) -> None:
         self._table = table
         self._registered = registered
         self._states = states

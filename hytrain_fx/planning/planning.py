@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from hytrain_fx.capture import units
 from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.capture.units import Unit
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.budget import inputs_of
@@ -49,7 +49,7 @@ class Planned(Protocol):
 
     config: Config
     table: ParameterTable
-    units: tuple[units.Unit, ...]
+    units: tuple[Unit, ...]
     engine: Engine
     states: StateStore
     marks: StepMarks

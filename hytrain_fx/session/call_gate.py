@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +14,18 @@ from hytrain_fx.session.turns import Turns
 from hytrain_fx.weights.places import Layout, ParameterPlaces
 
 MOST_LAYOUTS = 8
-"""That are compiled at a time. One more takes the place of one that is out of use; where all are in use it runs in plain Python, as
-Dynamo's does beyond its recompile limit."""
+"""That are compiled at a time. One more takes the place of one that is out of use. Where all are in
+use it runs in plain Python, as Dynamo's does beyond its recompile limit."""
 OUT_OF_USE_CALLS = 100
 """Calls with other layouts since the last one, after which a layout is out of use."""
+
+
+@dataclass(slots=True)
+class _CompiledCall:
+    """The graphs of one layout, and the number of the last call that used them."""
+
+    call: Callable[..., Any]
+    last: int = 0
 
 
 class Gated(Protocol):
@@ -45,9 +54,8 @@ class CallGate:
         self._compile_call = compile_call
         self._plain_call = plain_call
         self._places = places
-        self._compiled = {places.compiled: compile_call()}
+        self._compiled = {places.compiled: _CompiledCall(compile_call())}
         self._calls = 0
-        self._last_call = {places.compiled: 0}  # by layout
         self._warned = False
         self.session = session
 
@@ -64,7 +72,6 @@ class CallGate:
             pass  # torch refuses this call while another thread's backward compiles
         if self.session.must_capture_anew():
             self._compiled.clear()
-            self._last_call.clear()
         layout = self._places.layout()
         call = self._call_of(layout)
         with whole() as gap:
@@ -82,20 +89,24 @@ class CallGate:
 
     def _call_of(self, layout: Layout) -> Callable[..., Any]:
         self._calls += 1
-        if layout not in self._compiled:
+        compiled = self._compiled.get(layout)  # once a call: a layout's hash is of all its names
+        if compiled is None:
             if len(self._compiled) >= MOST_LAYOUTS and not self._drop_one():
                 self._warn()
                 return self._plain_call
-            self._compiled[layout] = self._compile_call()
-        self._last_call[layout] = self._calls
-        return self._compiled[layout]
+            compiled = self._compiled[layout] = _CompiledCall(self._compile_call())
+        compiled.last = self._calls
+        return compiled.call
 
     def _drop_one(self) -> bool:
-        """Forget the graphs of a layout that is out of use, as those of an earlier stage of unfreezing are. False where there is none."""
-        oldest = min(self._compiled, key=self._last_call.__getitem__)
-        if self._calls - self._last_call[oldest] <= OUT_OF_USE_CALLS:
+        """Forget the graphs of a layout that is out of use; False where there is none.
+
+        Those of an early stage of gradual unfreezing are.
+        """
+        oldest = min(self._compiled, key=lambda layout: self._compiled[layout].last)
+        if self._calls - self._compiled[oldest].last <= OUT_OF_USE_CALLS:
             return False
-        del self._compiled[oldest], self._last_call[oldest]
+        del self._compiled[oldest]
         return True
 
     def _warn(self) -> None:

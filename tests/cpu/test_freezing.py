@@ -13,7 +13,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session import call_gate
 from hytrain_fx.session.call_gate import MOST_LAYOUTS
 
-from .loops import HYPER, Twins
+from .loops import HYPER, Twins, plain_loop
 from .models import Batches, mlp
 
 
@@ -39,24 +39,24 @@ def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any])
     made.close()
 
 
+class Deep(nn.Module):
+    """More layers than layouts that are compiled at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(MOST_LAYOUTS + 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()  # type: ignore[no-any-return]
+
+
 def deep() -> tuple[nn.Module, Batches]:
-    """One layer more than layouts that are compiled at a time, and two."""
-    layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(MOST_LAYOUTS + 3)])
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x).square().mean()  # type: ignore[no-any-return]
-
     return Deep(), [(torch.randn(3, 6),) for _ in range(3)]
 
 
 @pytest.mark.filterwarnings("error:the model's parameters have changed places")
 def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More stages than layouts that are compiled at a time: the graphs of early stages go, and every stage is compiled."""
+    """In more stages than layouts are compiled at a time: graphs of early stages go, each stage is compiled."""
     monkeypatch.setattr(call_gate, "OUT_OF_USE_CALLS", 4)
     made = Twins(deep, k=0, timeout_s=20.0)
 
@@ -65,12 +65,7 @@ def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
         for stage in range(len(model.layers)):
             for at, layer in enumerate(model.layers):
                 layer.requires_grad_(at >= len(model.layers) - 1 - stage)
-            for step in range(2):
-                loss = model(*batches[step % 3])
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
+            losses += plain_loop(2)(model, optimizer, batches)
         return losses
 
     with torch._dynamo.config.patch(recompile_limit=64):  # the plain loop would go on in eager code

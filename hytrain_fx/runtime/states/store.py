@@ -197,10 +197,11 @@ class StateStore:
         if self.placement[row] is not Placement.GPU:
             split_into(states, replace(states, master=flat_memory(of.weight), low=None), of.copy.device)
         weight = of.weight.detach()
-        # On the CPU a weight that was only read counts as written. Its copy keeps its version: a backward to come may have saved it.
-        as_copy = weight.to(of.copy.dtype)
-        if of.copy.device.type != "cpu" or not torch.equal(of.copy.view(torch.int16), as_copy.view(torch.int16)):
-            of.copy.copy_(weight)
+        # On the CPU a weight that was only read counts as written. Its copy keeps its version then:
+        # a backward to come may have saved it.
+        if of.copy.device.type == "cpu" and torch.equal(of.copy.view(torch.int16), weight.to(of.copy.dtype).view(torch.int16)):
+            return
+        of.copy.copy_(weight)
 
     def keep_weight(self, row: int, on: bool) -> None:
         """Whether to know, wherever the row is updated, the weight that the last update left. It must be there still when this begins."""
