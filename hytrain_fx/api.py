@@ -62,13 +62,14 @@ def compile(
 ) -> tuple[M, OffloadedOptimizer]:
     """Compile `model` in place and take over `optimizer`; the loop around them stays as it is.
 
-    Returns the same module object and an optimizer that shares `param_groups` with the given one. The optimizer may have run before: its
-    states are taken along. Without options everything is solved from measured times. `Config` says more of each option.
+    Returns the same module object and an optimizer that shares `param_groups` with the given one.
+    The optimizer may have run before: its states are taken along. Without options everything is
+    solved from measured times. `Config` says more of each option.
 
     k                units whose states rest on the device, "auto": solved
     plan             a saved Plan to obey instead of solving one
     planner          the rule that solves k: "windowed", "seed" or "cotrain"
-    stream           share of the other states that the device updates, visiting it in each step, "auto": solved
+    stream           share of the other states that visit the device to be updated, "auto": solved
     gpu_states       room for states on the device: "auto" (what is free), a fraction of them, or bytes
     host_memory      bytes that states may take on the host, None: what is available
     speculate        whether updates by the CPU may begin before step(), on a guess that costs time at most
@@ -86,8 +87,9 @@ def compile(
     options          Inductor's, handed on too; not together with mode
     mode             handed on too, without CUDA graphs
 
-    Raises ConfigError for an option that is unknown or does not fit, UnsupportedError for a model or an optimizer that is not supported,
-    HostMemoryError where states do not fit the host, EngineError where the engine cannot be built or started.
+    Raises ConfigError for an option that is unknown or does not fit, UnsupportedError for a model
+    or an optimizer that is not supported, HostMemoryError where states do not fit the host,
+    EngineError where the engine cannot be built or started.
     """
     require_release()
     config = Config.from_options(

@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `sample` leaves out. Mark everything in tests/gpu with `gpu`, and skip that where there is no CUDA device."""
+    """Leave out what `sample` leaves out; mark tests/gpu with `gpu`, and skip it without a CUDA device."""
     left_out = set() if _names_tests(config) else _not_sampled(items)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -62,7 +62,7 @@ def _names_tests(config: pytest.Config) -> bool:
 
 
 def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `sample(count)` all parameter sets but `count`, which are spread evenly."""
+    """All parameter sets of each test marked `sample(count)`, except for `count` that are spread evenly."""
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample") is not None:

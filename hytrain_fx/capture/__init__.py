@@ -1,5 +1,5 @@
 """torch.compile's graphs come in.
 
-Is given what Dynamo and AOTAutograd trace, and the model. Returns captured graphs, their data flow, the units and the parameter table.
-Never changes a graph, and never decides.
+Is given what Dynamo and AOTAutograd trace, and the model. Returns captured graphs, their data
+flow, the units and the parameter table. Never changes a graph, and never decides.
 """

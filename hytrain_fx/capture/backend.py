@@ -72,7 +72,7 @@ class Capture(Generic[R]):
     """The backend of one compiled model and the record of its graphs.
 
     names, parameters    the managed parameters, row = position
-    units                their grouping (`layers.group_units`)
+    units                their grouping (`units.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
     around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
     timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten

@@ -1,4 +1,4 @@
-"""A graph of torch.compile as it was captured, with the managed parameters in it, and what is kept of it once it is compiled."""
+"""A graph of torch.compile with the managed parameters in it, and what is kept of it when compiled."""
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ManagedParameter(nn.Parameter):
-    """What parameters of a compiled model are derived from outside the compiled call; `weights.guard` has what they do."""
+    """What parameters of a compiled model are derived from outside the compiled call.
+
+    `weights.guard` has what they do.
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,7 @@
-"""From measured times to a plan: the equation, the planner, the simulator, the offline report."""
+"""From times to a plan: the equation, windows, the planner, the simulator.
+
+Is given a profile and what binds. Returns plans and predictions. Never measures, and knows no torch.
+"""
 
 # The link `cost_model` at the top of the repository leads here; through it every module would load a second time.
 if __name__ != "hytrain_fx.cost_model":

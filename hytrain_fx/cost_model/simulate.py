@@ -4,7 +4,7 @@ Each share is cut into chunks, a chunk goes copy out -> update -> copy back, and
 unit between chunks. The device computes whenever it can and fills its waits with its own updates. A streamed chunk waits
 for a staging slot; whenever one is free it goes to the lowest unit whose gradient is there, else to the highest unit not yet
 loaded. Copies of streamed states share the link with gradients and new weights, which go first. Where the bandwidth of the host's memory is
-known, CPU updates and copies that run at once share it (`sharing.py`).
+known, CPU updates and copies that run at once share it.
 
 One period is played: from the start of a backward to the end of the next forward. It is the steady state as it stands, because
 no forward ends before every update has: when the next backward starts, at most the last staging slots are still on their way

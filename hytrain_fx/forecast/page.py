@@ -1,4 +1,4 @@
-"""An offline report as one HTML page that needs no other file and no network: tables, and plots as SVG."""
+"""An offline report as one HTML page without other files or network (tables, plots as SVG), or as Markdown."""
 
 from __future__ import annotations
 

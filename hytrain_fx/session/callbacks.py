@@ -26,7 +26,10 @@ class Called(Protocol):
 
 
 def if_alive(method: Callable[[nn.Parameter], R]) -> Callable[[nn.Parameter], R | None]:
-    """The same method of a session for guarded parameters to call; None, and nothing done, once the session is gone."""
+    """The same method of a session for guarded parameters to call.
+
+    None, and nothing done, once the session is gone.
+    """
     found = weakref.WeakMethod(method)
 
     def call(parameter: nn.Parameter) -> R | None:

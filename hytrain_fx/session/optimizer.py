@@ -60,7 +60,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self.session.turns.state:
             self.session.drain()
             states = read_states(self.session)
-        # Another object shows them, with all else that this one has: another thread may step meanwhile, a user's hook may wait for it.
+        # Another object shows them, with all else that this one has: another thread may step
+        # meanwhile, and a user's hook may wait for it.
         shown = object.__new__(type(self))
         vars(shown).update(vars(self) | {"state": states})
         return torch.optim.Optimizer.state_dict(shown)

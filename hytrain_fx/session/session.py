@@ -388,7 +388,10 @@ class Session:
             self.nodes.gradients.parts.used_eagerly.add(row)
 
     def may_lose_memory(self, parameter: nn.Parameter) -> bool:
-        """Whether its fp32 memory may be given back: then each touch is seen, also after the loop's, as any may be another thread's."""
+        """Whether its fp32 memory may be given back.
+
+        Then each touch is seen, also after the loop's: any may be another thread's.
+        """
         return self._shut_down.alive and self.copies.may_give_back(self.table.row_of[id(parameter)])
 
     @in_turn

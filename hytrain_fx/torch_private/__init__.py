@@ -1,5 +1,5 @@
 """Every private name of torch, by kind.
 
-Is given torch as installed. Returns small functions with names of our own. Never patches torch; a name that has gone is one error that
-says torch's version.
+Is given torch as installed. Returns small functions with names of our own. Never patches torch; a
+name that has gone is one error that says torch's version.
 """

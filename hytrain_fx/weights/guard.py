@@ -7,7 +7,8 @@
     unguard(p)                            at entry of the compiled call: Dynamo must see plain parameters
 
 What touches is any torch function, method or property given `p`, also inside lists, tuples and dicts; not metadata, hooks, `requires_grad`
-and `.grad`. Results are plain tensors: the class is off before the op runs, or torch functions are where the guard stays.
+and `.grad`. Results are plain tensors: the class is off before the op runs, or, where the guard
+stays, torch functions are.
 A CountedParameter is a plain parameter to torch and Dynamo, at no cost per op; only its `.data` is another, for writes that come after
 the first touch. Where a backward still needs the old weight, a write through `.data` is torch's error, as one in place is.
 
@@ -105,7 +106,8 @@ class GuardedParameter(CountedParameter):
             if all(issubclass(kind, CountedParameter) for kind in types):
                 with without_torch_function():
                     return func(*args, **kwargs)
-            for parameter in reached:  # another class has a say in what `func` does: it finds them as if nobody watched
+            # Another class has a say in what `func` does: it finds them as if nobody watched.
+            for parameter in reached:
                 parameter.__class__ = CountedParameter
         return func(*args, **kwargs)
 
@@ -120,7 +122,7 @@ def guard_type(
 
     settle    called before it, while the parameter is guarded still: another thread must not take a weight in flight for a new one
     lock      held meanwhile; one thread may take it twice
-    stays     whether a parameter is guarded after a touch too: each touch is told then, of any thread
+    stays     whether a parameter is guarded after a touch too: then each touch is told
     """
     own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(settle or (lambda _: None)), "lock": lock or RLock(),
            "stays": staticmethod(stays or (lambda _: False)), "touching": set()}
@@ -204,9 +206,9 @@ def is_guarded(parameter: Tensor) -> bool:
 
 
 def touched(parameter: Tensor) -> nn.Parameter:
-    """The same parameter, with `on_touch` called if it was guarded, which it is no longer unless it `stays` so.
+    """The same parameter, with `on_touch` called if it was guarded.
 
-    What `on_touch` raises passes through, guard on again.
+    It is no longer, unless it `stays` so. What `on_touch` raises passes through, guard on again.
     """
     guarded = type(parameter)
     if issubclass(guarded, GuardedParameter):

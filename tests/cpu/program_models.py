@@ -41,8 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "torch engine": {"k": 1, "engine": "torch"},
 }
 FOR_ADAM_ALONE = ("stream=1.0", "stream=0.5")
-# Of both sides. With this on, Inductor's fallbacks hand attention to its backward in a layout that its kernel on the CPU misreads, also in
-# the plain loop; and another layout has other last bits.
+# Of both sides. With this on, Inductor's fallbacks hand attention to its backward in a layout that
+# its kernel on the CPU misreads, also in the plain loop. And another layout has other last bits.
 INDUCTOR_OPTIONS: dict[str, Any] = {"layout_optimization": False}
 
 

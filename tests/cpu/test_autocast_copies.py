@@ -383,7 +383,10 @@ def test_parameters_have_their_memory_when_training_is_over() -> None:
 
 
 def test_a_thread_that_reads_after_the_loop_has_read_finds_memory() -> None:
-    """The loop's own read hides no other thread's: fp32 memory stays from then on, and the thread may read while compiled code runs."""
+    """The loop's own read hides no other thread's: fp32 memory stays from then on.
+
+    The thread may read while compiled code runs.
+    """
     model, optimizer, batches = start(k=0)
     train = steps(BETWEEN["nothing"], count=2)
     train(model, optimizer, batches)

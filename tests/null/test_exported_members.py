@@ -22,7 +22,7 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the two value classes and the six functions; `dir` shows them before they are loaded, and the version."""
+    """`__all__` holds two value classes and six functions; `dir` shows them unloaded, and the version."""
     assert hytrain_fx.__all__ == ["Config", "Plan", *FUNCTIONS]
     assert dir(hytrain_fx) == sorted([*hytrain_fx.__all__, "__version__"])
 

@@ -1,4 +1,5 @@
 """The engine in C++ (`runtime/csrc`).
 
-Is given the engine's calls. Returns their effect, by threads of its own. Never holds Python's lock while it waits.
+Is given the engine's calls. Returns their effect, by threads of its own. Never holds Python's
+lock while it waits.
 """
