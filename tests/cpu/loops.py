@@ -41,17 +41,29 @@ class HandAdam(torch.optim.Optimizer):
         for number, saved in state_dict["state"].items():
             self.state[parameters[number]] = copy.deepcopy(saved)  # torch's casts masters to the parameters' dtype
 
+    def state_dict(self) -> dict[str, Any]:
+        self._follow_written()
+        return super().state_dict()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_written()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, group)
         return loss
+
+    @torch.no_grad()
+    def _follow_written(self) -> None:
+        """Elements of weights that were written become those of their masters, with a gradient or without."""
+        for p, state in self.state.items():
+            if p.dtype != torch.float32 and state:
+                state["master"].copy_(torch.where(state["master"].to(p.dtype) == p, state["master"], p.float()))
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
@@ -61,8 +73,7 @@ class HandAdam(torch.optim.Optimizer):
         state["step"] += 1
         scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=p.is_cuda)
         assert p.grad is not None
-        master = p.detach() if p.dtype == torch.float32 else state["master"]  # what is written to the weight counts
-        master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+        master = p.detach() if p.dtype == torch.float32 else state["master"]
         adamw_(p.grad, master, state["m"], state["v"], state["vmax"] if group["amsgrad"] else None, scalars, out=p)
 
 

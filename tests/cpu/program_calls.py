@@ -197,12 +197,13 @@ def _read_weight(side: Side, at: int) -> float:
 
 
 def _write_weight(side: Side, at: int) -> None:
+    """Two writes never cancel out: whether an element was written shows only between them then, to who looks."""
     p = side.parameters[at % len(side.parameters)]
     if at % 2 and not side.losses:  # ours counts the write: a backward of before it would be refused
         p.data.mul_(0.99)
     else:
         with torch.no_grad():
-            p.add_(0.01)
+            p.mul_(0.99)
 
 
 def _save(side: Side, at: int) -> None:
@@ -270,6 +271,8 @@ def _place(side: Side, at: int) -> None:
         possible = [place for place in Placement if session.engine.can_stream or place is not Placement.STREAM]
         places = [possible[(at >> shift) % len(possible)] for shift in range(4)]
         session.place(plan_of(session, places))
+    else:
+        side.optimizer.state_dict()  # both look at written weights now
 
 
 def _explain(side: Side, at: int) -> None:
@@ -317,6 +320,8 @@ def _close_and_compile(side: Side, at: int) -> None:
         hytrain_fx.close(side.model)
         side.compile()
         side.optimizer.load_state_dict(states)
+    else:
+        side.optimizer.state_dict()  # both look at written weights now
 
 
 def _train_beside(side: Side, at: int) -> float:
