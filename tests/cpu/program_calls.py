@@ -470,6 +470,24 @@ def _signal_in_load(side: Side, at: int) -> None:
     _load(side, 0)
 
 
+def _signal_in_clip(side: Side, at: int) -> None:
+    """The gradients are dropped, as only some of them may have been scaled."""
+    _backward(side, at)
+    if side.is_ours:
+        _signalled(side, at, lambda: (_clip_norm if at % 2 else _clip_value)(side, at))
+    side.optimizer.zero_grad()
+
+
+def _signal_in_look(side: Side, at: int) -> None:
+    """In what changes nothing: both look at written weights in it."""
+    looks = (_evaluate, _save, _state_dicts, _explain)
+    if side.is_ours:
+        saved = side.saved
+        _signalled(side, at, lambda: looks[at // 2 % len(looks)](side, at))
+        side.saved = saved
+    side.optimizer.state_dict()
+
+
 def _freeze(side: Side, at: int) -> None:
     side.parameters[at % len(side.parameters)].requires_grad_(False)
 
@@ -528,4 +546,6 @@ KINDS: dict[str, Kind] = {
     "signal in zero_grad": Kind(_signal_in_zero_grad, 1),
     "signal in step": Kind(_signal_in_step, 4),
     "signal in load": Kind(_signal_in_load, 1),
+    "signal in clip": Kind(_signal_in_clip, 1),
+    "signal in look": Kind(_signal_in_look, 1),
 }
