@@ -22,11 +22,14 @@ from dataclasses import asdict, dataclass
 import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.native import build, cuda_adamw
+from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
+from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native.engine import NativeEngine
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 BYTES_PER_PARAMETER = 28
 CHUNK_IN_L2 = 1 << 16
+RING_BYTES, TIMEOUT_S = 1 << 20, 60.0
 
 
 @dataclass(frozen=True)
@@ -92,17 +95,24 @@ def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls:
 
 
 def cuda_kernel(parameters: int, repeats: int, calls: int) -> Rate:
-    """The CUDA kernel, bf16 gradient in and weight out, launched `calls` times a repeat."""
+    """The CUDA kernel as the engine launches it, bf16 gradient in and weight out, `calls` times a repeat."""
     master, m, v = states(parameters, "cuda")
     grad = torch.full_like(master, 0.01, dtype=torch.bfloat16)
-    scalars = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=True)
+    engine = NativeEngine(master.device, 1, RING_BYTES, TIMEOUT_S)
+    row = engine.add_row(RowSpec(parameters, 0, torch.empty_like(grad)))
+    engine.place_on_device(row, RowStates(master, m, v, None, None))
+    item = CommitItem(row, AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=True), grad, at_end=True)
 
     def update() -> None:
         for _ in range(calls):
-            cuda_adamw.adamw_(grad, master, m, v, None, scalars, grad)
+            engine.commit([item])
+            engine.wait([row])
         torch.cuda.synchronize()
 
-    return measure("hytrain_fx", "cuda", 0, parameters, repeats, calls, update)
+    try:
+        return measure("hytrain_fx", "cuda", 0, parameters, repeats, calls, update)
+    finally:
+        engine.close()
 
 
 def main() -> None:

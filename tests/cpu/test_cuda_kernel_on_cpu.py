@@ -16,27 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, AdamScalarsStruct
+from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
 from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.cuda_adamw import THREADS
 from hytrain_fx.runtime.states.split_master import split
 
 from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
+from .adamw_rows import MARK, THREADS, Row, row_of
 from .test_split_master import split_kernel_
 
 SOURCE = Path(__file__).parents[1] / "native" / "adamw_cu_on_cpu.cpp"
 F32, BF16 = torch.float32, torch.bfloat16
 # As cuda_adamw.functions() lists them: the gradient's dtype, the weight's, masters in halves.
 KERNELS = {0: (F32, F32, False), 1: (BF16, BF16, False), 3: (BF16, BF16, True), 4: (F32, BF16, False), 5: (F32, BF16, True)}
-MARK = 7
-
-
-class Row(ctypes.Structure):
-    """hytrain_fx::Row of adamw.cu."""
-
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("grad", "master", "m", "v", "vmax", "out")), ("n", ctypes.c_longlong),
-                ("scalars", AdamScalarsStruct), ("nonfinite", ctypes.c_void_p), ("mark", ctypes.c_int), ("skip", ctypes.c_void_p))
-
 
 Run = Callable[..., None]
 
@@ -52,12 +43,6 @@ def run_rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
         library.run_rows(kernel, (Row * len(rows))(*rows), len(rows), blocks, THREADS)
 
     return run
-
-
-def row_of(o: Operands, scalars: AdamScalars, low: torch.Tensor | None, nonfinite: torch.Tensor, skip: torch.Tensor | None = None) -> Row:
-    master = o.master if low is None else low
-    at = [None if t is None else t.data_ptr() for t in (o.grad, master, o.m, o.v, o.vmax, o.out)]
-    return Row(*at, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, None if skip is None else skip.data_ptr())
 
 
 def prepared(n: int, seed: int, kind: str, kernel: int, amsgrad: bool, start: int, tied: bool = False) -> Operands:

@@ -1,26 +1,17 @@
 // adamw.h on the GPU: the same expression, each operation an intrinsic that rounds to nearest and is never contracted, denormals kept.
 //
-// Kernels: adamw_<grad>_<out> for f32, bf16, f16. Launched without the CUDA runtime (cuLaunchKernel, kernelParams in this order):
+// Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
+// queue blocks the launching thread. Kernels, by the dtypes of gradient and weight:
 //
-//     0  const void*  grad     [n]
-//     1  float*       master   [n]
-//     2  float*       m        [n]
-//     3  float*       v        [n]
-//     4  float*       vmax     [n]; null without kAmsgrad
-//     5  void*        out      [n]; may be grad; null: not written
-//     6  long long    n
-//     7  AdamScalars  scalars  64 bytes, by value
-//     8  Factors      factors  4 device addresses of one float each, by value; where not null it takes the place of scalars.factors[i]
+//     adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16   both the same; for f32 the master is the weight
+//     adamw_rows_f32_bf16                               bf16 weights with fp32 gradients
+//     adamw_rows_split, adamw_rows_split_f32            bf16 weights with masters in two halves, gradients bf16 or fp32
 //
-// Block (256, 1, 1), no shared memory, any grid (grid-stride); ceil(n / 2048) blocks, at most 2^31 - 1, is a good one. No array may overlap
-// another, but out may be grad where both have the same dtype.
+// Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block (256, 1, 1), no shared memory, grid (any x, number
+// of rows); ceil(n / 2048) blocks in x is a good number. No array may overlap another, but out may be grad where both have the same dtype.
 #include "adam_scalars.h"
 
 namespace hytrain_fx {
-
-struct Factors {
-  const float* at[kMaxFactors];
-};
 
 using Bits16 = unsigned short;
 constexpr int kVector = 8;  // elements a thread takes at once: 16 bytes of a 16-bit array, 2 x 16 of an fp32 one
@@ -170,12 +161,9 @@ __device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, floa
 
 template <class Grad, class Out>
 __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n, AdamScalars s,
-                                      const Factors& factors, int* nonfinite = nullptr, int mark = 0) {
+                                      int* nonfinite, int mark) {
   const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* out = static_cast<typename Out::Storage*>(out_);
-#pragma unroll
-  for (unsigned int k = 0; k < kMaxFactors; ++k)
-    if (k < s.factor_count && factors.at[k] != nullptr) s.factors[k] = *factors.at[k];
   const bool amsgrad = s.flags & kAmsgrad;
   const bool vectors = aligned(grad) && aligned(p) && aligned(m) && aligned(v) && aligned(vmax) && aligned(out);
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
@@ -216,44 +204,20 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
     if (amsgrad) vmax[i] = largest;
     if (out != nullptr) out[i] = Out::narrow(weight);
   }
-  if (!finite && nonfinite != nullptr) *static_cast<volatile int*>(nonfinite) = mark;
+  if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
 }
-
-}  // namespace hytrain_fx
-
-#define ADAMW(name, Grad, Out)                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256) name(const void* grad, float* master, float* m, float* v, float* vmax, void* out, \
-                                                         long long n, hytrain_fx::AdamScalars scalars, hytrain_fx::Factors factors) { \
-    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(grad, master, m, v, vmax, out, n, scalars, factors);                      \
-  }
-
-ADAMW(adamw_f32_f32, F32, F32)
-ADAMW(adamw_f32_bf16, F32, BF16)
-ADAMW(adamw_f32_f16, F32, F16)
-ADAMW(adamw_bf16_f32, BF16, F32)
-ADAMW(adamw_bf16_bf16, BF16, BF16)
-ADAMW(adamw_bf16_f16, BF16, F16)
-ADAMW(adamw_f16_f32, F16, F32)
-ADAMW(adamw_f16_bf16, F16, BF16)
-ADAMW(adamw_f16_f16, F16, F16)
-
-// Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
-// queue blocks the launching thread. Kernels adamw_rows_<dtype>: one parameter, `Rows` by value; grid (any x, number of rows), block 256.
-// adamw_rows_split: bf16 rows with masters in two halves, `master` the address of `low`, `out` the weight, which is read too.
-// adamw_rows_f32_bf16, adamw_rows_split_f32: bf16 weights with fp32 gradients, masters whole or in halves.
-namespace hytrain_fx {
 
 constexpr int kRows = 28;
 
 struct Row {
   const void* grad;
-  float* master;
+  float* master;        // split kernels: `low`, the other half of the weight
   float* m;
   float* v;
-  float* vmax;
-  void* out;
+  float* vmax;          // null without kAmsgrad
+  void* out;            // the new weight; split kernels read it too, others take null for none
   long long n;
-  AdamScalars scalars;  // factor_count 0
+  AdamScalars scalars;
   int* nonfinite;       // takes `mark` where a gradient is not finite
   int mark;
   const float* skip;    // not null and not zero there: the row stays as it is (a loss scale that was too large)
@@ -272,7 +236,7 @@ __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nu
   extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
     if (hytrain_fx::left_out(r)) return;                                                                         \
-    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, {}, r.nonfinite, r.mark); \
+    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, r.nonfinite, r.mark); \
   }
 
 ADAMW_ROWS(adamw_rows_f32, F32, F32)
