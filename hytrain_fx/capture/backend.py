@@ -9,7 +9,7 @@ Example inputs are the real Parameters, so a graph's placeholders and gradient o
 
 A parameter read by two pairs (tied across a graph break, or a model called twice) has two partial gradients in one backward. Each pair
 offloads its own: two `grad_offload` for one row add up, as AccumulateGrad would, and of two releases the later counts. So no pair
-needs to know of another, and a pair that is already compiled stays right when the next one shows up. `shared_rows` lists them.
+needs to know of another, and a pair that is already compiled stays right when the next one shows up.
 
 A parameter with a gradient hook of the user keeps its gradient output, so that the hook sees it and `.grad` arrives as usual.
 """
@@ -108,15 +108,6 @@ class Capture(Generic[R]):
         """Numbers of all units in the order of first use in the forward graphs so far; units not seen yet come last."""
         return tuple({**self._used, **{unit.number: None for unit in self.units}})
 
-    @property
-    def shared_rows(self) -> tuple[int, ...]:
-        """Rows whose gradient is made by more than one pair; their parts are added by the runtime."""
-        makers: dict[int, set[int]] = {}
-        for graph in self.graphs:
-            for row in graph.grad_rows:
-                makers.setdefault(row, set()).add(graph.pair)
-        return tuple(sorted(row for row, pairs in makers.items() if len(pairs) > 1))
-
     def backend(
         self,
         gm: fx.GraphModule,
@@ -201,14 +192,13 @@ class Capture(Generic[R]):
         if kind is not GraphKind.BACKWARD:
             pair.saved_views = _saved_views(graph)
             self._used.update(dict.fromkeys(first_use_order(graph, self._unit_of)))
-        text = module.print_readable(print_output=False)
         flops = unit_flops(graph, self._unit_of)
         started = time.perf_counter()
         result = self._rewrite(graph)
         seconds = time.perf_counter() - started
         rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
         self.graphs.append(
-            CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, text, result, seconds)
+            CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, result, seconds)
         )
         return graph
 

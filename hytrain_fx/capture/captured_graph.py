@@ -67,7 +67,7 @@ class CapturedGraph:
 
 @dataclass(frozen=True)
 class CompiledGraph(Generic[R]):
-    """What is kept of a captured graph: its place, text before the rewrite, FLOPs of each unit, and the rewrite's own result."""
+    """What is kept of a captured graph: its place, FLOPs of each unit, and the rewrite's own result."""
 
     index: int
     pair: int
@@ -76,6 +76,5 @@ class CompiledGraph(Generic[R]):
     grad_rows: tuple[int, ...]
     kept_grads: Mapping[int, str]
     unit_flops: Mapping[int, float]
-    text_before: str
     rewrite: R
     rewrite_seconds: float

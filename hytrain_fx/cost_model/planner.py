@@ -73,7 +73,6 @@ def plan(
     k: int | None = None,
     stream: Stream = 0.0,
     guard: float = GUARD,
-    alpha: float | None = None,
     discipline: Discipline | None = None,
 ) -> Plan:
     """Solve k by `rule`, or take the `k` given, bring it within both memories, and predict the step.
@@ -85,14 +84,12 @@ def plan(
     budget_counts_streamed    whether gradients and staging slots of streamed parameters come out of `budget_bytes` too
     stream                 share 0..1 of the parameters not on the device that is streamed; "auto" solves it together with k
                            (rule "windowed", no k given, a profile with times for streaming; else nothing is streamed)
-    alpha                  device over CPU update time, instead of the measured one of each unit
     discipline             how the runtime orders and gates updates; the default is this library's
 
-    Raises PlanError for an unknown rule, a k outside 0..n, a share outside 0..1 or without times for streaming, a guard < 1 or an
-    alpha that is not positive, and when the two memories together do not hold the states.
+    Raises PlanError for an unknown rule, a k outside 0..n, a share outside 0..1 or without times for streaming, a guard < 1, and
+    when the two memories together do not hold the states.
     """
-    _check(profile, rule, k, stream, guard, alpha)
-    profile = profile if alpha is None else _with_alpha(profile, alpha)
+    _check(profile, rule, k, stream, guard)
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
     return maker.filled(maker.best() if stream == "auto" else maker.settle(maker.solution(float(stream))))
@@ -127,8 +124,6 @@ def compare(
     *,
     state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     budget_counts_streamed: bool = True,
-    guard: float = GUARD,
-    alpha: float | None = None,
     discipline: Discipline | None = None,
 ) -> dict[str, Plan]:
     """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget ("k=n" is capped by it too).
@@ -138,7 +133,7 @@ def compare(
 
     def solved(rule: Rule, k: int | None = None, stream: Stream = 0.0) -> Plan:
         return plan(profile, rule=rule, k=k, stream=stream, budget_bytes=budget_bytes, state_bytes_per_param=state_bytes_per_param,
-                    budget_counts_streamed=budget_counts_streamed, guard=guard, alpha=alpha, discipline=discipline)
+                    budget_counts_streamed=budget_counts_streamed, discipline=discipline)
 
     plans = {rule: solved(rule) for rule in get_args(Rule)}
     streamed = {STREAMED: solved("windowed", stream="auto")} if profile.can_stream else {}
@@ -358,11 +353,7 @@ def _memory_notes(wanted: int, fit: int, least: int, units: int, verdict: str) -
     return ()
 
 
-def _with_alpha(profile: Profile, alpha: float) -> Profile:
-    return replace(profile, units=tuple(replace(u, gpu_update_us=alpha * u.cpu_update_us) for u in profile.units))
-
-
-def _check(profile: Profile, rule: str, k: int | None, stream: Stream, guard: float, alpha: float | None) -> None:
+def _check(profile: Profile, rule: str, k: int | None, stream: Stream, guard: float) -> None:
     if rule not in get_args(Rule):
         raise PlanError(f"found rule={rule!r}, expected one of {get_args(Rule)}")
     if k is not None and not 0 <= k <= len(profile.units):
@@ -373,5 +364,3 @@ def _check(profile: Profile, rule: str, k: int | None, stream: Stream, guard: fl
         raise PlanError(f"found stream={stream}, but the profile has no times for streaming (stream_in_us, stream_out_us); measure them")
     if not (math.isfinite(guard) and guard >= 1):
         raise PlanError(f"found guard={guard}, expected a factor >= 1 on CPU times")
-    if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
-        raise PlanError(f"found alpha={alpha}, expected device over CPU update time, > 0")

@@ -13,7 +13,6 @@ from typing import Any
 
 from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes
-from hytrain_fx.cost_model.planner import GUARD
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.capacity import Capacity, capacities
 from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
@@ -70,7 +69,6 @@ def report(
     sequence: int | None = None,
     recompute: bool = False,
     budget_bytes: int | None = None,
-    guard: float = GUARD,
     sweep: bool = True,
     autocast: bool = False,
 ) -> Report:
@@ -93,10 +91,10 @@ def report(
     budget = states_budget_bytes(shape, spec, tokens, recompute) if budget_bytes is None else budget_bytes
     if budget < 0:
         raise PlanError(f"found a budget of {budget} bytes for states on the device, expected >= 0")
-    case = Case(shape, spec, profile, tokens, recompute, budget, budget_bytes is None, guard)
+    case = Case(shape, spec, profile, tokens, recompute, budget, budget_bytes is None)
     plans = {system.name: case.plan_of(system) for system in SYSTEMS}
     rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
-    swept = SweepOf(shape, spec, sequence, recompute, budget_bytes, guard).sweep(tokens) if sweep else Sweep()
+    swept = SweepOf(shape, spec, sequence, recompute, budget_bytes).sweep(tokens) if sweep else Sweep()
     return Report(
         shape.name, shape.params, spec, tokens, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
         _hidden_from_tokens(profile, spec, recompute),

@@ -5,7 +5,6 @@ Played in coarser pieces than the report's own case, so that a sweep over a mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hytrain_fx.cost_model.discipline import CHUNK_PARAMS
@@ -48,14 +47,13 @@ class SweepOf:
     sequence: int
     recompute: bool
     budget_bytes: int | None
-    guard: float
 
-    def sweep(self, tokens: int, factors: Sequence[float] = FACTORS) -> Sweep:
-        """Micro-batches and numbers of layers around the case by these factors, whole sequences where there are several."""
+    def sweep(self, tokens: int) -> Sweep:
+        """Micro-batches and numbers of layers around the case by `FACTORS`, whole sequences where there are several."""
         least = self.sequence if tokens >= self.sequence else 1
-        batches = sorted({max(least, int(factor * tokens) // least * least) for factor in factors})
+        batches = sorted({max(least, int(factor * tokens) // least * least) for factor in FACTORS})
         layers = self.shape.layers
-        counts = sorted({max(1, round(factor * layers)) for factor in factors}) if layers else []
+        counts = sorted({max(1, round(factor * layers)) for factor in FACTORS}) if layers else []
         return Sweep(tuple(self.point(self.shape, batch) for batch in batches),
                      tuple(self.point(self.shape.with_layers(count), tokens) for count in counts))
 
@@ -63,7 +61,7 @@ class SweepOf:
         """All systems at one size and micro-batch."""
         profile = analytic_profile(shape, self.device, tokens, self.recompute, sequence=min(self.sequence, tokens))
         budget = states_budget_bytes(shape, self.device, tokens, self.recompute) if self.budget_bytes is None else self.budget_bytes
-        case = Case(shape, self.device, profile, tokens, self.recompute, budget, self.budget_bytes is None, self.guard,
+        case = Case(shape, self.device, profile, tokens, self.recompute, budget, self.budget_bytes is None,
                     max(CHUNK_PARAMS, shape.params // _CHUNKS))
         rows = [case.row_of(system, case.plan_of(system)) for system in SYSTEMS]
         return Point(tokens, shape.layers or None, shape.params, profile.forward_us + profile.backward_us,

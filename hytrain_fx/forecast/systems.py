@@ -82,7 +82,6 @@ class Case:
     recompute: bool
     budget_bytes: int
     counts_streamed: bool
-    guard: float
     chunk_params: int = CHUNK_PARAMS
 
     def plan_of(self, system: System) -> Plan:
@@ -93,8 +92,7 @@ class Case:
 
         def solved(host_budget_bytes: int | None) -> Plan:
             return plan(self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
-                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.counts_streamed, guard=self.guard,
-                        discipline=discipline)
+                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.counts_streamed, discipline=discipline)
 
         try:
             return solved(int(HOST_SHARE * self.device.host_memory_bytes))

@@ -178,7 +178,7 @@ class StandIns:
             free = _is_free(left, row)
             standin = left.pop(row)
             if free:
-                standin.grad_state = GradState(parameter, source, None)
+                standin.grad_state = GradState(parameter, source)
                 return standin
         return GradStandIn(parameter, source)
 

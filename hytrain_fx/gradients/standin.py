@@ -27,16 +27,15 @@ from hytrain_fx.torch_private import tensors
 class GradStandIn(Tensor):
     """Stands in as `parameter.grad`: same shape, strides, dtype, device; `requires_grad` False; values with `source`.
 
-    parameter:       whose metadata it takes and whose `.grad` becomes the real tensor once that is brought back.
-    on_materialize:  called with the real tensor, once, right after it was brought back.
+    Of `parameter` it takes the metadata, and that one's `.grad` becomes the real tensor once it is brought back.
     """
 
     grad_state: GradState
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, source: GradSource, on_materialize: Callable[[Tensor], None] | None = None) -> GradStandIn:
+    def __new__(cls, parameter: Tensor, source: GradSource) -> GradStandIn:
         standin = tensors.wrapper_tensor(cls, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-        standin.grad_state = GradState(parameter, source, on_materialize)  # type: ignore[attr-defined]
+        standin.grad_state = GradState(parameter, source)  # type: ignore[attr-defined]
         return cast(GradStandIn, standin)
 
     @property

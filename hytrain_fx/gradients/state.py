@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
@@ -64,14 +63,13 @@ class ZeroSource:
 class GradState:
     """The state of one gradient, in one of the four forms above; shared by a stand-in and those detached from it."""
 
-    __slots__ = ("__weakref__", "factors", "on_materialize", "parameter", "real", "source")
+    __slots__ = ("__weakref__", "factors", "parameter", "real", "source")
 
-    def __init__(self, parameter: Tensor, source: GradSource, on_materialize: Callable[[Tensor], None] | None) -> None:
+    def __init__(self, parameter: Tensor, source: GradSource) -> None:
         self.source = source
         self.factors: tuple[Factor, ...] = ()
         self.real: Tensor | None = None
         self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
-        self.on_materialize = on_materialize
 
     def copy_out(self) -> Tensor:
         """A fresh real tensor with the gradient's present values; the state stays as it is. Raises GradientConsumedError."""
@@ -98,8 +96,6 @@ class GradState:
         if self.real is None:
             self.real = self.copy_out()
             self.factors = ()
-            if self.on_materialize is not None:
-                self.on_materialize(self.real)
         return self.real
 
     def become_parameter_grad(self) -> None:

@@ -304,12 +304,12 @@ def own_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimize
     return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
 
-def size_hint(size: object, otherwise: int = 1) -> int:
-    """The size seen while tracing: an int itself, or what a symbolic size stood for; `otherwise` where there is none."""
+def size_hint(size: object) -> int:
+    """The size seen while tracing: an int itself, or what a symbolic size stood for; 1 where there is none."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if hint is not None else otherwise
+    return int(hint) if hint is not None else 1
 
 
 def fake_tensors() -> Any:

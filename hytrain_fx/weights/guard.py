@@ -4,7 +4,7 @@
     guard(p, guarded)                     after step(): type(p) is guarded, still the same object, still an nn.Parameter
     model.weight.sum()                    p becomes a CountedParameter, on_touch(p) runs (waits for a weight in flight), then sum() runs
     model.weight.data.zero_()             the same, and p._version counts the write, as it does for `detach()`
-    unguard(p)                            at entry of the compiled call: Dynamo must see plain parameters
+    unguard_all([p])                      at entry of the compiled call: Dynamo must see plain parameters
 
 What touches is any torch function, method or property given `p`, also inside lists, tuples and dicts; not metadata, hooks, `requires_grad`
 and `.grad`. Results are plain tensors: the class is off before the op runs, or, where the guard
@@ -136,12 +136,6 @@ def guard(parameter: Tensor, guarded: type[GuardedParameter]) -> bool:
     return type(parameter) is guarded
 
 
-def unguard(parameter: Tensor) -> None:
-    """Make a guarded or touched parameter plain without calling `on_touch`; does nothing to others."""
-    if issubclass(type(parameter), CountedParameter):
-        parameter.__class__ = nn.Parameter
-
-
 def guard_all(parameters: Iterable[Tensor], guarded: type[GuardedParameter]) -> None:
     """`guard` for each, at 0.06 us; at every entry and exit of compiled code."""
     for parameter in parameters:
@@ -151,7 +145,7 @@ def guard_all(parameters: Iterable[Tensor], guarded: type[GuardedParameter]) -> 
 
 
 def unguard_all(parameters: Iterable[Tensor]) -> None:
-    """`unguard` for each."""
+    """Make guarded and touched parameters plain without calling `on_touch`; does nothing to others."""
     for parameter in parameters:
         kind = type(parameter)
         if kind is not nn.Parameter and issubclass(kind, CountedParameter):

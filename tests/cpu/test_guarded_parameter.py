@@ -16,7 +16,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.weights.guard import CountedParameter, GuardedParameter, guard, guard_type, is_guarded, touched, unguard
+from hytrain_fx.weights.guard import CountedParameter, GuardedParameter, guard, guard_type, is_guarded, touched, unguard_all
 
 
 class Landing:
@@ -132,7 +132,7 @@ def test_writes_through_data_are_counted() -> None:
     version = parameter._version
     kept.add_(1.0)
     parameter.data.mul_(2.0)
-    unguard(parameter)
+    unguard_all([parameter])
     kept.add_(1.0)
     assert (parameter._version - version, landing.touches, type(kept), kept.requires_grad) == (3, 1, Tensor, False)
     assert torch.equal(parameter.detach(), full(7.0))
@@ -201,7 +201,7 @@ def test_an_error_while_waiting_keeps_the_guard() -> None:
         with pytest.raises(EngineError, match="failed"):
             parameter.sum()
     assert is_guarded(parameter)
-    unguard(parameter)
+    unguard_all([parameter])
     assert type(parameter) is nn.Parameter
 
 
@@ -215,15 +215,15 @@ def test_a_subclass_of_parameter_is_refused() -> None:
     for tensor in (Own(torch.zeros(2)), torch.zeros(2), nn.parameter.UninitializedParameter()):
         kind = type(tensor)
         assert not guard(tensor, guarded)
-        unguard(tensor)
+        unguard_all([tensor])
         assert type(tensor) is kind
 
 
 def test_unguarding_does_not_touch_and_touched_does() -> None:
-    """unguard takes the class off silently; touched waits, and does nothing to a plain parameter."""
+    """unguard_all takes the class off silently; touched waits, and does nothing to a plain parameter."""
     parameter = nn.Parameter(torch.zeros(3))
     landing = Landing(parameter)
-    unguard(parameter)
+    unguard_all([parameter])
     assert touched(parameter) is parameter
     assert landing.touches == 0
     landing.guard_all()
@@ -292,7 +292,7 @@ def test_identity_groups_hooks_and_references_survive() -> None:
     net.weight.tag = "mine"  # type: ignore[attr-defined]
     reference, identity = weakref.ref(net.weight), id(net.weight)
     landing = Landing(*net.parameters())
-    unguard(net.weight)
+    unguard_all([net.weight])
     landing.guard_all()
     gc.collect()
     assert reference() is net.weight is optimizer.param_groups[0]["params"][0]
@@ -318,7 +318,7 @@ def test_the_class_goes_with_its_model() -> None:
     """A model's guard type is freed once nothing uses it; the parameters stay plain and usable."""
     parameter = nn.Parameter(torch.zeros(3))
     landing = Landing(parameter)
-    unguard(parameter)
+    unguard_all([parameter])
     freed = weakref.ref(landing.guarded)
     assert issubclass(landing.guarded, GuardedParameter)
     del landing
@@ -340,7 +340,7 @@ def test_a_compiled_module_sees_one_graph_over_guard_cycles() -> None:
     landing = Landing(*net.parameters())
     for _ in range(4):
         for parameter in net.parameters():
-            unguard(parameter)
+            unguard_all([parameter])
         net(torch.ones(2, 4)).sum().backward()
         landing.guard_all()
     assert (len(graphs), landing.touches) == (1, 0)
