@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.case import CannotRun
 from benchmarks.markdown import table
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.launch import default_workers
 from hytrain_fx.runtime.states.slabs import HostSlab, pin_slabs
 
 ADAMW_BYTES_PER_PARAM = 28
-PIECE_PARAMS = 4 << 20  # fp32 elements in one copy: 16 MB
 PIECES_IN_FLIGHT = 6
 POLL_S = 2e-5
 
@@ -44,8 +44,8 @@ class Copies:
     def __init__(self, device: torch.device, to_host: bool, host_params: int) -> None:
         self._slab = HostSlab(4 * host_params)
         pin_slabs([self._slab], device, default_workers(device))
-        self._host = self._slab.take(host_params, torch.float32).split(PIECE_PARAMS)
-        self._device = torch.empty(PIECES_IN_FLIGHT, PIECE_PARAMS, device=device)
+        self._host = self._slab.take(host_params, torch.float32).split(CHUNK_PARAMS)
+        self._device = torch.empty(PIECES_IN_FLIGHT, CHUNK_PARAMS, device=device)
         self._to_host, self._stream = to_host, torch.cuda.Stream(device)
 
     def run(self, load: Load) -> None:
@@ -62,7 +62,7 @@ class Copies:
                 (host if self._to_host else device).copy_(device if self._to_host else host, non_blocking=True)
                 events.append(torch.cuda.Event())
                 events[-1].record(self._stream)
-            load.done += 4 * PIECE_PARAMS
+            load.done += 4 * CHUNK_PARAMS
             number += 1
         self._stream.synchronize()
         load.seconds = time.perf_counter() - began_s

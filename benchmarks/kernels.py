@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.engine import NativeEngine
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-BYTES_PER_PARAMETER = 28
 CHUNK_IN_L2 = 1 << 16
 RING_BYTES, TIMEOUT_S = 1 << 20, 60.0
 
@@ -51,7 +51,7 @@ def measure(kernel: str, device: str, threads: int, parameters: int, repeats: in
         step()
         seconds.append(time.perf_counter() - start)
     rate = parameters * calls / min(seconds)
-    return Rate(kernel, device, threads, parameters, rate, rate * BYTES_PER_PARAMETER / 1e9)
+    return Rate(kernel, device, threads, parameters, rate, rate * UPDATE_BYTES_PER_PARAM / 1e9)
 
 
 def states(parameters: int, device: str) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 from hytrain_fx.cost_model.pieces import joined, pieces_of
 from hytrain_fx.cost_model.replan import standard_error
 from hytrain_fx.ir.figures import time_text
+from hytrain_fx.ir.limits import SMALL_PARAMETER_SHARE
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit, streamed_state_bytes
 
@@ -28,7 +29,6 @@ TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
 _SURE = 2.0  # standard errors: ends that differ by less may be noise, and every move holds a step up
 _DAMPING = 0.7  # of the way: rates change with the share
-_SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: smaller ones stay (norms, biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _worked_us(end_us: float, begun_us: float) -> float:
 def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
     """The parameter whose move brings the streamed part nearest to what is wanted; None where none brings it nearer."""
     source = Placement.CPU if missing > 0 else Placement.STREAM
-    least = _SMALL_SHARE * max(piece.numel for piece in pieces)
+    least = SMALL_PARAMETER_SHARE * max(piece.numel for piece in pieces)
     large = [i for i, piece in enumerate(pieces) if piece.placement is source and piece.numel >= least]
     best = min(large, key=lambda i: abs(abs(missing) - pieces[i].numel), default=None)
     return best if best is not None and abs(abs(missing) - pieces[best].numel) < abs(missing) else None

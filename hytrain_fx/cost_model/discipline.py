@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
+
 Order = Literal["edf", "fifo"]
 Barrier = Literal["none", "before_forward", "zero_offload"]
 CommitAt = Literal["backward_start", "backward_end"]
-CHUNK_PARAMS = 8 << 20
-STAGING_PARAMS = 4 << 20
-STAGING_SLOTS = 6
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Discipline:
     barrier: Barrier = "none"
     commit_at: CommitAt = "backward_start"
     chunk_params: int | None = CHUNK_PARAMS
-    staging_params: int = STAGING_PARAMS
+    staging_params: int = CHUNK_PARAMS
     staging_slots: int = STAGING_SLOTS
     early_updates: bool = False
     early_weights: bool = False

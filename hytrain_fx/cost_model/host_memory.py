@@ -13,8 +13,9 @@ A 16-bit weight is half of its fp32 master (runtime/states/split_master.py); fp1
 
 from __future__ import annotations
 
+from hytrain_fx.ir.limits import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, TaskKind, streamed_state_bytes
+from hytrain_fx.ir.task_graph import TaskKind, streamed_state_bytes
 
 
 def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:

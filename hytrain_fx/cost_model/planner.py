@@ -32,13 +32,14 @@ from hytrain_fx.cost_model.reasons import (
     windows_reason,
 )
 from hytrain_fx.cost_model.simulate import simulate
-from hytrain_fx.cost_model.streaming import LEAST_GAIN, best_mix, ranges_of
+from hytrain_fx.cost_model.streaming import best_mix, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
+from hytrain_fx.ir.limits import LEAST_GAIN_SHARE, STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import STATE_BYTES_PER_PARAM, Resource, Unit
+from hytrain_fx.ir.task_graph import Resource, Unit
 
 Rule = Literal["seed", "cotrain", "windowed"]
 Stream = float | Literal["auto"]
@@ -176,7 +177,7 @@ class _Maker:
         tried = [self.settle(self._mixed(k, share * part)) for part in parts]
         streamed = min(tried, key=lambda made: made.predicted["step_us"])
         step_us, streamed_us = without.predicted["step_us"], streamed.predicted["step_us"]
-        if streamed_us <= (1 - LEAST_GAIN) * step_us:
+        if streamed_us <= (1 - LEAST_GAIN_SHARE) * step_us:
             note = f"without streaming the step would take {time_text(step_us)}, with {time_text(streamed_us)}"
             return replace(streamed, notes=(*streamed.notes, note))
         tried_share = streamed.inputs["stream_share"]

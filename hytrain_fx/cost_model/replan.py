@@ -22,6 +22,7 @@ from statistics import median
 from hytrain_fx.cost_model.planner import GUARD
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
+from hytrain_fx.ir.limits import LEAST_GAIN_SHARE
 
 HORIZON_STEPS = 200  # within so many steps a move must have repaid itself
 LATEST = 3  # steps whose median is held against those before
@@ -139,7 +140,6 @@ class Agenda:
 
 
 WINDOW = 7
-LEAST_GAIN = 0.01  # of the step: below that a plan's gain is not distinguishable from a flat optimum
 NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, normal distribution
 MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal distribution: sqrt(pi / 2)
 
@@ -173,4 +173,4 @@ def should_replan(
     `horizon_steps` steps: otherwise plans flip back and forth with the noise.
     """
     gain_us = current_us - new_us
-    return gain_us > max(LEAST_GAIN * current_us, 2.0 * standard_error_us) and gain_us * horizon_steps > migration_us
+    return gain_us > max(LEAST_GAIN_SHARE * current_us, 2.0 * standard_error_us) and gain_us * horizon_steps > migration_us

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from hytrain_fx.cost_model.discipline import CHUNK_PARAMS, Barrier, CommitAt, Discipline, Order
+from hytrain_fx.cost_model.discipline import Barrier, CommitAt, Discipline, Order
 from hytrain_fx.cost_model.host_memory import bytes_per_us
 from hytrain_fx.cost_model.jobs import Job, Load, step_jobs
 from hytrain_fx.ir.plan import Plan, validate
@@ -30,7 +30,7 @@ from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Interval, Schedule
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 
-__all__ = ["CHUNK_PARAMS", "Barrier", "CommitAt", "Discipline", "Order", "simulate"]
+__all__ = ["Barrier", "CommitAt", "Discipline", "Order", "simulate"]
 
 
 def simulate(profile: Profile, plan: Plan, discipline: Discipline | None = None) -> Schedule:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from hytrain_fx.cost_model.windows import Windows
+from hytrain_fx.ir.limits import LEAST_GAIN_SHARE, SMALL_PARAMETER_SHARE
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import UnitProfile
 from hytrain_fx.ir.task_graph import Unit
 
-LEAST_GAIN = 0.01  # of the step; a smaller one is lost to copies that come in another order than planned
 _FLAT = 0.001  # of the step: shares that differ by less are the same, the smaller is taken
-_SMALL_SHARE = 1 / 1024  # of a unit's largest parameter: below that a parameter is not worth a staging slot (norms, biases)
 _ROUNDS = 14
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -31,7 +30,7 @@ def best_share(windows: Windows, k: int, compute_us: float) -> float:
 
     without_us = compute_us + exposed_us(0.0)
     least = min(least_of_convex(exposed_us, 0.0, 1.0), 1.0, key=exposed_us)
-    if without_us - compute_us - exposed_us(least) < LEAST_GAIN * without_us:
+    if without_us - compute_us - exposed_us(least) < LEAST_GAIN_SHARE * without_us:
         return 0.0
     enough_us = exposed_us(least) + _FLAT * without_us
     low = 0.0
@@ -88,7 +87,7 @@ def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tu
 
 def _nearest_run(numels: Sequence[int], wanted: float) -> frozenset[int]:
     """The positions of neighbouring parameters, small ones passed over, whose elements sum nearest to `wanted`; of equals the last."""
-    large = [i for i, numel in enumerate(numels) if numel >= _SMALL_SHARE * max(numels)]
+    large = [i for i, numel in enumerate(numels) if numel >= SMALL_PARAMETER_SHARE * max(numels)]
     ends = list(accumulate((numels[i] for i in large), initial=0))
     runs = []
     for begin in reversed(range(len(ends))):

@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
+from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import streamed_state_bytes
 
 # Of a unit's forward and backward, by the launching thread: 25 to 35 ms for the 29 units of a Llama, measured on the host of an H200.
 LAUNCH_US_PER_UNIT = 1000.0
-GRAD_BYTES_PER_PARAM = 2  # 16-bit training copies: their gradients and their new weights cross the link in 16 bit
+GRAD_BYTES_PER_PARAM = HALF_BYTES  # 16-bit training copies: their gradients and their new weights cross the link in 16 bit
 SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
 NOT_FIGURES = ("name", "sources", "about")
 HOST_FIGURES = ("cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s")

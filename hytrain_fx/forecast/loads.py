@@ -15,16 +15,15 @@ from typing import Protocol
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import CHUNK_PARAMS, HALF_BYTES, STATE_BYTES_PER_PARAM, TIMED_COPY_BYTES
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import CHUNK_PARAMS
 from hytrain_fx.runtime.native import build
 
 _BF16 = 1  # Dtype of csrc/adamw.h
 _GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-_COPY_BYTES = 16 << 20
 _IN_FLIGHT = 4
 _CALLS = 16
-HOST_BYTES_PER_PARAM = 14  # fp32 master and moments, one 16-bit slot
+HOST_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + HALF_BYTES  # fp32 master and moments, one 16-bit slot
 
 
 class Load(Protocol):
@@ -76,7 +75,7 @@ class Copies:
     """Blocks of 16 MB from `source` to `target`, one after the other; counts bytes. On a GPU on a stream of its own, a few under way."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._pairs = list(zip(target.split(_COPY_BYTES), source.split(_COPY_BYTES), strict=True))
+        self._pairs = list(zip(target.split(TIMED_COPY_BYTES), source.split(TIMED_COPY_BYTES), strict=True))
         self._number = 0
         self._device = next((tensor.device for tensor in (target, source) if tensor.is_cuda), None)
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)

@@ -26,11 +26,11 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.loads import HOST_BYTES_PER_PARAM, Calls, Copies, KernelUpdates, together
+from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.launch import default_workers, make_engine
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.probe import UpdateProbe
 
-UPDATE_BYTES = 28  # host memory that the kernel moves a bf16 parameter: gradient in, weight out, fp32 states in and out
 STEP_SHARE = 0.75  # of the rate of single large matrix products that a compiled training step is estimated to reach
 _LEAST_BYTES = 1 << 20
 
@@ -85,8 +85,8 @@ def _measure_host(figures: _Figures, device: torch.device, seconds: float, host_
     beside = [rate.per_s for rate in together([*updates, *copies], seconds)]
     of_copy = 1 if device.type == "cuda" else 2  # a copy within host memory reads and writes there
     found = {
-        "updates alone": UPDATE_BYTES * alone,
-        "updates beside copies both ways": UPDATE_BYTES * sum(beside[:workers]) + of_copy * sum(beside[workers:]),
+        "updates alone": UPDATE_BYTES_PER_PARAM * alone,
+        "updates beside copies both ways": UPDATE_BYTES_PER_PARAM * sum(beside[:workers]) + of_copy * sum(beside[workers:]),
         f"copies by {workers} threads": 2 * sum(rate.per_s for rate in together(_within_host(host_bytes, workers), seconds)),
     }
     most = max(found, key=found.__getitem__)

@@ -13,16 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.shapes import ModelShape
+from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, STATE_BYTES_PER_PARAM, TRANSIT_BYTES
 
-WEIGHT_BYTES = 2
-GRAD_BYTES = 2
-STATE_BYTES = 12
-SLOT_BYTES = 2
-AUTOCAST_GRAD_BYTES = 4  # on the device and of a slot; on the link 2
-TRANSIT_BYTES = 640_000_000  # gradients on their way and streamed states, as in runtime/launch.py
+WEIGHT_BYTES = GRAD_BYTES = SLOT_BYTES = HALF_BYTES
+AUTOCAST_GRAD_BYTES = FP32_BYTES  # on the device and of a slot; on the link 2
 DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
 HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
 
@@ -64,7 +60,7 @@ def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) ->
 
 def ring_bytes(shape: ModelShape, streams: bool) -> int:
     """Device memory for gradients on their way to the host: less where states are streamed, whose staging slots take the rest."""
-    staging = STAGING_SLOTS * STAGING_PARAMS * STATE_BYTES if streams else 0
+    staging = STAGING_SLOTS * CHUNK_PARAMS * STATE_BYTES_PER_PARAM if streams else 0
     return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * shape.params)
 
 
@@ -78,18 +74,18 @@ def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, s
     on_device = sum(u.params for u in shape.units[:k])
     on_host = shape.params - on_device
     by_cpu = on_host - streamed_params
-    staging = STAGING_SLOTS * STAGING_PARAMS if streamed_params else 0
+    staging = STAGING_SLOTS * CHUNK_PARAMS if streamed_params else 0
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1))
     ring = ring_bytes(shape, streamed_params > 0) if by_cpu else 0
-    return Footprint(WEIGHT_BYTES * shape.params, gradients + ring, STATE_BYTES * (on_device + staging),
-                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES * on_host, slot_bytes * by_cpu)
+    return Footprint(WEIGHT_BYTES * shape.params, gradients + ring, STATE_BYTES_PER_PARAM * (on_device + staging),
+                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host, slot_bytes * by_cpu)
 
 
 def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
     """Device memory left for states: as many leading units as fit within it fit beside their gradients, too."""
     limit = DEVICE_SHARE * device.memory_bytes
-    of_states = [0, *accumulate(STATE_BYTES * u.params for u in shape.units)]
+    of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * u.params for u in shape.units)]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the worst case all of them.
     limit -= (_grad_bytes(shape) - GRAD_BYTES) * shape.params
     left = [limit - footprint(shape, tokens, k, recompute).device_bytes for k in range(len(of_states))]
@@ -133,8 +129,8 @@ def largest_params(device: DeviceSpec, activations_bytes: int, autocast: bool = 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on the device.
     """
     device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
-    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES))
-    resident_bytes = WEIGHT_BYTES + (AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES
+    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES_PER_PARAM + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES))
+    resident_bytes = WEIGHT_BYTES + (AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES_PER_PARAM
     on_host = min(host_params, device_bytes / WEIGHT_BYTES)
     return {
         "device": device_bytes / resident_bytes,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
 
 GIB = 1 << 30
-UPDATE_MEMORY_BYTES = 28  # an exact AdamW step: g16 in, w16 out, fp32 w, m and v in and out
 DEVICE_UPDATE_SHARE = 0.7  # of the memory's peak rate that a fused AdamW reaches on the measured H200 (122.6 of 171 G parameters/s)
 MATMUL_SHARE = 0.53  # of the peak that a compiled Llama step reaches on the measured H200 (525 of 989 TFLOP/s)
 LINK_SHARE = 0.75  # of a PCIe link's rate each way with both ways busy on the measured H200 (47.9 of 64 GB/s)
@@ -110,14 +110,14 @@ def _from_data_sheet(
         name, achieved_flops=MATMUL_SHARE * peak * 1e12, memory_bytes=memory_gib * GIB, memory_bytes_per_s=memory_gb_per_s * 1e9,
         d2h_bytes_per_s=LINK_SHARE * link_gb_per_s * 1e9, h2d_bytes_per_s=LINK_SHARE * link_gb_per_s * 1e9,
         cpu_update_params_per_s=host_gparams_per_s * 1e9,
-        gpu_update_params_per_s=DEVICE_UPDATE_SHARE * memory_gb_per_s * 1e9 / UPDATE_MEMORY_BYTES, host_memory_bytes=128 * GIB,
+        gpu_update_params_per_s=DEVICE_UPDATE_SHARE * memory_gb_per_s * 1e9 / UPDATE_BYTES_PER_PARAM, host_memory_bytes=128 * GIB,
         host_memory_gb_per_s=host_memory_gb_per_s,
         sources={
             "achieved_flops": f"data sheet: {sheet}, {MATMUL_SHARE:.0%} of {peak:g} TFLOP/s ({precision})",
             "memory_bytes": f"data sheet: {sheet}",
             "memory_bytes_per_s": f"data sheet: {sheet}, {memory_gb_per_s:g} GB/s",
             "d2h_bytes_per_s": copies, "h2d_bytes_per_s": copies,
-            "gpu_update_params_per_s": f"estimated: {DEVICE_UPDATE_SHARE:.0%} of the memory, {UPDATE_MEMORY_BYTES} bytes a parameter",
+            "gpu_update_params_per_s": f"estimated: {DEVICE_UPDATE_SHARE:.0%} of the memory, {UPDATE_BYTES_PER_PARAM} bytes a parameter",
             "host_memory_bytes": "estimated: 128 GiB",
             **host_sources,
         })

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hytrain_fx.cost_model.discipline import CHUNK_PARAMS
 from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
 from hytrain_fx.forecast.memory import states_budget_bytes
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.forecast.systems import SYSTEMS, Case
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _CHUNKS = 240  # played of a model in a sweep

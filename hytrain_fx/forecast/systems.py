@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hytrain_fx.cost_model.discipline import CHUNK_PARAMS, Barrier, CommitAt, Discipline
+from hytrain_fx.cost_model.discipline import Barrier, CommitAt, Discipline
 from hytrain_fx.cost_model.planner import Rule, Stream, plan
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint
 from hytrain_fx.forecast.shapes import ModelShape
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 

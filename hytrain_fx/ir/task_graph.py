@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.limits import FP32_BYTES, STATE_BYTES_PER_PARAM, UPDATE_BYTES_PER_PARAM
 
 
 class TaskKind(enum.StrEnum):
@@ -108,18 +109,12 @@ def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
     return TaskGraph(units, dag)
 
 
-# Bytes an exact AdamW update reads and writes per parameter: g16 in, w16 out, fp32 w, m, v both ways.
-UPDATE_BYTES_PER_PARAM = 28
-# fp32 master weight and two fp32 moments.
-STATE_BYTES_PER_PARAM = 12
-MASTER_BYTES_PER_PARAM = 4  # a gradient as wide as this belongs to a parameter that is its own master
-
-
 def streamed_state_bytes(params: int, grad_bytes: int) -> int:
     """Bytes of states that cross the link each way when so many parameters are streamed: of a 16-bit one, the half of its master that is
     the weight stays on the device.
     """
-    return STATE_BYTES_PER_PARAM * params - (grad_bytes if grad_bytes < MASTER_BYTES_PER_PARAM * params else 0)
+    is_own_master = grad_bytes >= FP32_BYTES * params  # fp32: gradients are as wide as weights
+    return STATE_BYTES_PER_PARAM * params - (0 if is_own_master else grad_bytes)
 
 
 def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:

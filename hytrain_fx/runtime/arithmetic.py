@@ -26,8 +26,7 @@ from typing import ClassVar, Final
 import torch
 
 from hytrain_fx.errors import UnsupportedError
-
-MAX_FACTORS = 4
+from hytrain_fx.ir.limits import MAX_FACTORS
 
 
 class AdamFlag(IntFlag):

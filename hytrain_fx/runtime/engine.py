@@ -17,16 +17,11 @@ from typing import Protocol
 import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
+from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.states.own_states import OwnStates
 
-# Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
-CHUNK_PARAMS = 4 << 20
-# Chunks of streamed states on the device at once: one being filled, one updated, one emptied, and as many again against hiccups.
-STAGING_SLOTS = 6
 _STAGING_ALIGN_PARAMS = 64
-# A gradient may carry this many logged multiplications; more are made on the real tensor.
-MAX_FACTORS = 4
 
 
 @dataclass(frozen=True, slots=True)

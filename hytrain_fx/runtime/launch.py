@@ -13,16 +13,14 @@ import torch
 
 from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError, EngineError, UnsupportedError
+from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, TRANSIT_BYTES
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, staging_shape
+from hytrain_fx.runtime.engine import Engine, staging_shape
 from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
 
-# Device memory through which things pass: gradients on their way out (the ring), streamed states (the engine's staging area, of three fp32
-# tensors a row). With 640 MB there is room for fragments below the 1 GB that training may add to a GPU's peak.
-STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, 3)) * 4
-TRANSIT_BYTES = 640_000_000
+STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, 3)) * FP32_BYTES  # of TRANSIT_BYTES, for streamed states: three fp32 tensors a row
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 
 
@@ -53,7 +51,7 @@ def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: 
     wait into the next forward.
     """
     sizes = [p.numel() * p.element_size() for p in parameters]
-    chunk = min(max(sizes), CHUNK_PARAMS * 4)
+    chunk = min(max(sizes), CHUNK_PARAMS * FP32_BYTES)
     limit = TRANSIT_BYTES - (STAGING_BYTES if streams else 0)
     least = 2 * chunk + _RING_SLACK_BYTES
     if config.ring_bytes is None:

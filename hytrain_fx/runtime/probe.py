@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
+from hytrain_fx.ir.limits import TIMED_COPY_BYTES
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates, Stage
 
 # Large enough that launching is no part of the rate, small beside what the device holds.
 MAX_PARAMS = 16 << 20
 _RUNS, _COLD_RUNS = 7, 2
-_COPY_BYTES, _COPIES = 16 << 20, 3
+_COPIES = 3
 _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -69,11 +70,11 @@ def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
 
     On a GPU two streams copy three blocks of 16 MB each; with the model on the CPU copies are the host's own.
     """
-    on_host = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    on_device = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_device = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, device=device)
     ways = ((on_device[0], on_host[0]), (on_host[1], on_device[1]))
     if device.type != "cuda":
-        return _host_copies_us(*ways[0]) / _COPY_BYTES, _host_copies_us(*ways[1]) / _COPY_BYTES
+        return _host_copies_us(*ways[0]) / TIMED_COPY_BYTES, _host_copies_us(*ways[1]) / TIMED_COPY_BYTES
     streams = [torch.cuda.Stream(device) for _ in ways]
     timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     torch.cuda.synchronize(device)
@@ -88,7 +89,7 @@ def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
                 end.record(stream)
             timed.append((begin, end))
         torch.cuda.synchronize(device)
-    to_device, to_host = (1e3 * float(begin.elapsed_time(end)) / (_COPIES * _COPY_BYTES) for begin, end in timed)
+    to_device, to_host = (1e3 * float(begin.elapsed_time(end)) / (_COPIES * TIMED_COPY_BYTES) for begin, end in timed)
     return to_device, to_host
 
 

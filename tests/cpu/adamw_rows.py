@@ -10,8 +10,6 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, AdamScalarsStruct
 
 from .adamw_operands import Operands
 
-THREADS = 256
-ELEMENTS_PER_BLOCK = 2048
 MARK = 7
 
 

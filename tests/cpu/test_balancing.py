@@ -15,11 +15,12 @@ from hytrain_fx.cost_model.balance import streamed_share, with_share
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.replan import Agenda
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.planning import Planning
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, FinishTimes, Stage
+from hytrain_fx.runtime.engine import FinishTimes, Stage
 
 from .engine_loop import EngineLoop
 from .loops import Twins, plain_loop

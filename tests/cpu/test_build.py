@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir import limits
 from hytrain_fx.runtime.native import build
+
+CSRC = build.CSRC
 
 
 @pytest.fixture
@@ -176,3 +180,36 @@ def test_the_kernels_fetch_ahead(kernel: str, tmp_path: Path) -> None:
     source.write_text("\n".join(line for line in KERNELS.splitlines() if not re.match(r"  \w+\(", line) or f"  {kernel}(" in line))
     subprocess.run([build.find_compiler(), *build.FLAGS, "-w", f"-I{build.CSRC}", "-S", str(source), "-o", str(text)], check=True)
     assert text.read_text().count("prefetch") >= 5  # at least one for each array that is read
+
+
+LIMITS = """#include <initializer_list>
+#include "shared_limits.h"
+using namespace hytrain_fx;
+extern "C" void limits(double* out) {
+  for (double value : {double(kChunk), double(kGranule), double(kLeastGuessed), double(kMaxFactors), double(kCacheLineBytes),
+                       double(kShadowApartBytes), double(kBlockThreads), double(kBlockElements), double(kAdamwKernels),
+                       double(kRowsPerLaunch), double(kPartsPerGather), double(kLongestWaitS)}) *out++ = value;
+}
+"""
+
+
+def test_cpp_has_the_limits_of_python(csrc: Path) -> None:
+    """Each limit in `IN_CPP` has the same value on both sides."""
+    (csrc / "limits.cpp").write_text(LIMITS)
+    values = (ctypes.c_double * len(limits.IN_CPP))()
+    build.load(("limits.cpp",), flags=(*build.FLAGS, f"-I{CSRC}")).limits(values)
+    assert list(values) == [getattr(limits, name) for name in limits.IN_CPP]
+
+
+def test_a_build_without_limits_is_refused(csrc: Path) -> None:
+    """The compiler says where the missing definitions come from."""
+    (csrc / "limits.cpp").write_text(LIMITS)
+    flags = tuple(flag for flag in build.FLAGS if not flag.startswith("-D"))
+    with pytest.raises(EngineError, match=r"no limits: compile with the definitions that .*hytrain_fx/ir/limits\.py"):
+        build.library(("limits.cpp",), flags=(*flags, f"-I{CSRC}"))
+
+
+def test_the_limits_print_without_the_library() -> None:
+    """A Python that has no torch prints the definitions for builds by hand (scripts/race_check)."""
+    printed = subprocess.run([sys.executable, "-I", "-S", str(limits.__file__)], capture_output=True, text=True, check=True).stdout
+    assert tuple(printed.split()) == limits.definitions()

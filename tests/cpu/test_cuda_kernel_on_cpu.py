@@ -16,12 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hytrain_fx.ir.limits import CUDA_BLOCK_THREADS
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.states.split_master import split
 
 from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
-from .adamw_rows import MARK, THREADS, Row, row_of
+from .adamw_rows import MARK, Row, row_of
 from .test_split_master import split_kernel_
 
 SOURCE = Path(__file__).parents[1] / "native" / "adamw_cu_on_cpu.cpp"
@@ -40,7 +41,7 @@ def run_rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
     library = ctypes.CDLL(str(path))
 
     def run(kernel: int, rows: list[Row], blocks: int = 2) -> None:
-        library.run_rows(kernel, (Row * len(rows))(*rows), len(rows), blocks, THREADS)
+        library.run_rows(kernel, (Row * len(rows))(*rows), len(rows), blocks, CUDA_BLOCK_THREADS)
 
     return run
 

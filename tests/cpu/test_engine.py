@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
+from hytrain_fx.ir.limits import CHUNK_PARAMS, GRANULE_PARAMS
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.fallback.engine import TorchEngine
@@ -102,8 +103,8 @@ def test_any_order_of_events_gives_the_same_bits(
 
 def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
     """Gradients of ten times the ring pass through it unharmed while copies out of it are slow."""
-    with make_engine(ring_bytes=2 * (4 << 20) * 2 + (64 << 10)) as engine:
-        loop = EngineLoop(engine, (9_000_000, 5_000_000, 4 << 20), torch.bfloat16)
+    with make_engine(ring_bytes=2 * CHUNK_PARAMS * 2 + (64 << 10)) as engine:
+        loop = EngineLoop(engine, (9_000_000, 5_000_000, CHUNK_PARAMS), torch.bfloat16)
         engine.set_delay(Stage.D2H, 3_000)
         for _ in range(2):
             loop.step(ahead=True)
@@ -112,7 +113,7 @@ def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
 
 def test_the_ring_changes_its_size_between_steps(make_engine: MakeEngine) -> None:
     """Larger or smaller, with slow copies out of it: every bit is the reference's. A dropped gradient has left the old memory by then."""
-    small, large = 2 * (4 << 20) * 2 + (64 << 10), 40 << 20
+    small, large = 2 * CHUNK_PARAMS * 2 + (64 << 10), 40 << 20
     with make_engine(ring_bytes=small) as engine:
         loop = EngineLoop(engine, (9_000_000, 5_000_000), torch.bfloat16)
         engine.set_delay(Stage.D2H, 10_000)
@@ -312,12 +313,12 @@ def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: Ma
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_state_is_written_from_a_value_that_is_not_finite_on(dtype: torch.dtype, halves: bool) -> None:
     """What a worker has taken is updated up to the block of 64 with that value; after the error no state is NaN or infinite."""
-    granule, bad = 256 << 10, (256 << 10) + 100_001
+    bad = GRANULE_PARAMS + 100_001
     with running("native", workers=1) as engine:
-        loop = EngineLoop(engine, (granule + 200_000,), dtype, halves=halves)
+        loop = EngineLoop(engine, (GRANULE_PARAMS + 200_000,), dtype, halves=halves)
         before = whole_states(loop.states[0], torch.device("cpu"))
         kept = before.master.clone()
-        grad = torch.ones(granule + 200_000, dtype=dtype)
+        grad = torch.ones(GRANULE_PARAMS + 200_000, dtype=dtype)
         grad[bad] = float("-inf")
         engine.grad_offload([0], [grad])
         engine.arm_cpu([0])

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import FP32_BYTES, GRANULE_PARAMS, SHADOW_APART_BYTES
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, GuessCounts, RowSpec, RowStates, Stage
 from hytrain_fx.runtime.native.engine import NativeEngine
@@ -22,7 +23,7 @@ from .engine_loop import GROUP, host_states
 
 # Rows of several chunks, of several granules, of one, and one too small for a guess.
 SIZES = (4_500_000, 700_000, 262_144, 70_000, 900)
-SLOT_BYTES = 3 * ((1 << 20) + 17 * 64)  # without amsgrad (csrc/engine_shadow.cpp)
+SLOT_BYTES = 3 * (FP32_BYTES * GRANULE_PARAMS + SHADOW_APART_BYTES)  # without amsgrad (csrc/engine_shadow.cpp)
 LATE_US = 100_000
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.memory import ring_bytes
 from hytrain_fx.forecast.shapes import read_shape
+from hytrain_fx.ir.limits import CHUNK_PARAMS, TRANSIT_BYTES
 from hytrain_fx.runtime import launch
-from hytrain_fx.runtime.engine import CHUNK_PARAMS
-from hytrain_fx.runtime.launch import STAGING_BYTES, TRANSIT_BYTES, default_workers, ring_bytes_for
+from hytrain_fx.runtime.launch import STAGING_BYTES, default_workers, ring_bytes_for
 from hytrain_fx.runtime.topology import LogicalCpu, Topology
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

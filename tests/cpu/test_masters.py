@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hytrain_fx.runtime.engine import CHUNK_PARAMS
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.states.split_master import load_masters
 
 

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import EngineError, NonFiniteGradientError
+from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, STAGING_SLOTS, CommitItem, RowSpec, Stage
+from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.fallback.engine import TorchEngine
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.split_master import copy_states, whole_states

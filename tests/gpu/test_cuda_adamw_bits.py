@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import CUDA_BLOCK_ELEMENTS, CUDA_BLOCK_THREADS
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 from hytrain_fx.runtime.native import build, cuda_adamw, cuda_module
 
 from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
-from ..cpu.adamw_rows import ELEMENTS_PER_BLOCK, THREADS, Row, row_of
+from ..cpu.adamw_rows import Row, row_of
 
 DEVICE = torch.device("cuda", 0)
 LENGTHS = (1, 7, 8, 9, 2047, 2048, 2049, 100_003)
@@ -60,8 +61,8 @@ def cuda_kernel_(o: Operands, scalars: AdamScalars) -> None:
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(rows))
     stream = torch.cuda.current_stream(DEVICE).cuda_stream
     with cuda_module.primary_context(driver, DEVICE.index):
-        grid = -(-o.grad.numel() // ELEMENTS_PER_BLOCK)
-        launched = driver.cuLaunchKernel(kernel, grid, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
+        grid = -(-o.grad.numel() // CUDA_BLOCK_ELEMENTS)
+        launched = driver.cuLaunchKernel(kernel, grid, 1, 1, CUDA_BLOCK_THREADS, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
     cuda_module.checked(driver, launched, "launch the AdamW kernel")
 
 

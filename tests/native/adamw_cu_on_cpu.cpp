@@ -1,7 +1,7 @@
 // csrc/adamw.cu as C++, thread by thread, so that its arithmetic and indexing are tested without a GPU. CUDA's intrinsics that round to nearest
 // are IEEE operations, as are a CPU's. fp16 is left out: its conversions are written in PTX.
 //
-//     g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC -I hytrain_fx/runtime/csrc tests/native/adamw_cu_on_cpu.cpp
+//     g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC $(python hytrain_fx/ir/limits.py) -I hytrain_fx/runtime/csrc tests/native/adamw_cu_on_cpu.cpp
 #include <cmath>
 #include <cstring>
 

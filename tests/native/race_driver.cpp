@@ -611,7 +611,7 @@ class Run {
   std::vector<char> ring_ = std::vector<char>(kLeastRing);
   Floats slots_ = Floats(2 * kFactorCapacity);
   Floats staging_ = Floats(kStagingSlots * 3 * kChunk);
-  std::vector<char> shadow_ = std::vector<char>(kShadowSlots * kShadowArrays * (4 * kGranule + 17 * 64));
+  std::vector<char> shadow_ = std::vector<char>(kShadowSlots * kShadowArrays * (4 * kGranule + kShadowApartBytes));
   std::vector<TaskRecord> records_ = std::vector<TaskRecord>(kRecords);
   Floats factors_ = Floats(64);  // as a caching allocator: not handed out again while one may be read
   int32_t nonfinite_ = 0;

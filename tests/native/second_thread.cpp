@@ -90,7 +90,7 @@ int drain() {
 int commits() {
   constexpr int64_t kSize = 1 << 18;
   constexpr int kSteps = 200;
-  std::vector<char> memory(64 * 4 * (4 * kGranule + 17 * 64) + 64);
+  std::vector<char> memory(64 * 4 * (4 * kGranule + kShadowApartBytes) + 64);
   Trained of(kSize);
   char* const base = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
   ShadowMemory shadow{base, static_cast<int64_t>(memory.size()) - 64, 3};

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.discipline import STAGING_PARAMS, STAGING_SLOTS
 from hytrain_fx.errors import ConfigError, PlanError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_params, states_budget_bytes
@@ -19,6 +18,7 @@ from hytrain_fx.forecast.report import report
 from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
+from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.plan import validate
 from hytrain_fx.ir.profile import Profile
 
@@ -94,7 +94,7 @@ def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool, sha
     with_streams = footprint(SHAPE, tokens, k, recompute, streamed)
     assert m.host_slots_bytes - with_streams.host_slots_bytes == 2 * streamed
     assert with_streams.host_states_bytes == m.host_states_bytes
-    assert with_streams.gpu_states_bytes - m.gpu_states_bytes == (12 * STAGING_SLOTS * STAGING_PARAMS if streamed else 0)
+    assert with_streams.gpu_states_bytes - m.gpu_states_bytes == (12 * STAGING_SLOTS * CHUNK_PARAMS if streamed else 0)
     assert m.gpu_states_bytes + m.host_states_bytes == 12 * SHAPE.params
     assert m.weights_bytes == 2 * SHAPE.params
     assert m.gradients_bytes <= 2 * SHAPE.params + 640_000_000

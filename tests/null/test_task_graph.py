@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.task_graph import RESOURCE_OF, UPDATE_BYTES_PER_PARAM, Resource, TaskId, TaskKind, Unit, build_task_graph
+from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
+from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskId, TaskKind, Unit, build_task_graph
 
 
 def units(n: int) -> tuple[Unit, ...]:

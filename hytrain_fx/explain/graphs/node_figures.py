@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hytrain_fx.ir.figures import bytes_text, shortened, time_text
+from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.ir.task_graph import UPDATE_BYTES_PER_PARAM, TaskId, TaskKind
+from hytrain_fx.ir.task_graph import TaskId, TaskKind
 
 if TYPE_CHECKING:
     from hytrain_fx.explain.plan.report import Explanation, Measured

@@ -1,5 +1,7 @@
-// The scalars of one Adam step as C++, CUDA (NVRTC and nvcc) and arithmetic.AdamScalars.CStruct see them. No includes: NVRTC has none.
+// The scalars of one Adam step as C++, CUDA (NVRTC and nvcc) and arithmetic.AdamScalars.CStruct see them. No includes but of our own: NVRTC has none.
 #pragma once
+
+#include "shared_limits.h"
 
 namespace hytrain_fx {
 
@@ -11,8 +13,6 @@ enum AdamFlags : unsigned int {
   kTorchCuda = 1u << 4,    // the arithmetic form of torch's CUDA foreach kernels, else of its CPU kernels (adamw.h)
   kWideFactors = 1u << 5,  // a 16-bit gradient is widened first: factors multiply it in fp32, and nothing is rounded to 16 bits
 };
-
-constexpr int kMaxFactors = 4;
 
 struct AdamScalars {
   float decay;                // 1 - lr * weight_decay, or 1

@@ -7,8 +7,9 @@
 //     adamw_rows_f32_bf16                               bf16 weights with fp32 gradients
 //     adamw_rows_split, adamw_rows_split_f32            bf16 weights with masters in two halves, gradients bf16 or fp32
 //
-// Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block (256, 1, 1), no shared memory, grid (any x, number
-// of rows); ceil(n / 2048) blocks in x is a good number. No array may overlap another, but out may be grad where both have the same dtype.
+// Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block (kBlockThreads, 1, 1), no shared memory,
+// grid (any x, number of rows); ceil(n / kBlockElements) blocks in x is a good number. No array may overlap another, but out may be grad
+// where both have the same dtype.
 #include "adam_scalars.h"
 
 namespace hytrain_fx {
@@ -207,8 +208,6 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
   if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
 }
 
-constexpr int kRows = 28;
-
 struct Row {
   const void* grad;
   float* master;        // split kernels: `low`, the other half of the weight
@@ -224,7 +223,7 @@ struct Row {
 };
 
 struct Rows {
-  Row at[kRows];
+  Row at[kRowsPerLaunch];
 };
 static_assert(sizeof(Row) == 144 && sizeof(Rows) <= 4096, "kernel parameters, as cuda_device.cpp packs them");
 
@@ -233,7 +232,7 @@ __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nu
 }  // namespace hytrain_fx
 
 #define ADAMW_ROWS(name, Grad, Out)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
+  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
     if (hytrain_fx::left_out(r)) return;                                                                         \
     hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, r.nonfinite, r.mark); \
@@ -245,7 +244,7 @@ ADAMW_ROWS(adamw_rows_f16, F16, F16)
 ADAMW_ROWS(adamw_rows_f32_bf16, F32, BF16)
 
 #define ADAMW_ROWS_SPLIT(name, Grad)                                                                             \
-  extern "C" __global__ void __launch_bounds__(256) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
+  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
     if (hytrain_fx::left_out(r)) return;                                                                         \
     hytrain_fx::adamw_split<hytrain_fx::Grad>(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master), r.m, r.v, r.vmax, r.out, r.n, \

@@ -203,11 +203,10 @@ inline void update_block(const float* __restrict grad, float* __restrict p, floa
 
 // Inlined by force, as every function that only prefetches: GCC takes a call of one for a call without effect, and drops it.
 [[gnu::always_inline]] inline void prefetch_block(const void* grad, Dtype dtype, const float* p, const float* m, const float* v, int64_t start) {
-  constexpr int64_t kLine = 64;  // bytes
   const int64_t grad_bytes = dtype == Dtype::kF32 ? 4 : 2;
   const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
-  for (int64_t at = 0; at < kBlock * grad_bytes; at += kLine) __builtin_prefetch(lines + at, 1);
-  for (int64_t i = start; i < start + kBlock; i += kLine / 4) {
+  for (int64_t at = 0; at < kBlock * grad_bytes; at += kCacheLineBytes) __builtin_prefetch(lines + at, 1);
+  for (int64_t i = start; i < start + kBlock; i += kCacheLineBytes / 4) {
     __builtin_prefetch(p + i, 1);
     __builtin_prefetch(m + i, 1);
     __builtin_prefetch(v + i, 1);

@@ -24,11 +24,7 @@ using CUdeviceptr = unsigned long long;
 constexpr CUresult kSuccess = 0;
 constexpr CUresult kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
-constexpr unsigned kThreads = 256;
-constexpr long long kElementsPerBlock = 2048;
-constexpr size_t kUpdateRows = 28;
 constexpr long long kUpdateBlocks = 2048;  // by row; the kernel strides over the rest
-constexpr size_t kGatherParts = 32;
 constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
 constexpr long long kGatherBytesPerBlock = 16384;
 constexpr unsigned kEventDefault = 0;  // with timing. Not BLOCKING_SYNC: see CudaEvent::sync
@@ -309,7 +305,7 @@ class CudaDevice : public Device {
   // No work is on it, so that its events are reached at once: of a priority of its own, since streams of one share a few queues to the device,
   // and a full queue of the compute stream's would hold it up.
   CUstream clock_stream_ = nullptr;
-  std::array<CUfunction, kAdamwFunctions> adamw_{};  // as adamw_kernel numbers them
+  std::array<CUfunction, kAdamwKernels> adamw_{};  // as adamw_kernel numbers them
   CUfunction gather_;
 };
 
@@ -325,9 +321,9 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     const float* skip;
   };
   const Current current = make_current();
-  for (size_t first = 0; first < rows.size(); first += kUpdateRows) {
-    Row packed[kUpdateRows]{};
-    const size_t n = std::min<size_t>(kUpdateRows, rows.size() - first);
+  for (size_t first = 0; first < rows.size(); first += kRowsPerLaunch) {
+    Row packed[kRowsPerLaunch]{};
+    const size_t n = std::min<size_t>(kRowsPerLaunch, rows.size() - first);
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
@@ -336,9 +332,9 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};
-    const long long blocks = std::min(kUpdateBlocks, (largest + kElementsPerBlock - 1) / kElementsPerBlock);
+    const long long blocks = std::min(kUpdateBlocks, (largest + kBlockElements - 1) / kBlockElements);
     const Driver& d = shared_->driver;
-    d.check(d.launch(adamw_[adamw_kernel(rows[first])], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1,
+    d.check(d.launch(adamw_[adamw_kernel(rows[first])], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kBlockThreads, 1, 1,
                      0, stream(lane), parameters, nullptr),
             "launch the AdamW kernel");
   }
@@ -347,13 +343,13 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
 // Parameters and launch shape as gather.cu lists them.
 void CudaDevice::gather(void* stream, const std::vector<DeviceCopy>& copies) {
   const Current current = make_current();
-  for (size_t first = 0; first < copies.size(); first += kGatherParts) {
+  for (size_t first = 0; first < copies.size(); first += kPartsPerGather) {
     struct Parts {
-      void* dst[kGatherParts];
-      const void* src[kGatherParts];
-      long long bytes[kGatherParts];
+      void* dst[kPartsPerGather];
+      const void* src[kPartsPerGather];
+      long long bytes[kPartsPerGather];
     } parts{};
-    const size_t n = std::min<size_t>(kGatherParts, copies.size() - first);
+    const size_t n = std::min<size_t>(kPartsPerGather, copies.size() - first);
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceCopy& copy = copies[first + i];
@@ -365,7 +361,7 @@ void CudaDevice::gather(void* stream, const std::vector<DeviceCopy>& copies) {
     void* parameters[] = {&parts};
     const long long blocks = std::min(kGatherBlocks, (largest + kGatherBytesPerBlock - 1) / kGatherBytesPerBlock);
     const Driver& d = shared_->driver;
-    d.check(d.launch(gather_, static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kThreads, 1, 1, 0, stream, parameters, nullptr),
+    d.check(d.launch(gather_, static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kBlockThreads, 1, 1, 0, stream, parameters, nullptr),
             "launch the gather kernel");
   }
 }

@@ -141,7 +141,6 @@ class Device {
 
 std::unique_ptr<Device> make_cpu_device();
 // CUfunction handles of the compiled kernels: `adamw_functions` as `adamw_kernel` numbers them (adamw.cu); `gather_function` (gather.cu).
-constexpr int kAdamwFunctions = 6;
 inline int adamw_kernel(const DeviceUpdate& update) {  // by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
   const bool mixed = update.dtype != update.out_dtype;
   if (update.low) return mixed ? 5 : 3;

@@ -31,20 +31,11 @@
 #include "locks.h"
 #include "native_structs.h"
 #include "ring.h"
+#include "shared_limits.h"
 
 namespace hytrain_fx {
 
-#ifdef HYTRAIN_FX_SMALL_CHUNKS  // scripts/race_check: as many tasks of few parameters
-constexpr int64_t kChunk = 1 << 10, kGranule = 256, kLeastGuessed = 300;
-#else
-constexpr int64_t kChunk = 4 << 20;           // parameters in one copy, the grain of preemption
-constexpr int64_t kGranule = 256 << 10;       // parameters one worker takes at a time
-constexpr int64_t kLeastGuessed = 64 << 10;   // a row of fewer is not worth a shadow
-#endif
 constexpr int64_t kCopyBytes = 32 << 20;  // of gradients in one copy: few enough copies that no stream's queue fills up and blocks the launching thread
-
-// Waits of this length, 31 years, have an end that clocks can hold. Of a longer one it would overflow, into the past.
-constexpr double kLongestWaitS = 1e9;
 
 using EngineMutex = OrderedMutex<LockOrder::kEngine>;
 using EngineLock = std::unique_lock<EngineMutex>;

@@ -8,7 +8,7 @@ namespace hytrain_fx {
 namespace {
 
 // Slots in a slab and gradients in the ring stand this far apart; runtime/states/slabs.py pads alike.
-int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t padded(int64_t bytes) { return (bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes; }
 
 struct SlotCopy {  // a gradient on its way back
   char* dst;

@@ -13,11 +13,10 @@
 namespace hytrain_fx {
 namespace {
 
-// Arrays a multiple of 4 KiB apart would meet in the same sets of a cache: each begins so much later.
-constexpr int64_t kApart = 17 * 64, kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float)) + kApart;
+constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float)) + kShadowApartBytes;
 
 // In a slot: the master or its upper half, and the lower half behind that; then the moments and the running maximum.
-constexpr int64_t kLowAt = kArrayBytes / 2 / 64 * 64, kFirstAt = kArrayBytes, kSecondAt = 2 * kArrayBytes, kMaximumAt = 3 * kArrayBytes;
+constexpr int64_t kLowAt = kArrayBytes / 2 / kCacheLineBytes * kCacheLineBytes, kFirstAt = kArrayBytes, kSecondAt = 2 * kArrayBytes, kMaximumAt = 3 * kArrayBytes;
 
 }  // namespace
 

@@ -1,15 +1,17 @@
 // Several copies within the device in one launch: a unit's gradients into the ring. Bytes only, no arithmetic.
 //
-// Kernel `gather`, launched with cuLaunchKernel: one parameter, `Parts` by value; grid (x, number of parts), block (256, 1, 1), any x.
-constexpr int kParts = 32;
+// Kernel `gather`, launched with cuLaunchKernel: one parameter, `Parts` by value; grid (x, number of parts), block (kBlockThreads, 1, 1), any x.
+#include "shared_limits.h"
+
+using hytrain_fx::kPartsPerGather;
 
 struct Parts {
-  void* dst[kParts];
-  const void* src[kParts];
-  long long bytes[kParts];  // any number of 2-byte elements; dst is aligned to 64, src to 2
+  void* dst[kPartsPerGather];
+  const void* src[kPartsPerGather];
+  long long bytes[kPartsPerGather];  // any number of 2-byte elements; dst is aligned to 64, src to 2
 };
 
-extern "C" __global__ void __launch_bounds__(256) gather(const Parts parts) {
+extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) gather(const Parts parts) {
   const int part = blockIdx.y;
   char* dst = static_cast<char*>(parts.dst[part]);
   const char* src = static_cast<const char*>(parts.src[part]);

@@ -103,7 +103,7 @@ struct EngineOptions {
   uint64_t ring_bytes;
   float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
   int32_t factor_capacity;
-  void* adamw_functions[kAdamwFunctions];
+  void* adamw_functions[kAdamwKernels];
   void* gather_function;
   const int32_t* worker_cores;  // one a worker; null: not pinned
   int32_t* nonfinite;           // pinned, zero: number + 1 of a row whose update on the device met a gradient that is not finite

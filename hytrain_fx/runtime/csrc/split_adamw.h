@@ -35,15 +35,14 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 
 [[gnu::always_inline]] inline void prefetch_split_block(const void* grad, Dtype grad_dtype, const uint16_t* high, const uint16_t* low,
                                                         const float* m, const float* v, int64_t start) {
-  constexpr int64_t kLine = 64;  // bytes
   const int64_t grad_bytes = grad_dtype == Dtype::kF32 ? 4 : 2;
   const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
-  for (int64_t at = 0; at < kBlock * grad_bytes; at += kLine) __builtin_prefetch(lines + at, 0);
-  for (int64_t i = start; i < start + kBlock; i += kLine / 2) {
+  for (int64_t at = 0; at < kBlock * grad_bytes; at += kCacheLineBytes) __builtin_prefetch(lines + at, 0);
+  for (int64_t i = start; i < start + kBlock; i += kCacheLineBytes / 2) {
     __builtin_prefetch(high + i, 1);
     __builtin_prefetch(low + i, 1);
   }
-  for (int64_t i = start; i < start + kBlock; i += kLine / 4) {
+  for (int64_t i = start; i < start + kBlock; i += kCacheLineBytes / 4) {
     __builtin_prefetch(m + i, 1);
     __builtin_prefetch(v + i, 1);
   }

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, RowStates
+from hytrain_fx.runtime.engine import RowStates
 
 
 class HostUpdate(Protocol):

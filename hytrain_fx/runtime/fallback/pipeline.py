@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import LONGEST_WAIT_S
 from hytrain_fx.runtime.engine import RowStates, Stage, TaskRecord
 from hytrain_fx.runtime.fallback.host_updates import HostUpdate
 from hytrain_fx.runtime.fallback.lanes import Event, Lane, copy, make_lanes, now_us, start_all
@@ -28,7 +29,6 @@ Key = tuple[int, int, int]
 
 # New weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
 _RELOAD_BYTES_IN_FLIGHT = 24 << 20
-_LONGEST_WAIT_S = 1e9  # the end of a longer one would be past what clocks count to
 _ASK_AGAIN_S = 2e-4  # whether a weight that is still being read has been released
 
 
@@ -65,7 +65,7 @@ class Pipeline:
         self.fail_row = -1
         self.failure: tuple[str, BaseException] | None = None
         self._stop = False
-        self.timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+        self.timeout_s = min(timeout_s, LONGEST_WAIT_S)
         self.lanes = make_lanes(device, self.timeout_s, self.fail)
         loops = (("copy to the host", self._land), ("CPU update", self._work), ("copy to the device", self._reload))
         self._threads = [threading.Thread(target=self._guarded, args=loop, name=f"hytrain_fx-{loop[0]}", daemon=True) for loop in loops]

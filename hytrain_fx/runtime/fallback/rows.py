@@ -12,8 +12,9 @@ from enum import Enum, auto
 import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, CommitItem, RowSpec, RowStates, RowStep
+from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, RowStep
 from hytrain_fx.runtime.fallback.lanes import Event
 from hytrain_fx.runtime.states.slabs import padded_bytes
 

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir import limits
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -40,6 +41,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-fPIC",
     "-pthread",
+    *limits.definitions(),
 )
 LINK = ("-shared", "-ldl")
 COMPILERS = ("g++", "clang++", "c++")

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir import limits
 from hytrain_fx.runtime.native import build
 
 # Each is the default or implied by the intrinsics; said again because one bit depends on each.
-OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", *limits.definitions())
+_HEADERS = ("adam_scalars.h", "shared_limits.h")  # all that the sources include
 
 
 @functools.cache
@@ -42,20 +44,22 @@ def cubin(source_name: str, architecture: str) -> bytes:
     """
     nvrtc = binding("nvrtc")
     source = (build.CSRC / source_name).read_bytes()
-    header = (build.CSRC / "adam_scalars.h").read_bytes()
+    headers = [(build.CSRC / name).read_bytes() for name in _HEADERS]
     options = (*OPTIONS, f"--gpu-architecture={architecture}")
     version = checked(nvrtc, nvrtc.nvrtcVersion(), "ask NVRTC's version")
-    key = hashlib.sha256(b"\0".join([source, header, *(o.encode() for o in options), repr(version).encode()])).hexdigest()[:16]
+    key = hashlib.sha256(b"\0".join([source, *headers, *(o.encode() for o in options), repr(version).encode()])).hexdigest()[:16]
     path: Path = build.cache_dir() / f"{Path(source_name).stem}-{architecture}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
-    code = _compile(nvrtc, source_name, source, header, options)
+    code = _compile(nvrtc, source_name, source, headers, options)
     build.publish(code, path)
     return code
 
 
-def _compile(nvrtc: ModuleType, source_name: str, source: bytes, header: bytes, options: tuple[str, ...]) -> bytes:
-    program = checked(nvrtc, nvrtc.nvrtcCreateProgram(source, source_name.encode(), 1, [header], [b"adam_scalars.h"]), "create a program")
+def _compile(nvrtc: ModuleType, source_name: str, source: bytes, headers: list[bytes], options: tuple[str, ...]) -> bytes:
+    names = [name.encode() for name in _HEADERS]
+    created = nvrtc.nvrtcCreateProgram(source, source_name.encode(), len(names), headers, names)
+    program = checked(nvrtc, created, "create a program")
     status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(status[0]) != 0:
         log = b" " * checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "read its log")

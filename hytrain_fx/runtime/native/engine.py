@@ -17,8 +17,8 @@ from dataclasses import fields, replace
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
+from hytrain_fx.ir.limits import ADAMW_KERNELS, MAX_FACTORS
 from hytrain_fx.runtime.engine import (
-    MAX_FACTORS,
     CommitItem,
     EarlyCounts,
     FinishTimes,
@@ -34,7 +34,6 @@ from hytrain_fx.runtime.engine import (
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.structs import (
-    ADAMW_FUNCTIONS,
     FACTOR_CAPACITY,
     CCommitItem,
     CDeviceStates,
@@ -106,7 +105,7 @@ class NativeEngine:
             from hytrain_fx.runtime.native import cuda_adamw, cuda_module
 
             options.device_ordinal = device.index
-            options.adamw_functions = (c_void_p * ADAMW_FUNCTIONS)(*cuda_adamw.functions(device.index))
+            options.adamw_functions = (c_void_p * ADAMW_KERNELS)(*cuda_adamw.functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._pid = os.getpid()

@@ -8,10 +8,10 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ui
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import ADAMW_KERNELS, MAX_FACTORS
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.engine import MAX_FACTORS, RowStates
+from hytrain_fx.runtime.engine import RowStates
 
-ADAMW_FUNCTIONS = 6  # csrc/device.h
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
 
 
@@ -112,7 +112,7 @@ class COptions(Structure):
         ("ring_bytes", c_uint64),
         ("factor_slots", c_void_p),
         ("factor_capacity", c_int32),
-        ("adamw_functions", c_void_p * ADAMW_FUNCTIONS),
+        ("adamw_functions", c_void_p * ADAMW_KERNELS),
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
         ("nonfinite", c_void_p),

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, RowStates
+from hytrain_fx.ir.limits import CHUNK_PARAMS
+from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.split_master import join
 
 

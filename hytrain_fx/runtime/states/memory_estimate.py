@@ -17,11 +17,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import staging_shape
 from hytrain_fx.runtime.states.slabs import padded_bytes
-
-FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from queue import SimpleQueue
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
+from hytrain_fx.ir.limits import CACHE_LINE_BYTES
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.topology import cores_of_rank, cpus_for, read_topology
 
-ALIGN_BYTES = 64  # a cache line, and the widest vector register
 _REGISTER_THREADS = 8
 _PIECE_BYTES = 64 << 20  # what one thread faults in at a time
 _HUGE_PAGE_BYTES = 2 << 20
@@ -139,7 +139,7 @@ def slab_bytes(numel: int, dtype: torch.dtype) -> int:
 
 def padded_bytes(nbytes: int) -> int:
     """Bytes that a part of `nbytes` uses up of a slab."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return -(-nbytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
 def pin_slabs(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> Pinning | None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, RowStates
+from hytrain_fx.ir.limits import CHUNK_PARAMS
+from hytrain_fx.runtime.engine import RowStates
 
 _TIE = 0x8000
 

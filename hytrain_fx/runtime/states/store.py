@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.runtime.engine import CHUNK_PARAMS, Engine, RowStates
+from hytrain_fx.runtime.engine import Engine, RowStates
 from hytrain_fx.runtime.states.copied_weights import CopiedWeights
 from hytrain_fx.runtime.states.own_states import OwnStates
 from hytrain_fx.runtime.states.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
