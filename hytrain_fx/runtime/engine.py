@@ -241,7 +241,6 @@ class Engine(Protocol):
     def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None: ...  # updates nothing where `skip` is not 0
     def skipped(self) -> bool: ...  # whether that was so at the last commit_unless; must be asked before the next commit
     def commit_early(self, items: Sequence[CommitItem]) -> None: ...  # guesses at items of the commit to come, without factors
-    def expect(self, items: Sequence[CommitItem]) -> None: ...
     def wait(self, rows: Sequence[int]) -> None: ...
     def settle(self, rows: Sequence[int]) -> None: ...  # until new weights are there and may be read and written
     def drain(self, rows: Sequence[int]) -> None: ...  # and states are at rest in their own memory

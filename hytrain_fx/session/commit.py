@@ -130,17 +130,6 @@ class CommitBuilder:
             items.append(CommitItem(row, known[key]))
         return items
 
-    def expectations(self, groups: Iterable[Mapping[str, Any]]) -> list[CommitItem]:
-        """Items that commit the rows on the host before their gradients come."""
-        items = []
-        for group in groups:
-            for parameter in group["params"]:
-                row = self._row(parameter)
-                if self._states.placement[row] is Placement.CPU:
-                    self.steps[row] += 1
-                    items.append(CommitItem(row, self._scalars(group, self.steps[row])))
-        return items
-
     def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
         decoupled = self._decoupled or bool(group.get("decoupled_weight_decay"))
         return AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=self._table.device.type == "cuda")

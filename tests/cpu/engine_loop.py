@@ -66,19 +66,13 @@ class EngineLoop:
             else:
                 self.engine.place_on_host(row, self.states[row])
 
-    def step(self, *, ahead: bool = False, read_late: bool = False) -> None:
-        """One backward in reverse order and one commit; with `ahead` the commit comes first, as on a GPU that is far behind.
-
-        With `read_late` each weight is read again after its gradient has left and before its release, and must be the old one.
-        """
+    def step(self) -> None:
+        """One backward in reverse order and one commit."""
         self.step_count += 1
         rows = list(range(len(self.sizes)))
         self.engine.wait(rows)
         scalars = AdamScalars.of(GROUP, self.step_count, decoupled=True, torch_cuda=False)
-        before = [weight.clone() for weight in self.weights]
         hosted = [row for row in rows if row not in self.on_device | self.streamed]
-        if ahead:
-            self.engine.expect([CommitItem(row, scalars) for row in hosted])
         grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
         for row in rows:  # now: after the commit the next wait() is not long in coming
             state = self.reference[row]
@@ -89,12 +83,10 @@ class EngineLoop:
             buffer.fill_(float("nan"))  # its memory is somebody else's at once
             self.engine.arm_cpu([row])
             self.engine.arm_reload([row])
-            if read_late:
-                assert torch.equal(self.weights[row], before[row]), "a weight was overwritten before its release"
             time.sleep(self.launching_s)
             self.engine.release([row])
         self.engine.arm_gpu(rows)
-        items = [] if ahead else [CommitItem(row, scalars) for row in hosted]
+        items = [CommitItem(row, scalars) for row in hosted]
         items += [CommitItem(row, scalars, grad=grads[row], at_end=True) for row in rows if row not in hosted]
         self.engine.commit(items)
         self.grads = grads

@@ -71,12 +71,12 @@ def test_new_weights_go_to_the_memory_set_last(make_engine: MakeEngine, dtype: t
 @pytest.mark.parametrize("stage", list(Stage), ids=lambda s: s.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_slow_stage_does_not_change_a_bit(make_engine: MakeEngine, stage: Stage, dtype: torch.dtype) -> None:
-    """Whichever stage is slow, commits before or after the gradients, on either side: the bits are the reference's."""
+    """Whichever stage is slow, rows on either side: the bits are the reference's."""
     with make_engine() as engine:
         loop = EngineLoop(engine, SIZES, dtype, on_device=frozenset({0}))
         engine.set_delay(stage, 2_000)
-        for ahead in (False, True, False):
-            loop.step(ahead=ahead, read_late=True)
+        for _ in range(3):
+            loop.step()
         loop.check()
 
 
@@ -84,20 +84,20 @@ def test_a_slow_stage_does_not_change_a_bit(make_engine: MakeEngine, stage: Stag
 @given(
     sizes=st.lists(st.integers(1, 600_000), min_size=1, max_size=5),
     delays=st.dictionaries(st.sampled_from(list(Stage)), st.integers(0, 1500), max_size=3),
-    ahead=st.lists(st.booleans(), min_size=1, max_size=4),
+    steps=st.integers(1, 4),
     workers=st.integers(1, 3),
     on_device=st.sets(st.integers(0, 4)),
 )
 def test_any_order_of_events_gives_the_same_bits(
-    make_engine: MakeEngine, sizes: list[int], delays: dict[Stage, int], ahead: list[bool], workers: int, on_device: set[int]
+    make_engine: MakeEngine, sizes: list[int], delays: dict[Stage, int], steps: int, workers: int, on_device: set[int]
 ) -> None:
-    """Sizes, delays, commit times, worker counts and placements do not change a bit."""
+    """Sizes, delays, worker counts and placements do not change a bit."""
     with make_engine(workers=workers) as engine:
         loop = EngineLoop(engine, tuple(sizes), torch.bfloat16, on_device=frozenset(r for r in on_device if r < len(sizes)))
         for stage, mean_us in delays.items():
             engine.set_delay(stage, mean_us)
-        for commit_first in ahead:
-            loop.step(ahead=commit_first, read_late=True)
+        for _ in range(steps):
+            loop.step()
         loop.check()
 
 
@@ -107,7 +107,7 @@ def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
         loop = EngineLoop(engine, (9_000_000, 5_000_000, CHUNK_PARAMS), torch.bfloat16)
         engine.set_delay(Stage.D2H, 3_000)
         for _ in range(2):
-            loop.step(ahead=True)
+            loop.step()
         loop.check()
 
 
@@ -155,27 +155,28 @@ def test_weights_reach_the_device_lowest_unit_first(make_engine: MakeEngine) -> 
         assert sorted(sent[1:]) == sent[1:]
 
 
-def test_released_together_weights_leave_lowest_unit_first(make_engine: MakeEngine) -> None:
-    """Of new weights that waited for their release, the first layer's is sent first, in whatever order they were updated."""
+def test_updated_weights_leave_lowest_unit_first(make_engine: MakeEngine) -> None:
+    """Of new weights that waited for the link, the first layer's is sent first, in whatever order they were updated."""
     rows = range(6)
     with make_engine(workers=1) as engine:
         EngineLoop(engine, (64,) * len(rows), torch.float32)
         engine.record(True)
         scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
-        engine.expect([CommitItem(row, scalars) for row in rows])
-        records: list[TaskRecord] = []
+        engine.set_delay(Stage.LANDING, 20_000)  # of one gradient after the other, the last layer's first
+        engine.set_delay(Stage.ISSUE, 200_000)
         for row in reversed(rows):
             engine.grad_offload([row], [torch.ones(64)])
-            engine.arm_cpu([row])
-            engine.arm_reload([row])
-            while row not in {r.row for r in records if r.stage is Stage.CPU_UPDATE}:
-                records += engine.take_records()
-                time.sleep(1e-3)
-        engine.release(rows)
+        engine.arm_cpu(rows)
+        engine.arm_reload(rows)
+        engine.commit([CommitItem(row, scalars, at_end=True) for row in rows])
+        records: list[TaskRecord] = []
+        while sum(r.stage is Stage.H2D for r in records) < len(rows):
+            records += engine.take_records()
+            time.sleep(1e-3)
+        records.sort(key=lambda r: r.begin_us)
+        assert [r.row for r in records if r.stage is Stage.CPU_UPDATE] == [5, 4, 3, 2, 1, 0]
+        assert [r.row for r in records if r.stage is Stage.H2D] == [5, 0, 1, 2, 3, 4]
         engine.drain(rows)
-        records += engine.take_records()
-        sent = sorted((r for r in records if r.stage is Stage.H2D), key=lambda r: r.begin_us)
-        assert [r.row for r in sent] == list(rows)
 
 
 def test_a_failed_worker_raises_with_its_cause_at_the_next_wait(make_engine: MakeEngine) -> None:
@@ -191,14 +192,15 @@ def test_a_failed_worker_raises_with_its_cause_at_the_next_wait(make_engine: Mak
 
 
 def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
-    """An update whose weight is never released runs into the time-out, which says how far it came."""
+    """A weight that does not leave in time runs into the time-out, which says how far it came."""
     with make_engine(timeout_s=0.3) as engine:
         loop = EngineLoop(engine, (10,), torch.float32)
         scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
-        engine.expect([CommitItem(0, scalars)])
+        engine.set_delay(Stage.ISSUE, 1_000_000)
         engine.grad_offload([0], [torch.ones(10)])
         engine.arm_cpu([0])
         engine.arm_reload([0])
+        engine.commit([CommitItem(0, scalars)])
         with pytest.raises(EngineError, match="0 of 1 chunks"):
             engine.wait([0])
         assert loop.step_count == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import DroppedNodeError, EngineError, HytrainError
 from hytrain_fx.passes import ops
-from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, Twins, assert_same, plain_loop, weights
 from .models import Batches, gpt, mlp
@@ -91,77 +91,43 @@ def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypat
 # ---- early write-back ----
 
 
-def ahead(twins: Twins, steps: int) -> Callable[[Any, Any, Batches], list[float]]:
-    """On ours the commit comes before the backward, as it does for a GPU that is far behind its launching thread."""
+def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: bool) -> None:
+    """Each weight is overwritten at the first moment at which the engine may: step() then writes the new one, whatever is there.
 
-    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-        if model is twins.plain:
-            return plain_loop(steps)(model, optimizer, batches)
-        losses = plain_loop(1)(model, optimizer, batches)  # step() is where weights that restart() has loaded reach the masters
-        for step in range(1, steps):
-            loss = model(*batches[step % len(batches)])
-            session = twins.session
-            session.engine.expect(session.builder.expectations(optimizer.param_groups))
-            loss.backward()
-            for p in model.parameters():
-                p.grad = None
-            losses.append(float(loss.detach()))
-        return losses
-
-    return loop
-
-
-def write_at_once(twins: Twins, patch: pytest.MonkeyPatch, release_early: bool) -> None:
-    """Each new weight is written at the first moment at which the engine may: the backward stands still until it has.
-
-    With `release_early` that moment is as soon as the gradient has left, whoever still reads the weight.
+    With `release_early` that moment is as soon as the gradient has left, whoever still reads the weight. The first step is left alone:
+    there weights that restart() has loaded reach the masters.
     """
-    engine, nodes = twins.session.engine, twins.session.nodes
+    nodes, parameters = twins.session.nodes, twins.session.table.parameters
     reload, release = nodes.reload, nodes.release
-    released: set[int] = set()
-    armed: set[int] = set()
+    stepped: set[int] = set()
 
-    def write() -> None:
-        ready = released & armed
-        engine.drain(sorted(ready))
-        released.difference_update(ready)
-        armed.difference_update(ready)
+    def spoil(rows: Sequence[int]) -> None:
+        for row in stepped.intersection(rows):  # as the engine writes, past torch; 0.011 everywhere
+            ctypes.memset(parameters[row].data_ptr(), 0x3C, parameters[row].nbytes)
 
-    def reload_and_write(rows: Sequence[int]) -> None:
+    def reload_after(rows: Sequence[int]) -> None:
         if release_early:
-            release_and_write(rows)
+            spoil(rows)
         reload(rows)
-        armed.update(rows)
-        write()
 
-    def release_and_write(rows: Sequence[int]) -> None:
+    def release_and_spoil(rows: Sequence[int]) -> None:
         release(rows)
-        released.update(rows)
-        write()
+        spoil(rows)
+        stepped.update(rows)
 
-    patch.setattr(nodes, "reload", reload_and_write)
-    patch.setattr(nodes, "release", release_and_write)
-
-
-@pytest.mark.parametrize("stage", list(Stage), ids=lambda s: s.name)
-def test_commits_ahead_of_the_backward_change_no_bit(twins: Twins, stage: Stage) -> None:
-    """Updates and writes that overlap the backward, with any stage slow, give the bits of the reference."""
-    twins.session.engine.set_delay(stage, 1000)
-    try:
-        twins.agree(ahead(twins, 3))
-    finally:
-        twins.session.engine.set_delay(stage, 0)
+    patch.setattr(nodes, "reload", reload_after)
+    patch.setattr(nodes, "release", release_and_spoil)
 
 
-def test_a_weight_is_written_only_behind_its_last_reader(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written at the very moment of its release, every weight of a GPT is one that the backward no longer needs."""
+def test_a_weight_is_written_only_after_its_last_reader(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwritten at the very moment of its release, every weight of a GPT is one that the backward no longer needs."""
     with monkeypatch.context() as patch:
-        write_at_once(twins, patch, release_early=False)
-        twins.agree(ahead(twins, 3))
+        spoil_at_release(twins, patch, release_early=False)
+        twins.agree(plain_loop(3))
 
 
 def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Released with its gradient rather than behind its readers, a weight is overwritten too early and the gradients below are wrong.
+    """Released with its gradient rather than after its readers, a weight is overwritten too early and the gradients below are wrong.
 
     Compared with the same graphs: Inductor makes one addmm of the plain graph's d_x, whose last bits differ on some machines.
     """
@@ -169,17 +135,17 @@ def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.
 
     def trained() -> tuple[list[float], dict[str, torch.Tensor]]:
         _, optimizer = twins.restart(lr=0.3)
-        return ahead(twins, 3)(twins.ours, optimizer, twins.batches), weights(twins.ours)
+        return plain_loop(3)(twins.ours, optimizer, twins.batches), weights(twins.ours)
 
     plain_loop(2)(twins.ours, twins.optimizer, twins.batches)
     losses, expected = trained()
     with monkeypatch.context() as patch:
-        write_at_once(twins, patch, release_early=False)
+        spoil_at_release(twins, patch, release_early=False)
         found, same = trained()
         assert found == losses
         assert_same(same, expected)
     with monkeypatch.context() as patch:
-        write_at_once(twins, patch, release_early=True)
+        spoil_at_release(twins, patch, release_early=True)
         _, wrong = trained()
         assert any(not torch.equal(value, expected[name]) for name, value in wrong.items())
     twins.close()
@@ -234,19 +200,6 @@ def test_a_lost_release_is_made_up_for_by_step(small: tuple[Any, Any, Batches], 
     monkeypatch.setattr(session_of(model).nodes, "release", lambda rows: None)
     losses = plain_loop(4)(model, optimizer, batches)
     assert len(set(losses)) == 4
-
-
-def test_a_release_that_never_comes_is_a_time_out(small: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the commit ahead of it, the next forward waits for the release, then says which parameter's weight did not come."""
-    model, optimizer, batches = small
-    plain_loop(2)(model, optimizer, batches)
-    session = session_of(model)
-    monkeypatch.setattr(session.nodes, "release", lambda rows: None)
-    loss = model(*batches[0])
-    session.engine.expect(session.builder.expectations(optimizer.param_groups))
-    loss.backward()
-    with pytest.raises(EngineError, match="0 of 1 chunks"):
-        model(*batches[0])
 
 
 def test_nodes_dropped_by_the_compiler_are_noticed() -> None:

@@ -102,21 +102,19 @@ class Run {
       const std::vector<int32_t> all = every();
       check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));
     }
-    const bool ahead = chance(10);
     if (chance(10)) scales_ = chance(60);
-    const bool doubtful = !ahead && scales_, skips = doubtful && chance(20);
+    const bool doubtful = scales_, skips = doubtful && chance(20);
     std::vector<CommitItem> items = prepare(rows, skips);
-    if (ahead) expect(items);
     if (chance(10)) speculates_ = chance(70);
-    const std::vector<CommitItem> foreseen = !ahead && speculates_ ? foresee(items) : std::vector<CommitItem>{};
-    std::thread backward([&] { this->backward(rows, ahead, foreseen); });  // autograd's thread, on a GPU
+    const std::vector<CommitItem> foreseen = speculates_ ? foresee(items) : std::vector<CommitItem>{};
+    std::thread backward([&] { this->backward(rows, foreseen); });  // autograd's thread, on a GPU
     backward.join();
-    if (!ahead) between(items);
-    if (!ahead && chance(8)) {  // a step left out: the next one may find its rows moved before the last gradient was noted as landed
+    between(items);
+    if (chance(8)) {  // a step left out: the next one may find its rows moved before the last gradient was noted as landed
       const std::vector<int32_t> all = every();
       return check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));
     }
-    commit(items, ahead, doubtful, skips);
+    commit(items, doubtful, skips);
     look();
   }
 
@@ -272,6 +270,11 @@ class Run {
   void wait(const std::vector<int32_t>& rows) {
     if (rows.empty()) return;
     check(hytrain_wait(engine_, rows.data(), static_cast<int>(rows.size()), stream()));
+    read(rows);
+  }
+
+  // The compute stream reads the weights that the last commit has made: after wait(), and until release().
+  void read(const std::vector<int32_t>& rows) {
     for (int32_t r : rows) {
       const std::vector<char>* const weight = &rows_[r].weight;
       const std::vector<char> expected = narrowed(rows_[r].reference.master, rows_[r].dtype);
@@ -305,16 +308,6 @@ class Run {
       items.push_back(item);
     }
     return items;
-  }
-
-  void expect(const std::vector<CommitItem>& items) {
-    std::vector<CommitItem> hosted;
-    for (const CommitItem& item : items) {
-      if (rows_[item.row].where == kHost) hosted.push_back(item);
-    }
-    const std::vector<int32_t> all = every();
-    check(hytrain_discard(engine_, all.data(), static_cast<int>(all.size())));  // gradients that no commit has taken
-    check(hytrain_expect(engine_, hosted.data(), static_cast<int>(hosted.size())));
   }
 
   // Guesses at the items of the commit to come, now and then wrong ones.
@@ -361,10 +354,10 @@ class Run {
   }
 
   // A micro-batch before the one that counts: its gradients come back, each unit's while the unit before it is handled.
-  void backward(const std::vector<int>& rows, bool committed, const std::vector<CommitItem>& foreseen) {
-    const bool again = !committed && chance(20);
-    if (again) one_backward(rows, committed, foreseen, true, false);
-    one_backward(rows, committed, foreseen, false, again);
+  void backward(const std::vector<int>& rows, const std::vector<CommitItem>& foreseen) {
+    const bool again = chance(20);
+    if (again) one_backward(rows, foreseen, true, false);
+    one_backward(rows, foreseen, false, again);
   }
 
   std::vector<int32_t> hosted_of(const std::vector<int>& rows, int unit) const {
@@ -380,7 +373,7 @@ class Run {
     return hosted.empty() ? Fetched{} : begin_fetch(hosted);
   }
 
-  void one_backward(const std::vector<int>& rows, bool committed, const std::vector<CommitItem>& foreseen, bool other, bool again) {
+  void one_backward(const std::vector<int>& rows, const std::vector<CommitItem>& foreseen, bool other, bool again) {
     Fetched back;
     if (again) back = fetch_next(rows, 2);
     std::vector<int32_t> at_the_end;  // as norms, whose readers Inductor may inline into any later kernel
@@ -393,7 +386,7 @@ class Run {
       }
       const int n = static_cast<int>(of.size());
       const std::vector<int32_t> hosted = hosted_of(rows, unit);
-      if (!committed && !other && chance(5) && !hosted.empty()) {  // made, dropped by zero_grad(), made again
+      if (!other && chance(5) && !hosted.empty()) {  // made, dropped by zero_grad(), made again
         offload(hosted, true);
         check(hytrain_discard(engine_, hosted.data(), static_cast<int>(hosted.size())));
       }
@@ -409,11 +402,13 @@ class Run {
       check(hytrain_arm_cpu(engine_, of.data(), n));
       check(hytrain_arm_gpu(engine_, of.data(), n, stream()));
       check(hytrain_arm_reload(engine_, of.data(), n));
-      if (!committed && chance(5)) continue;  // released by the commit
+      read(of);
+      if (chance(5)) continue;  // released by the commit
       std::vector<int32_t> now;
       for (int32_t r : of) (r % 5 == 2 ? at_the_end : now).push_back(r);
       check(hytrain_release(engine_, now.data(), static_cast<int>(now.size()), stream()));
     }
+    read(at_the_end);
     check(hytrain_release(engine_, at_the_end.data(), static_cast<int>(at_the_end.size()), stream()));
   }
 
@@ -469,7 +464,7 @@ class Run {
     in_doubt_ = false;
   }
 
-  void commit(std::vector<CommitItem>& items, bool ahead, bool doubtful, bool skips) {
+  void commit(std::vector<CommitItem>& items, bool doubtful, bool skips) {
     settle();
     float* slots = nullptr;
     check(hytrain_factor_slots(engine_, &slots));
@@ -480,23 +475,20 @@ class Run {
     factor[1] = skips ? 1.0f : 0.0f;
     const void* sources[] = {late ? factor : nullptr, factor + 1};
     if (!late) slots[0] = clip_;
-    std::vector<CommitItem> given;
     for (CommitItem& item : items) {
-      const bool hosted = rows_[item.row].where == kHost;
-      const bool scaled = hosted && !ahead;
+      const bool scaled = rows_[item.row].where == kHost;
       if (scaled) {
         if (chance(3)) fetch(item.row);
         item.n_factors = 1;
       }
-      if (!ahead || !hosted) given.push_back(item);
       if (!skips) update(item, scaled);
     }
-    check(hytrain_commit(engine_, given.data(), static_cast<int>(given.size()), sources, doubtful ? 2 : 1, doubtful ? 1 : -1, stream()));
+    check(hytrain_commit(engine_, items.data(), static_cast<int>(items.size()), sources, doubtful ? 2 : 1, doubtful ? 1 : -1, stream()));
     in_doubt_ = doubtful;
     skips_ = skips;
     ++step_;
     for (const CommitItem& item : items) {  // a gradient stays in its slot
-      if (!ahead && rows_[item.row].where == kHost && chance(3)) fetch(item.row);
+      if (rows_[item.row].where == kHost && chance(3)) fetch(item.row);
     }
   }
 

@@ -1,6 +1,6 @@
 // The engine: what becomes of a gradient between the backward graph that makes it and the forward graph that reads the new weight.
 //
-//   IDLE --grad_offload--> GRAD --commit--> PENDING --wait--> IDLE        (EXPECTED: committed before its gradient came)
+//   IDLE --grad_offload--> GRAD --commit--> PENDING --wait--> IDLE
 //                           |  ^               ^
 //                 commit_early  put back       |                          (engine_early.cpp)
 //                           v  |               |
@@ -83,7 +83,6 @@ class Engine {
   // which it would not pay, or for which there is no shadow memory, wait for their commit.
   void commit_early(const CommitItem* items, int n);
   bool skipped();  // whether the last commit with a `skip` was left out; waits until that has come
-  void expect(const CommitItem* items, int n);  // commits before the gradients come (no factors)
   void wait(const int32_t* rows, int n, void* stream);
   void settle(const int32_t* rows, int n);  // as wait, and the host waits for the copies too
   void drain(const int32_t* rows, int n);   // as settle, and states are at home then
@@ -108,7 +107,7 @@ class Engine {
   double cpu_update_us(int row);  // of the last finished update: workers' time over their number
 
  private:
-  enum class Phase { IDLE, GRAD, EARLY, EXPECTED, PENDING };
+  enum class Phase { IDLE, GRAD, EARLY, PENDING };
   enum class Place { NOWHERE, HOST, DEVICE, STREAMED };
   using Key = std::array<int, 3>;  // unit, row, chunk: the order in which work is due
 

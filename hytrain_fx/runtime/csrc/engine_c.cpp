@@ -118,9 +118,6 @@ int hytrain_early_counts(Engine* engine, hytrain_fx::EarlyCounts* out) {
 int hytrain_skipped(Engine* engine, int* out) {
   return guarded(engine, [&] { *out = engine->skipped() ? 1 : 0; });
 }
-int hytrain_expect(Engine* engine, const hytrain_fx::CommitItem* items, int n) {
-  return guarded(engine, [&] { engine->expect(items, n); });
-}
 int hytrain_wait(Engine* engine, const int32_t* rows, int n, void* stream) {
   return guarded(engine, [&] { engine->wait(rows, n, stream); });
 }

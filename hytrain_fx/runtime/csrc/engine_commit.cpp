@@ -101,18 +101,6 @@ void Engine::check_committable(const CommitItem& item) {
   }
 }
 
-void Engine::expect(const CommitItem* items, int n) {
-  EngineLock lock(mutex_);
-  await_last_step(lock);
-  for (int i = 0; i < n; ++i) {
-    Row& row = at(items[i].row);
-    if (row.phase != Phase::IDLE || row.place != Place::HOST) throw std::logic_error("only an idle row on the host can be committed ahead");
-    begin_update(row, items[i]);
-    row.phase = Phase::EXPECTED;
-    row.released = nullptr;
-  }
-}
-
 // Whether every factor of the item is already in its slot, rather than on its way from the device.
 bool Engine::known_now(const CommitItem& item, const void* const* factors) {
   for (int i = 0; i < item.n_factors; ++i) {

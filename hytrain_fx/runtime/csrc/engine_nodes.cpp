@@ -68,7 +68,7 @@ void Engine::begin_gradient(Row& row, int index, const void* grad, std::vector<P
     row.next_gradient = true;
     ++finish_.ahead;
   } else {
-    row.phase = row.phase == Phase::EXPECTED ? Phase::PENDING : Phase::GRAD;
+    row.phase = Phase::GRAD;
     begin_chunks(row);
   }
   const int64_t size = slot_grad_bytes(row);

@@ -259,16 +259,6 @@ class TorchEngine:
     def skipped(self) -> bool:
         return False
 
-    def expect(self, items: Sequence[CommitItem]) -> None:
-        with self._locked(failures=False):
-            for item in items:
-                row = self._row(item.row)
-                if row.phase is not Phase.IDLE or not row.on_host:
-                    raise EngineError(f"row {item.row}: only an idle row on the host can be committed ahead")
-                row.begin_update(item)
-                row.phase = Phase.EXPECTED
-                row.released = None
-
     # ---- called by the wait nodes, by eager reads, by close ----
 
     def wait(self, rows: Sequence[int]) -> None:

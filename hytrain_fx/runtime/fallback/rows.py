@@ -1,6 +1,6 @@
 """What the torch engine knows of one row, and the steps from one phase to the next.
 
-    IDLE --gradient--> GRAD --commit--> PENDING --wait--> IDLE        (EXPECTED: committed before its gradient came)
+    IDLE --gradient--> GRAD --commit--> PENDING --wait--> IDLE
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Phase(Enum):
 
     IDLE = auto()
     GRAD = auto()
-    EXPECTED = auto()
     PENDING = auto()
 
 
@@ -100,7 +99,7 @@ class Row:
 
     def set_weight(self, weight: torch.Tensor) -> None:
         """Write new weights to this memory from now on. Raises EngineError while an update is in flight."""
-        if self.phase in (Phase.PENDING, Phase.EXPECTED):
+        if self.phase is Phase.PENDING:
             raise EngineError(f"row {self.index} is given other memory while its update is in flight")
         self.weight = flat_alias(weight)
 
@@ -123,7 +122,7 @@ class Row:
             raise EngineError(f"row {self.index} offloads a gradient but is not placed on the host")
         if self.phase is Phase.PENDING:
             raise EngineError(f"row {self.index} has a new gradient while its last update is in flight: its wait node did not run")
-        self.phase = Phase.PENDING if self.phase is Phase.EXPECTED else Phase.GRAD
+        self.phase = Phase.GRAD
         self.generation += 1
         self.armed_cpu = self.armed_reload = False
         self.issued = 0

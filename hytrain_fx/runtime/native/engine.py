@@ -296,9 +296,6 @@ class NativeEngine:
         self._make_shadow()
         self._call("commit_early", _packed(items), len(items))
 
-    def expect(self, items: Sequence[CommitItem]) -> None:
-        self._call("expect", _packed(items), len(items))
-
     def wait(self, rows: Sequence[int]) -> None:
         self._call("wait", self._rows_array(rows), len(rows), self._stream())
 
