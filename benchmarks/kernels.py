@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import ADAMW_DEFAULT, UPDATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
 from hytrain_fx.runtime.native import build
@@ -100,7 +100,7 @@ def cuda_kernel(parameters: int, repeats: int, calls: int) -> Rate:
     grad = torch.full_like(master, 0.01, dtype=torch.bfloat16)
     engine = NativeEngine(master.device, 1, RING_BYTES, TIMEOUT_S)
     row = engine.add_row(RowSpec(parameters, 0, torch.empty_like(grad)))
-    engine.place_on_device(row, RowStates(master, m, v, None, None))
+    engine.place_on_device(row, RowStates(ADAMW_DEFAULT, master, (m, v)))
     item = CommitItem(row, AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=True), grad, at_end=True)
 
     def update() -> None:

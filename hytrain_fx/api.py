@@ -187,7 +187,8 @@ def _inspection(session: Session) -> Inspection:
     unit_of = unit_of_rows(session.units)
     names = tuple(unit.name or "(model)" for unit in session.units)
     rows = tuple(
-        InspectedRow(name, names[unit_of[row]], session.states.travelling_bytes(row), str(session.states.placement[row]), p.numel())
+        InspectedRow(name, names[unit_of[row]], session.states.travelling_bytes(row), str(session.states.placement[row]), p.numel(),
+                     session.states.traffic([row]))
         for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)

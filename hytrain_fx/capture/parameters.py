@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.states.store import is_dense
+from hytrain_fx.runtime.updates import kernel_update
 
-ADAM_KINDS = (torch.optim.AdamW, torch.optim.Adam)
-"""Updated by the engines' own kernels; the classes themselves, not what is derived from them."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,11 +73,12 @@ def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(within, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer is a {type(optimizer).__name__} around a {type(within).__name__}; "
                                "compile first, then wrap what is returned (accelerator.prepare, for one)")
+    update = kernel_update(optimizer)
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise UnsupportedError("differentiable=True needs the update inside autograd; make the optimizer without it")
-        if type(optimizer) in ADAM_KINDS:  # a step that nobody takes: an option that no step can take is known now
-            AdamScalars.of({**optimizer.defaults, **group}, 1, decoupled=True, torch_cuda=False)
+        if update is not None:  # a step that nobody takes: an option that no step can take is known now
+            update.scalars({**optimizer.defaults, **group}, 1, False)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from hytrain_fx.cost_model.replan import standard_error
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.limits import SMALL_PARAMETER_SHARE
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
-from hytrain_fx.ir.task_graph import Unit, streamed_state_bytes
+from hytrain_fx.ir.task_graph import Unit
 
 TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
@@ -60,7 +60,7 @@ def streamed_share(plan: Plan) -> float:
 
 def weights_ratio(units: Sequence[Unit]) -> float:
     """r: bytes of new weights over those of streamed states of as many parameters, on the lane to the device."""
-    states = sum(streamed_state_bytes(unit.params, unit.grad_bytes) for unit in units)
+    states = sum(unit.stream_bytes for unit in units)
     return sum(unit.grad_bytes for unit in units) / states  # a weight has its gradient's dtype
 
 

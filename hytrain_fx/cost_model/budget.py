@@ -15,8 +15,8 @@ from itertools import accumulate
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.limits import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.profile import STREAM_TIMES, Profile
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True)

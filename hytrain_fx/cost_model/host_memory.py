@@ -1,6 +1,6 @@
 """Bytes of host memory that updates move.
 
-    bytes a parameter           16-bit parameters                          fp32 parameters
+    bytes a parameter of AdamW  16-bit parameters                          fp32 parameters
     gradient to the host        2  written by the copy                     4
     update by the CPU           2  gradient read, 24 states read and       4 + 24; the new weight is the master itself
                                    written, the new weight among them
@@ -8,14 +8,14 @@
     sum                         30                                         36
     streamed                    10 states read, 10 written: 20             24
 
-A 16-bit weight is half of its fp32 master (runtime/states/split_master.py); fp16 parameters, whose masters are whole, move 2 bytes more.
+A 16-bit weight is half of its fp32 master (runtime/states/split_master.py) where its states allow it (ir/states.py), else 2 bytes more
+move; fp16 parameters, whose masters are whole, count as bf16 ones.
 """
 
 from __future__ import annotations
 
-from hytrain_fx.ir.limits import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import TaskKind, streamed_state_bytes
+from hytrain_fx.ir.task_graph import TaskKind
 
 
 def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
@@ -23,9 +23,9 @@ def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
     if kind in (TaskKind.D2H, TaskKind.H2D):
         return unit.grad_bytes
     if kind in (TaskKind.STREAM_IN, TaskKind.STREAM_OUT):
-        return streamed_state_bytes(unit.params, unit.grad_bytes)
+        return unit.stream_bytes
     if kind is TaskKind.CPU_UPDATE:
-        return 2 * STATE_BYTES_PER_PARAM * unit.params + unit.grad_bytes
+        return unit.traffic.updated_bytes(unit.params, unit.grad_bytes)
     return 0.0
 
 

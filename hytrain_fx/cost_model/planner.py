@@ -36,9 +36,10 @@ from hytrain_fx.cost_model.streaming import best_mix, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.limits import LEAST_GAIN_SHARE, STATE_BYTES_PER_PARAM
+from hytrain_fx.ir.limits import LEAST_GAIN_SHARE
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import Resource, Unit
 
 Rule = Literal["seed", "cotrain", "windowed"]

@@ -20,7 +20,7 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
 from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import streamed_state_bytes
+from hytrain_fx.ir.states import ADAMW_TRAFFIC
 
 # Of a unit's forward and backward, by the launching thread: 25 to 35 ms for the 29 units of a Llama, measured on the host of an H200.
 LAUNCH_US_PER_UNIT = 1000.0
@@ -122,11 +122,12 @@ def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: i
     forward_us = 1e6 * max(arithmetic_s, traffic_bytes / device.memory_bytes_per_s)
     backward_us = forward_us * (3 if recompute and u.attention_width else 2)
     grad_bytes = GRAD_BYTES_PER_PARAM * u.params
+    stream_bytes = ADAMW_TRAFFIC.streamed_bytes(u.params, grad_bytes)
     return UnitProfile(
         u.index, u.name, u.params, grad_bytes, forward_us, backward_us,
         cpu_update_us=1e6 * u.params / device.cpu_update_params_per_s,
         gpu_update_us=1e6 * u.params / device.gpu_update_params_per_s,
         d2h_us=1e6 * grad_bytes / device.d2h_bytes_per_s,
         h2d_us=1e6 * grad_bytes / device.h2d_bytes_per_s,
-        stream_in_us=1e6 * streamed_state_bytes(u.params, grad_bytes) / device.h2d_bytes_per_s,
-        stream_out_us=1e6 * streamed_state_bytes(u.params, grad_bytes) / device.d2h_bytes_per_s)
+        stream_in_us=1e6 * stream_bytes / device.h2d_bytes_per_s,
+        stream_out_us=1e6 * stream_bytes / device.d2h_bytes_per_s)

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.limits import CHUNK_PARAMS, HALF_BYTES, STATE_BYTES_PER_PARAM, TIMED_COPY_BYTES
+from hytrain_fx.ir.limits import CHUNK_PARAMS, HALF_BYTES, TIMED_COPY_BYTES
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.native import build
 

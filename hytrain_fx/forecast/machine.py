@@ -26,7 +26,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.loads import HOST_BYTES_PER_PARAM, Calls, Copies, KernelUpdates, together
-from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.launch import default_workers, make_engine
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.probe import UpdateProbe

@@ -15,7 +15,8 @@ from itertools import accumulate
 
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.shapes import ModelShape
-from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, STATE_BYTES_PER_PARAM, TRANSIT_BYTES
+from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, TRANSIT_BYTES
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 WEIGHT_BYTES = GRAD_BYTES = SLOT_BYTES = HALF_BYTES
 AUTOCAST_GRAD_BYTES = FP32_BYTES  # on the device and of a slot; on the link 2

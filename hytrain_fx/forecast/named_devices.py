@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
 
 GIB = 1 << 30
 DEVICE_UPDATE_SHARE = 0.7  # of the memory's peak rate that a fused AdamW reaches on the measured H200 (122.6 of 171 G parameters/s)

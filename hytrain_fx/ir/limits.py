@@ -35,10 +35,6 @@ TRANSIT_BYTES: Final = 640_000_000
 
 HALF_BYTES: Final = 2  # bf16, fp16
 FP32_BYTES: Final = 4
-# Adam's: fp32 master weight and two fp32 moments.
-STATE_BYTES_PER_PARAM: Final = 3 * FP32_BYTES
-# What an exact AdamW update of a 16-bit parameter reads and writes: gradient in, weight out, states both ways.
-UPDATE_BYTES_PER_PARAM: Final = 2 * HALF_BYTES + 2 * STATE_BYTES_PER_PARAM
 # A cache line of the host, as wide as the widest vector register: what memory of the host is aligned to.
 CACHE_LINE_BYTES: Final = 64
 # Arrays a multiple of 4 KiB apart would meet in the same sets of a cache: each array of a shadow slot begins so much later.

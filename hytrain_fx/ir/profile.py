@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.task_graph import streamed_state_bytes
+from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
 STREAM_TIMES = ("stream_in_us", "stream_out_us")
@@ -28,6 +28,7 @@ class UnitProfile:
     stream_in_us     copy of all its fp32 states to the device while as much goes back; 0 = they cannot be streamed
     stream_out_us    copy of all its fp32 states back to the host while as much comes in
     param_numels     elements of each of its parameters, in the order of their flat ranges; () = not known, the unit is never split
+    traffic          bytes of its states; AdamW's, where nothing is said
     """
 
     index: int
@@ -43,6 +44,7 @@ class UnitProfile:
     stream_in_us: float = 0.0
     stream_out_us: float = 0.0
     param_numels: tuple[int, ...] = ()
+    traffic: StateTraffic = ADAMW_TRAFFIC
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.grad_bytes <= 0:
@@ -59,7 +61,7 @@ class UnitProfile:
     @property
     def stream_bytes(self) -> int:
         """Bytes of its states that cross the link each way when it is streamed."""
-        return streamed_state_bytes(self.params, self.grad_bytes)
+        return self.traffic.streamed_bytes(self.params, self.grad_bytes)
 
     @property
     def alpha(self) -> float:
@@ -162,9 +164,13 @@ class Profile:
         """Read `to_json`'s text back. Raises PlanError where it is not such a text."""
         try:
             raw: dict[str, Any] = dict(json.loads(text))
-            units = tuple(UnitProfile(**{**unit, "param_numels": tuple(unit.get("param_numels", ()))}) for unit in raw.pop("units"))
+            units = tuple(_unit_of(unit) for unit in raw.pop("units"))
             return cls(units=units, **raw)
         except PlanError:
             raise
         except (TypeError, ValueError, KeyError) as error:
             raise PlanError(f"this is not a saved profile: {error}; expected the text that Profile.to_json() writes") from error
+
+
+def _unit_of(raw: dict[str, Any]) -> UnitProfile:
+    return UnitProfile(**{**raw, "param_numels": tuple(raw.get("param_numels", ())), "traffic": StateTraffic(**raw.get("traffic", {}))})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.limits import FP32_BYTES, STATE_BYTES_PER_PARAM, UPDATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 
 class TaskKind(enum.StrEnum):
@@ -56,7 +56,10 @@ RESOURCE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One layer as the planner sees it: `index` counts in forward order, `params` in elements, `param_numels` those of each parameter."""
+    """One layer as the planner sees it: `index` counts in forward order, `params` in elements, `param_numels` those of each parameter.
+
+    `traffic` is of its optimizer states.
+    """
 
     index: int
     name: str
@@ -66,6 +69,12 @@ class Unit:
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     param_numels: tuple[int, ...] = ()
+    traffic: StateTraffic = ADAMW_TRAFFIC
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of its states that cross the link each way when it is streamed."""
+        return self.traffic.streamed_bytes(self.params, self.grad_bytes)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -109,21 +118,13 @@ def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
     return TaskGraph(units, dag)
 
 
-def streamed_state_bytes(params: int, grad_bytes: int) -> int:
-    """Bytes of states that cross the link each way when so many parameters are streamed: of a 16-bit one, the half of its master that is
-    the weight stays on the device.
-    """
-    is_own_master = grad_bytes >= FP32_BYTES * params  # fp32: gradients are as wide as weights
-    return STATE_BYTES_PER_PARAM * params - (0 if is_own_master else grad_bytes)
-
-
 def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
     def add(kind: TaskKind, nbytes: int, flops: float = 0.0) -> TaskId:
         task = TaskId(kind, unit.index)
         dag.add_node(task, resource=RESOURCE_OF[kind], params=unit.params, bytes=nbytes, flops=flops)
         return task
 
-    update_bytes = UPDATE_BYTES_PER_PARAM * unit.params
+    update_bytes = unit.traffic.device_bytes(unit.params)
     add(TaskKind.FORWARD, 0, unit.forward_flops)
     backward = add(TaskKind.BACKWARD, 0, unit.backward_flops)
     d2h = add(TaskKind.D2H, unit.grad_bytes)
@@ -131,7 +132,7 @@ def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
     gpu = add(TaskKind.GPU_UPDATE, update_bytes)
     h2d = add(TaskKind.H2D, unit.grad_bytes)
     wait = add(TaskKind.WAIT, 0)
-    stream_in = add(TaskKind.STREAM_IN, streamed_state_bytes(unit.params, unit.grad_bytes))
-    stream_out = add(TaskKind.STREAM_OUT, streamed_state_bytes(unit.params, unit.grad_bytes))
+    stream_in = add(TaskKind.STREAM_IN, unit.stream_bytes)
+    stream_out = add(TaskKind.STREAM_OUT, unit.stream_bytes)
     dag.add_edges_from([(backward, d2h), (d2h, cpu), (cpu, h2d), (h2d, wait), (backward, gpu), (gpu, wait)])
     dag.add_edges_from([(stream_in, gpu), (gpu, stream_out)])

@@ -71,6 +71,7 @@ class ModelUnits:
             param_names=tuple(self._table.names[row] for row in unit.rows),
             param_numels=numels,
             grad_bytes=sum(map(self._states.travelling_bytes, unit.rows)),
+            traffic=self._states.traffic(unit.rows),
             forward_flops=flops["forward"],
             backward_flops=flops["backward"],
         )

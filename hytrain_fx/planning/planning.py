@@ -23,7 +23,6 @@ from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError, UnsupportedError
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import streamed_state_bytes
 from hytrain_fx.planning.aside import Aside
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.first_plan import FIRST_STEPS, fixed_plan, given_share, plan_until_measured, require_room
@@ -249,7 +248,7 @@ class Planning:
         """Microseconds per parameter of copying its states to the device and back, both directions busy."""
         to_device, to_host = full_duplex_us_per_byte(self._session.table.device)
         units = self.units()
-        nbytes = sum(streamed_state_bytes(unit.params, unit.grad_bytes) for unit in units) / sum(unit.params for unit in units)
+        nbytes = sum(unit.stream_bytes for unit in units) / sum(unit.params for unit in units)
         return nbytes * to_device, nbytes * to_host
 
     @property

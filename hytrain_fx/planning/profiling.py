@@ -87,7 +87,7 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
     cpu, gpu, d2h, h2d, stream_in, stream_out = _stages(measured, probes, before, streams)
     profiles = tuple(
         UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i],
-                    stream_in[i], stream_out[i], u.param_numels)
+                    stream_in[i], stream_out[i], u.param_numels, u.traffic)
         for i, u in enumerate(units)
     )
     cuda = measured.device.type == "cuda"

@@ -17,7 +17,7 @@ foreach=False on CUDA, which multiplies by 1 / sqrt(1 - beta2^step) instead of d
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from numbers import Real
@@ -27,6 +27,7 @@ import torch
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.limits import MAX_FACTORS
+from hytrain_fx.ir.states import ADAMW
 
 
 class AdamFlag(IntFlag):
@@ -155,32 +156,27 @@ _BLOCK_PARAMS = 256 << 10
 
 def adamw_(
     grad: torch.Tensor,  # [n] (or any shape, all the same) fp32, bf16 or fp16
-    master: torch.Tensor,  # [n] fp32, in place, as are m, v and vmax
-    m: torch.Tensor,
-    v: torch.Tensor,
-    vmax: torch.Tensor | None,  # with AMSGRAD
+    master: torch.Tensor,  # [n] fp32, in place
+    states: Sequence[torch.Tensor],  # [n] each, in place: those of ir/states.py's ADAMW, the last with AMSGRAD
     scalars: AdamScalars,
     out: torch.Tensor | None = None,  # [n] the new weight, rounded to nearest even; may be the memory of grad
 ) -> None:
     """One step, one torch op per rounding, on any device: the readable and slow form of csrc/adamw.h, with the same bits."""
     if grad.device.type != "cpu" or grad.dim() != 1:
-        return _adamw_block(grad, master, m, v, vmax, scalars, out)
+        return _adamw_block(grad, master, states, scalars, out)
     for begin in range(0, grad.numel(), _BLOCK_PARAMS):
         block = slice(begin, begin + _BLOCK_PARAMS)
-        largest, rounded = (None if tensor is None else tensor[block] for tensor in (vmax, out))
-        _adamw_block(grad[block], master[block], m[block], v[block], largest, scalars, rounded)
+        _adamw_block(grad[block], master[block], [state[block] for state in states], scalars, None if out is None else out[block])
 
 
 def _adamw_block(
     grad: torch.Tensor,
     master: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    vmax: torch.Tensor | None,
+    states: Sequence[torch.Tensor],
     scalars: AdamScalars,
     out: torch.Tensor | None,
 ) -> None:
-    s, flags = scalars, AdamFlag(scalars.flags)
+    (m, v, *largest), s, flags = states, scalars, AdamFlag(scalars.flags)
     g = _read_gradient(grad, s)
     master.mul_(s.decay)
     if AdamFlag.L2 in flags:
@@ -190,9 +186,9 @@ def _adamw_block(
     v.copy_(fma(_like(first, g), second, v * s.beta2))
     used = v
     if AdamFlag.AMSGRAD in flags:
-        if vmax is None:
-            raise ValueError("AMSGRAD is set but vmax is None; pass the state max_exp_avg_sq")
-        used = torch.maximum(vmax, v, out=vmax)
+        if not largest:
+            raise ValueError(f"AMSGRAD is set but there is no third state; pass that of {ADAMW.names[2]}")
+        used = torch.maximum(largest[0], v, out=largest[0])
     denominator = square_root(used).div_(_like(s.bias2_sqrt, g)).add_(s.eps)
     if AdamFlag.TORCH_CUDA in flags:
         master.copy_(fma(_like(s.neg_step_size, g), m / denominator, master))

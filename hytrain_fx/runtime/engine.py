@@ -18,6 +18,7 @@ import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
+from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.states.own_states import OwnStates
 
@@ -40,19 +41,27 @@ class RowStates:
 
     For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype; of rows
     with a copy it is fp32, and a bf16 gradient fills half of it. An update leaves the gradient there: `.grad` may be read after `step()`.
-    With `low` the master is in two halves (split_master.py), and the signs of `exp_avg_sq` are part of it.
-    `out` (host only) is there for 16-bit weights whose master is whole. Rows of other optimizers than Adam and AdamW have `own`
-    states in the place of the moments, which are empty.
+    With `low` the master is in two halves (split_master.py), and the signs of the state `table.tie` are part of it.
+    `out` (host only) is there for 16-bit weights whose master is whole. Rows whose optimizer has no kernel keep `own` instead of `states`.
     """
 
+    table: StateTable
     master: torch.Tensor  # [numel] fp32; with `low` bf16, the new weight
-    exp_avg: torch.Tensor  # [numel] fp32
-    exp_avg_sq: torch.Tensor  # [numel] fp32
-    max_exp_avg_sq: torch.Tensor | None  # [numel] fp32, with amsgrad
-    slot: torch.Tensor | None  # [numel] gradient in; None on the device and for streamed rows
+    states: tuple[torch.Tensor, ...] = ()  # [numel] each, in the table's order
+    slot: torch.Tensor | None = None  # [numel] gradient in; None on the device and for streamed rows
     low: torch.Tensor | None = None  # [numel] int16, bf16 rows on the host
     out: torch.Tensor | None = None  # [numel] the new 16-bit weight, on its way to the device; None where the master holds it
     own: OwnStates | None = None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The states by name."""
+        return dict(zip(self.table.names, self.states, strict=True))
+
+    def marked(self) -> torch.Tensor:
+        """The state whose signs are part of a master in halves. Raises EngineError for a table without one."""
+        if self.table.tie is None:
+            raise EngineError(f"internal: no state of {self.table.optimizer} has signs to spare, so its masters are whole")
+        return self.states[self.table.tie]
 
 
 class RowStep(Protocol):
@@ -73,7 +82,7 @@ class CommitItem:
     grad     the real gradient of a row updated on the device (its states resting there or streamed), None for one that went to its slot
     at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as of now
     factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device, unchanged until the next commit
-    step     what to run for a row of another optimizer than Adam and AdamW, in the place of `scalars`
+    step     what to run for a row whose optimizer has no kernel, instead of `scalars`
     """
 
     row: int
@@ -113,7 +122,7 @@ def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:
     """Slots, arrays in each, fp32 elements in each array: the device memory that the states of streamed rows pass through.
 
     largest_params   of the largest of them
-    arrays           fp32 tensors that make up the states of a row: 3, with amsgrad 4
+    arrays           fp32 tensors that a row may have there: master and states
     """
     params = min(largest_params, CHUNK_PARAMS)
     return STAGING_SLOTS, arrays, -(-params // _STAGING_ALIGN_PARAMS) * _STAGING_ALIGN_PARAMS

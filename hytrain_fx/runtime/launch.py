@@ -15,12 +15,13 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError, EngineError, UnsupportedError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, TRANSIT_BYTES
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import Engine, staging_shape
 from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
 
-STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, 3)) * FP32_BYTES  # of TRANSIT_BYTES, for streamed states: three fp32 tensors a row
+STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, ADAMW_DEFAULT.tensors)) * FP32_BYTES  # of TRANSIT_BYTES, for AdamW's streamed states
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 
 

@@ -9,20 +9,24 @@ from collections.abc import Sequence
 import torch
 
 from hytrain_fx.ir.limits import TIMED_COPY_BYTES
-from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates, Stage
+from hytrain_fx.runtime.updates import KERNEL_UPDATES, KernelUpdate
 
 # Large enough that launching is no part of the rate, small beside what the device holds.
 MAX_PARAMS = 16 << 20
 _RUNS, _COLD_RUNS = 7, 2
 _COPIES = 3
-_GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as every kernel takes them
 
 
 class UpdateProbe:
-    """A row of its own, as large as the model's largest tensor, with memory only while it is timed."""
+    """A row of its own, as large as the model's largest tensor, with memory only while it is timed. `update`: what is timed."""
 
-    def __init__(self, engine: Engine, parameters: Sequence[torch.Tensor], most_params: int = MAX_PARAMS) -> None:
+    def __init__(
+        self, engine: Engine, parameters: Sequence[torch.Tensor], update: KernelUpdate = KERNEL_UPDATES[torch.optim.AdamW],
+        most_params: int = MAX_PARAMS,
+    ) -> None:
+        self._update = update
         largest = max(parameters, key=lambda p: p.numel())
         self._engine = engine
         self._numel = min(largest.numel(), most_params)
@@ -30,7 +34,7 @@ class UpdateProbe:
         self._row: int | None = None  # rows are not taken out of an engine: it is used again
 
     def us_per_param(self) -> float:
-        """Median microseconds per parameter. Uses 18 bytes of device memory a parameter of the row while it runs."""
+        """Median microseconds per parameter. Uses up to 18 bytes of device memory a parameter of the row while it runs."""
         device, dtype = self._like.device, self._like.dtype
         weight, grad = (torch.rand(self._numel, device=device).to(dtype) for _ in range(2))
         states = self._states(weight if dtype == torch.float32 else weight.float())
@@ -40,7 +44,7 @@ class UpdateProbe:
         runs = [self._run_us(self._item(row, states, grad)) for _ in range(_RUNS)][_COLD_RUNS:]
         self._engine.record(False)
         self._engine.set_weight(row, self._like)
-        self._engine.place_on_device(row, RowStates(self._like, self._like, self._like, None, None))
+        self._engine.place_on_device(row, RowStates(states.table, self._like, tuple(self._like for _ in states.states)))
         return statistics.median(runs) / self._numel
 
     def _take_row(self, weight: torch.Tensor) -> int:
@@ -51,12 +55,11 @@ class UpdateProbe:
         return self._row
 
     def _states(self, master: torch.Tensor) -> RowStates:
-        first, second = torch.zeros_like(master), torch.zeros_like(master)
-        return RowStates(master, first, second, None, None)
+        table = self._update.table.under(_GROUP)
+        return RowStates(table, master, tuple(torch.zeros_like(master) for _ in table.states))
 
     def _item(self, row: int, states: RowStates, grad: torch.Tensor) -> CommitItem:
-        numbers = AdamScalars.of(_GROUP, 1, decoupled=True, torch_cuda=grad.device.type == "cuda")
-        return CommitItem(row, numbers, grad, at_end=True)
+        return CommitItem(row, self._update.scalars(_GROUP, 1, grad.device.type == "cuda"), grad, at_end=True)
 
     def _run_us(self, item: CommitItem) -> float:
         self._engine.commit([item])

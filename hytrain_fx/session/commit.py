@@ -24,23 +24,24 @@ from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST, AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.runtime.updates import ScalarsOf
 from hytrain_fx.torch_private.tensors import get_grad
 
 
 class CommitBuilder:
     """Builds the items of one `step()` and counts each row's steps.
 
-    decoupled   True for AdamW's weight decay, False for Adam's (L2), unless the group says otherwise
+    scalars_of   what a step of the optimizer takes
     """
 
-    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, *, decoupled: bool) -> None:
+    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, scalars_of: ScalarsOf) -> None:
         self._steps = [0] * len(table)
         self._in_doubt: list[int] = []  # rows of the last commit, where it may be left out
         self._was_left_out: Callable[[], bool] = bool
         self._table = table
         self._states = states
         self._gradients = gradients
-        self._decoupled = decoupled
+        self._scalars_of = scalars_of
 
     @property
     def steps(self) -> list[int]:
@@ -131,8 +132,7 @@ class CommitBuilder:
         return items
 
     def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
-        decoupled = self._decoupled or bool(group.get("decoupled_weight_decay"))
-        return AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=self._table.device.type == "cuda")
+        return self._scalars_of(group, step, self._table.device.type == "cuda")
 
     def _row(self, parameter: torch.Tensor) -> int:
         row = self._table.row_of.get(id(parameter))
@@ -172,10 +172,10 @@ def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
 
 
 class RuleCommitBuilder(CommitBuilder):
-    """Builds the items of one `step()` of another optimizer than Adam and AdamW."""
+    """Builds the items of one `step()` of an optimizer without a kernel."""
 
     def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, rule: UpdateRule) -> None:
-        super().__init__(table, states, gradients, decoupled=False)
+        super().__init__(table, states, gradients, lambda group, step, torch_cuda: AT_REST)
         self._rule = rule
 
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
@@ -184,6 +184,3 @@ class RuleCommitBuilder(CommitBuilder):
         items = super().build(groups, touched)
         steps = self._rule.steps(groups, {item.row: self._states[item.row] for item in items})
         return [replace(item, step=steps[item.row]) for item in items]
-
-    def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
-        return AT_REST

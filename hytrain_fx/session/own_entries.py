@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hytrain_fx.ir.states import MASTER_ALONE
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.own_states import Entry, OwnStates, map_leaves
@@ -49,9 +50,8 @@ class OwnEntries:
         wide = parameter.dtype == torch.float32
         master = torch.empty(parameter.numel(), dtype=torch.float32, device=parameter.device)
         self._shaped(row, master).copy_(saved["master"] if "master" in saved and not wide else parameter.detach())
-        none = torch.empty(0, dtype=torch.float32)
         entry = {name: self._loaded(row, name, value) for name, value in saved.items() if wide or name != "master"}
-        self._states.write(row, RowStates(master, none, none, None, None, own=OwnStates(entry)))
+        self._states.write(row, RowStates(MASTER_ALONE, master, own=OwnStates(entry)))
 
     def check(self, row: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
         """Raises ValueError where an entry lacks what the optimizer keeps under these options, or has it in another shape."""

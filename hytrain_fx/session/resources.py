@@ -14,6 +14,7 @@ import torch
 
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.startup import StartupClock
+from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
@@ -26,8 +27,7 @@ class Resources:
     """Time and memory of one session.
 
     parameters    the managed parameters by row
-    amsgrad       by row
-    own_bytes     by row: what another optimizer than Adam and AdamW keeps; None for these two
+    tables        by row: the states that it has
     ring_bytes    what the engine's ring takes, by whether states are streamed
     copied        rows of which the device has a bf16 copy, as they come
     """
@@ -35,18 +35,16 @@ class Resources:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
-        amsgrad: Sequence[bool],
+        tables: Sequence[StateTable],
         ring_bytes: Callable[[bool], int],
         clock: StartupClock,
-        own_bytes: Sequence[int] | None = None,
         copied: Container[int] = (),
         out_bytes: Sequence[int] | None = None,
     ) -> None:
         self.clock = clock
-        own: Sequence[int | None] = [None] * len(parameters) if own_bytes is None else own_bytes
         out = [0] * len(parameters) if out_bytes is None else out_bytes
-        self._sizes = [RowSize(p.numel(), p.element_size(), third, of, out_bytes=apart)
-                       for p, third, of, apart in zip(parameters, amsgrad, own, out, strict=True)]
+        self._sizes = [RowSize(p.numel(), p.element_size(), table, out_bytes=apart)
+                       for p, table, apart in zip(parameters, tables, out, strict=True)]
         self._copied = copied
         self._device = parameters[0].device
         self._ring_bytes = ring_bytes
@@ -100,6 +98,6 @@ def pinning_of(slabs: Iterable[HostSlab]) -> tuple[int, float]:
 def _sizes(states: RowStates) -> list[int]:
     """Bytes of each piece of memory; the halves of a master are one."""
     master_bytes = states.master.nbytes + (0 if states.low is None else states.low.nbytes)
-    others = (states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot, states.out)
+    others = (*states.states, states.slot, states.out)
     own_bytes = 0 if states.own is None else states.own.nbytes
     return [master_bytes, own_bytes, *(tensor.nbytes for tensor in others if tensor is not None)]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hytrain_fx.capture.parameters import ADAM_KINDS, ParameterTable, build_table
+from hytrain_fx.capture.parameters import ParameterTable, build_table
 from hytrain_fx.capture.units import group_units, unit_of_rows
 from hytrain_fx.config import Config
 from hytrain_fx.errors import StatesError
@@ -38,6 +38,7 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine, ring_bytes_for, torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.runtime.updates import kernel_update
 from hytrain_fx.session.call_gate import CallGate
 from hytrain_fx.session.callbacks import eager_gradient_of, if_alive, shut_down, weakly
 from hytrain_fx.session.commit import CommitBuilder, RuleCommitBuilder
@@ -71,7 +72,8 @@ class Session:
         self.config = config
         self.table: ParameterTable = build_table(model, optimizer)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
-        self.rule = None if type(optimizer) in ADAM_KINDS else UpdateRule(optimizer, self.table.parameters, self.table.names)
+        self._update = kernel_update(optimizer)
+        self.rule = None if self._update else UpdateRule(optimizer, self.table.parameters, self.table.names)
         if self.rule is not None:
             self.config = config = torch_engine_config(config, self.rule.name)
         self.groups: list[dict[str, Any]] = optimizer.param_groups
@@ -104,7 +106,7 @@ class Session:
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.states = self._make_states(optimizer)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
-        self.builder = self._make_builder(optimizer)
+        self.builder = self._make_builder()
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self)
         self._allocate(self.planning.first_placement())
@@ -121,26 +123,28 @@ class Session:
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
 
-    def _make_builder(self, optimizer: torch.optim.Optimizer) -> CommitBuilder:
+    def _make_builder(self) -> CommitBuilder:
         if self.rule is not None:
             return RuleCommitBuilder(self.table, self.states, self.nodes.gradients, self.rule)
-        return CommitBuilder(self.table, self.states, self.nodes.gradients, decoupled=isinstance(optimizer, torch.optim.AdamW))
+        assert self._update is not None
+        return CommitBuilder(self.table, self.states, self.nodes.gradients, self._update.scalars)
 
     def _make_states(self, optimizer: torch.optim.Optimizer) -> StateStore:
         unit_of = unit_of_rows(self.units)
-        amsgrad = [False] * len(self.table)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self.table.row_of:
-                    amsgrad[self.table.row_of[id(parameter)]] = bool(group.get("amsgrad"))
         for row, parameter in enumerate(self.table.parameters):
             self.engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), self.table.names[row]))
         parameters, rule, rows = self.table.parameters, self.rule, range(len(self.table))
-        self._probe = UpdateProbe(self.engine, parameters) if rule is None else RuleProbe(self.engine, parameters, rule)
-        own_bytes = None if rule is None else [rule.own_bytes(row) for row in rows]
-        states = StateStore(parameters, [unit_of[row] for row in rows], amsgrad, self.engine, own_bytes)
+        if rule is not None:
+            self._probe: UpdateProbe = RuleProbe(self.engine, parameters, rule)
+            tables = [rule.table(row) for row in rows]
+        else:
+            assert self._update is not None
+            self._probe = UpdateProbe(self.engine, parameters, self._update)
+            group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+            tables = [self._update.table.under(group_of[id(p)]) for p in parameters]
+        states = StateStore(parameters, [unit_of[row] for row in rows], tables, self.engine)
         self._ring_bytes = partial(ring_bytes_for, parameters, self.config)
-        self.resources = Resources(parameters, amsgrad, self._ring_bytes, self._clock, own_bytes, states.copies,
+        self.resources = Resources(parameters, tables, self._ring_bytes, self._clock, states.copies,
                                    [states.out_bytes(row) for row in rows])
         return states
 

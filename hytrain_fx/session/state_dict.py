@@ -15,11 +15,9 @@ from hytrain_fx.session.session import Session
 from hytrain_fx.session.turns import in_turn
 from hytrain_fx.torch_private.tensors import without_torch_function
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
 
 class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`: by parameter `step`, the moments, and `master` for 16-bit parameters, read from wherever they rest.
+    """`optimizer.state`: by parameter `step`, its states, and `master` for 16-bit parameters, read from wherever they rest.
 
     As torch's, it has no entry before a parameter's first step, and gives an empty one where it is asked. An entry is a copy on the
     CPU whose tensors refuse writes in place, which would be lost: assign a tensor to its key, or an entry, instead. Deleting or emptying
@@ -117,9 +115,7 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
         if (own := _own_entries(session)) is not None:
             return own.read(row)
     entry = {"step": torch.tensor(float(session.builder.steps[row]))}
-    for name in _MOMENTS:
-        if (flat := getattr(states, name)) is not None:
-            entry[name] = _shaped(flat, parameter)
+    entry |= {name: _shaped(flat, parameter) for name, flat in states.named().items()}
     if parameter.dtype != torch.float32:
         entry["master"] = _shaped(states.master, parameter)
     return entry
@@ -180,16 +176,14 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     states, parameter = session.states.in_memory(row), session.table.parameters[row]
     if saved is None:
         session.builder.steps[row] = 0
-        for name in _MOMENTS:
-            if (flat := getattr(states, name)) is not None:
-                flat.zero_()
-        session.states.take_weight(row)  # as fresh as its moments
+        for flat in states.states:
+            flat.zero_()
+        session.states.take_weight(row)  # as fresh as they are
         return
     session.builder.steps[row] = int(saved["step"])
     master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
-    first, second = (_flat(saved[name], parameter) for name in ("exp_avg", "exp_avg_sq"))
-    largest = None if states.max_exp_avg_sq is None else _flat(saved["max_exp_avg_sq"], parameter)
-    session.states.write(row, RowStates(_flat(master, parameter), first, second, largest, None))
+    loaded = tuple(_flat(saved[name], parameter) for name in states.table.names)
+    session.states.write(row, RowStates(states.table, _flat(master, parameter), loaded))
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
@@ -198,10 +192,12 @@ def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping
     if (own := _own_entries(session)) is not None:
         own.check(row, saved, group)
         return
-    needed = [name for name in _MOMENTS if getattr(session.states[row], name) is not None]
+    table = session.states[row].table
+    needed = table.names
     missing = [name for name in ("step", *needed) if name not in saved]
     if missing:
-        raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]}, only {sorted(saved)}; is it an Adam's?")
+        raise ValueError(f"the checkpoint has no {missing[0]} for {session.table.names[row]}, only {sorted(saved)}; "
+                         f"is it of {table.optimizer}?")
     name_of_row, expected = session.table.names[row], session.table.parameters[row].shape
     if not _is_count(saved["step"]):
         raise ValueError(f"step of {name_of_row} is {saved['step']!r} in the checkpoint, expected a number of steps")
@@ -211,8 +207,9 @@ def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping
             raise ValueError(f"{name} of {name_of_row} is {saved[name]!r} in the checkpoint, expected a tensor")
         if name in saved and saved[name].shape != expected:
             raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
-    if bool((saved["exp_avg_sq"] < 0).any()):
-        raise ValueError(f"exp_avg_sq of {name_of_row} has negative elements in the checkpoint; it is a mean of squares")
+    for state in table.states:
+        if state.marks_ties and bool((saved[state.name] < 0).any()):
+            raise ValueError(f"{state.name} of {name_of_row} has negative elements in the checkpoint; none can be")
 
 
 def _is_count(value: object) -> bool:

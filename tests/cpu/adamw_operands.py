@@ -24,6 +24,10 @@ class Operands:
     vmax: torch.Tensor | None
     out: torch.Tensor | None = None
 
+    @property
+    def states(self) -> tuple[torch.Tensor, ...]:
+        return (self.m, self.v) if self.vmax is None else (self.m, self.v, self.vmax)
+
     def clone(self) -> Operands:
         return Operands(*(None if t is None else t.clone() for t in vars(self).values()))  # type: ignore[arg-type]
 
@@ -42,7 +46,7 @@ def kernel_(operands: Operands, scalars: AdamScalars, library: ctypes.CDLL | Non
 
 def op_by_op_(operands: Operands, scalars: AdamScalars) -> None:
     o = operands
-    adamw_(o.grad, o.master, o.m, o.v, o.vmax, scalars, o.out)
+    adamw_(o.grad, o.master, o.states, scalars, o.out)
 
 
 def assert_same_bits(a: Operands, b: Operands) -> None:

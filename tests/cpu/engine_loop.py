@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates
 from hytrain_fx.runtime.states.split_master import split, whole_states
@@ -18,17 +19,24 @@ def host_states(weight: torch.Tensor, halves: bool = False) -> RowStates:
     """States of a row on the host, master equal to the weight; with `halves`, for bf16, in two halves."""
     master = weight.float().flatten().clone()
     slot = torch.zeros(weight.numel(), dtype=weight.dtype)
-    states = RowStates(master, torch.zeros_like(master), torch.zeros_like(master), None, slot)
+    states = RowStates(ADAMW_DEFAULT, master, (torch.zeros_like(master), torch.zeros_like(master)), slot)
     if not halves:
         return states if weight.dtype == torch.float32 else replace(states, out=torch.zeros_like(slot))
-    high, low, marked = split(master, states.exp_avg_sq)
-    return replace(states, master=high, low=low, exp_avg_sq=marked)
+    high, low, marked = split(master, states.marked())
+    return replace(states, master=high, low=low, states=(states.states[0], marked))
 
 
 def device_states(weight: torch.Tensor) -> RowStates:
     """States of a row on the device; an fp32 weight is its own master."""
     master = weight.flatten() if weight.dtype == torch.float32 else weight.float().flatten()
-    return RowStates(master, torch.zeros_like(master).float(), torch.zeros_like(master).float(), None, None)
+    return RowStates(ADAMW_DEFAULT, master, (torch.zeros_like(master).float(), torch.zeros_like(master).float()))
+
+
+def assert_same_states(found: RowStates, expected: RowStates, of: str = "a row") -> None:
+    """Masters, in one piece, and states have the same bits."""
+    assert torch.equal(found.master, expected.master), f"the master of {of} differs"
+    for name, state in expected.named().items():
+        assert torch.equal(found.named()[name], state), f"{name} of {of} differs"
 
 
 @dataclass
@@ -76,7 +84,7 @@ class EngineLoop:
         grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
         for row in rows:  # now: after the commit the next wait() is not long in coming
             state = self.reference[row]
-            adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
+            adamw_(grads[row], state.master, state.states, scalars)
         for row in reversed(hosted):
             buffer = grads[row].clone()
             self.engine.grad_offload([row], [buffer])
@@ -104,5 +112,4 @@ class EngineLoop:
             if row not in self.on_device:
                 self.bring_weight_home(row)
                 found = whole_states(self.states[row], torch.device("cpu"))
-                assert torch.equal(found.master, state.master), f"the master of row {row} differs"
-                assert torch.equal(found.exp_avg_sq, state.exp_avg_sq), f"exp_avg_sq of row {row} differs"
+                assert_same_states(found, state, f"row {row}")

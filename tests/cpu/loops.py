@@ -74,7 +74,7 @@ class HandAdam(torch.optim.Optimizer):
         scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=p.is_cuda)
         assert p.grad is not None
         master = p.detach() if p.dtype == torch.float32 else state["master"]
-        adamw_(p.grad, master, state["m"], state["v"], state["vmax"] if group["amsgrad"] else None, scalars, out=p)
+        adamw_(p.grad, master, (state["m"], state["v"], state["vmax"]), scalars, out=p)
 
 
 class TorchAdam(torch.optim.Optimizer):

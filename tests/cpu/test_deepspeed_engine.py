@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 
 import hytrain_fx
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.states import ADAMW
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.fallback.engine import TorchEngine
 from hytrain_fx.runtime.fallback.host_updates import DeepSpeedAdam
 
@@ -59,10 +60,10 @@ def test_every_step_is_near_the_reference(update: DeepSpeedAdam, options: dict[s
         scalars = AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=False, factors=(0.3, 1.7) if step % 2 else ())
         ours.slot.copy_(grad)
         update(ours, scalars)
-        adamw_(grad, reference.master, reference.exp_avg, reference.exp_avg_sq, None, scalars)
+        adamw_(grad, reference.master, reference.states, scalars)
     torch.testing.assert_close(ours.master, reference.master, rtol=5e-7, atol=1e-5 * STEPS * LR)
-    torch.testing.assert_close(ours.exp_avg, reference.exp_avg, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.exp_avg_sq, reference.exp_avg_sq, rtol=1e-5, atol=1e-7)
+    for found, expected, atol in zip(ours.states, reference.states, (1e-6, 1e-7), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=atol)
     assert torch.equal(ours.slot, grad)  # it can be read until the next backward
     if dtype != torch.float32:
         assert ours.out is not None
@@ -107,7 +108,7 @@ def test_training_with_it_is_near_native_training(update: DeepSpeedAdam) -> None
 def test_amsgrad_is_refused_before_training(update: DeepSpeedAdam) -> None:
     """DeepSpeedCPUAdam has no amsgrad: states with a running maximum are refused when they are placed."""
     states = host_states(torch.randn(10))
-    with_maximum = RowStates(states.master, states.exp_avg, states.exp_avg_sq, torch.zeros(10), states.slot)
+    with_maximum = replace(states, table=ADAMW, states=(*states.states, torch.zeros(10)))
     with pytest.raises(EngineError, match="row 3: DeepSpeedCPUAdam has no amsgrad"):
         update.require_supported(3, with_maximum)
 

@@ -24,7 +24,7 @@ from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 from hytrain_fx.runtime.states.split_master import whole_states
 
-from .engine_loop import GROUP, EngineLoop, device_states, host_states
+from .engine_loop import GROUP, EngineLoop, assert_same_states, device_states, host_states
 
 SIZES = (300_000, 17, 1_000_003, 4096)
 
@@ -238,10 +238,9 @@ def test_updates_keep_denormals_though_the_thread_that_compiles_flushes_them(mak
             engine.commit([CommitItem(0, scalars), CommitItem(1, scalars, grad=grads[1])])
             engine.drain([0, 1])
             expected = loop.reference[row]
-            adamw_(grads[row], expected.master, expected.exp_avg, expected.exp_avg_sq, None, scalars)
-            assert 0 < float(expected.exp_avg_sq[0]) < torch.finfo(torch.float32).tiny
-            for name in ("master", "exp_avg", "exp_avg_sq"):
-                assert torch.equal(getattr(rested[row], name), getattr(expected, name)), name
+            adamw_(grads[row], expected.master, expected.states, scalars)
+            assert 0 < float(expected.states[1][0]) < torch.finfo(torch.float32).tiny
+            assert_same_states(rested[row], expected)
     finally:
         torch.set_flush_denormal(False)
 
@@ -329,10 +328,10 @@ def test_no_state_is_written_from_a_value_that_is_not_finite_on(dtype: torch.dty
         with pytest.raises(NonFiniteGradientError, match="row 0"):
             engine.drain([0])
         found, first = whole_states(loop.states[0], torch.device("cpu")), bad // 64 * 64
-    for name in ("master", "exp_avg", "exp_avg_sq"):
-        assert getattr(found, name).isfinite().all(), name
-    assert found.exp_avg[:first].count_nonzero() == first
-    assert found.exp_avg[first:].count_nonzero() == 0
+    for tensor in (found.master, *found.states):
+        assert tensor.isfinite().all()
+    assert found.states[0][:first].count_nonzero() == first
+    assert found.states[0][first:].count_nonzero() == 0
     assert torch.equal(found.master[first:], kept[first:])
 
 
@@ -469,7 +468,7 @@ def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -
         engine.arm_gpu(range(4))
         engine.commit([CommitItem(row, scalars, grad=grads[row]) for row in range(4)])
         for row, state in enumerate(loop.reference):
-            adamw_(grads[row], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
+            adamw_(grads[row], state.master, state.states, scalars)
         loop.check()
         assert [record.row for record in engine.take_records() if record.stage is Stage.GPU_UPDATE] == [2, 0, 1]
 

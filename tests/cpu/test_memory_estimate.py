@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, StateTable
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
@@ -20,7 +21,10 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16}
 Rows = list[tuple[RowSize, Placement]]
 
 rows_strategy = st.lists(
-    st.tuples(st.builds(RowSize, st.integers(1, 4000), st.sampled_from(sorted(DTYPES)), st.booleans()), st.sampled_from(Placement)),
+    st.tuples(
+        st.builds(RowSize, st.integers(1, 4000), st.sampled_from(sorted(DTYPES)), st.sampled_from([ADAMW_DEFAULT, ADAMW])),
+        st.sampled_from(Placement),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -41,7 +45,7 @@ class NoEngine:
 def store_of(rows: Rows) -> StateStore:
     weights = [torch.ones(row.numel, dtype=DTYPES[row.itemsize]) for row, _ in rows]
     units = [number // 3 for number in range(len(rows))]
-    return StateStore(weights, units, [row.amsgrad for row, _ in rows], cast(Engine, NoEngine()))
+    return StateStore(weights, units, [row.table for row, _ in rows], cast(Engine, NoEngine()))
 
 
 def estimate_of(rows: Rows, **options: Any) -> MemoryEstimate:
@@ -64,7 +68,7 @@ def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, spl
     """Gradients stay in their slots, so a 16-bit weight that no half of its master is goes to the device from elsewhere."""
     engine = NoEngine()
     engine.splits_masters = splits
-    store = StateStore([torch.ones(100, dtype=dtype)], [0], [False], cast(Engine, engine))
+    store = StateStore([torch.ones(100, dtype=dtype)], [0], [ADAMW_DEFAULT], cast(Engine, engine))
     apart = dtype == torch.float16 or not splits
     assert store.out_bytes(0) == (padded_bytes(200) if apart else 0)
     estimate = estimate_memory([RowSize(100, 2, out_bytes=store.out_bytes(0))], [Placement.CPU], ring_bytes=0, pinned=True)
@@ -88,7 +92,7 @@ def test_it_is_what_is_allocated(rows: Rows) -> None:
     host = device = 0
     for row, (size, place) in enumerate(rows):
         states = store[row]
-        tensors = [states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot]
+        tensors = [states.master, *states.states, states.slot]
         found = [tensor for tensor in tensors if tensor is not None]
         if states.low is not None:
             assert states.low.data_ptr() == states.master.data_ptr() + states.master.nbytes, "the halves of a master stand together"
@@ -118,17 +122,16 @@ def test_tiers_add_up() -> None:
     assert estimate_of(rows, pinned=False).pinned_bytes == 0
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("table", [ADAMW_DEFAULT, ADAMW], ids=["", "amsgrad"])
 @pytest.mark.parametrize("numel", [100, 5000])
-def test_staging_is_what_the_engine_takes(numel: int, amsgrad: bool) -> None:
+def test_staging_is_what_the_engine_takes(numel: int, table: StateTable) -> None:
     """The native engine's own area for a streamed row, to the byte; none without one."""
     assert staging_bytes([]) == 0
     engine = NativeEngine(torch.device("cpu"), 1, 1 << 20, 20.0)
     try:
         engine.add_row(RowSpec(numel, 0, torch.ones(numel)))
-        states = [torch.zeros(numel) for _ in range(4)]
-        engine.place_streamed(0, RowStates(states[0], states[1], states[2], states[3] if amsgrad else None, None))
+        engine.place_streamed(0, RowStates(table, torch.zeros(numel), tuple(torch.zeros(numel) for _ in table.states)))
         assert engine._staging is not None
-        assert engine._staging.nbytes == staging_bytes([RowSize(numel, 4, amsgrad)])
+        assert engine._staging.nbytes == staging_bytes([RowSize(numel, 4, table)])
     finally:
         engine.close()

@@ -35,7 +35,7 @@ def test_a_probe_leaves_one_row_without_memory(optimizer: Any, engine: str, monk
             return rows[-1]
 
         def placed(row: int, states: RowStates) -> None:
-            note(states.master, states.exp_avg, states.exp_avg_sq)
+            note(states.master, *states.states)
             place_on_device(row, states)
 
         monkeypatch.setattr(session.engine, "add_row", added)

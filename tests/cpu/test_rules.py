@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.ir.states import MASTER_ALONE
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.own_states import OwnStates
@@ -32,9 +33,8 @@ class Beside:
         self.twin = make(name, self.parameters, **options)  # whose groups and attributes the rule reads and sets
         self.rule = UpdateRule(self.twin, self.parameters, NAMES)
         self.group = self.twin.param_groups[0]
-        none = torch.empty(0)
         entries = [copy.deepcopy(self.optimizer.state.get(p)) for p in self.parameters]
-        self.rows = [RowStates(p.detach().clone().flatten(), none, none, None, None, own=OwnStates(entry))
+        self.rows = [RowStates(MASTER_ALONE, p.detach().clone().flatten(), own=OwnStates(entry))
                      for p, entry in zip(self.parameters, entries, strict=True)]
 
     def step(self, **options: Any) -> None:
@@ -116,8 +116,7 @@ def test_16_bit_rows_step_their_masters() -> None:
     rule = UpdateRule(make("SGD nesterov", [weight]), [weight], ["w"])
     master = nn.Parameter(weight.detach().float())
     plain = make("SGD nesterov", [master])
-    none = torch.empty(0)
-    states = RowStates(master.detach().clone().flatten(), none, none, None, None, own=OwnStates())
+    states = RowStates(MASTER_ALONE, master.detach().clone().flatten(), own=OwnStates())
     for _ in range(3):
         grad = torch.randn(4, 3).bfloat16()
         slot = grad.clone().flatten()
@@ -143,9 +142,9 @@ def test_the_gradient_is_not_kept() -> None:
 
 def test_bytes_of_states_are_known_before_any_step() -> None:
     """Factored (4 + 3 fp32 for a 4 x 3 parameter), one of the parameter's shape, none."""
-    assert Beside("Adafactor").rule.own_bytes(0) == 4 * (4 + 3)
-    assert Beside("SGD nesterov").rule.own_bytes(0) == 4 * 12
-    assert Beside("SGD").rule.own_bytes(0) == 0
+    assert Beside("Adafactor").rule.table(0).own_bytes == 4 * (4 + 3)
+    assert Beside("SGD nesterov").rule.table(0).own_bytes == 4 * 12
+    assert Beside("SGD").rule.table(0).own_bytes == 0
 
 
 @pytest.mark.parametrize(

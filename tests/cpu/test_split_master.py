@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.native import build
@@ -110,13 +111,13 @@ def test_vector_widths_do_not_change_a_bit() -> None:
 def test_states_move_between_the_forms() -> None:
     """Whole to halves and back: every state has its bits."""
     o = operands(3000, 6, "wide", torch.bfloat16)
-    start = RowStates(o.master, o.m, o.v.abs(), None, None)
+    start = RowStates(ADAMW_DEFAULT, o.master, (o.m, o.v.abs()))
     numel = o.master.numel()
-    halves = RowStates(torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel), torch.empty(numel), None, None,
-                       torch.empty(numel, dtype=torch.int16))
+    halves = RowStates(ADAMW_DEFAULT, torch.empty(numel, dtype=torch.bfloat16), (torch.empty(numel), torch.empty(numel)),
+                       low=torch.empty(numel, dtype=torch.int16))
     copy_states(start, halves, CPU)
-    back = RowStates(torch.empty(numel), torch.empty(numel), torch.empty(numel), None, None)
+    back = RowStates(ADAMW_DEFAULT, torch.empty(numel), (torch.empty(numel), torch.empty(numel)))
     copy_states(halves, back, CPU)
     for states in (back, whole_states(halves, CPU)):
-        assert all(different_bits(a, b) == 0 for a, b in
-                   ((states.master, start.master), (states.exp_avg, start.exp_avg), (states.exp_avg_sq, start.exp_avg_sq)))
+        pairs = zip((states.master, *states.states), (start.master, *start.states), strict=True)
+        assert all(different_bits(a, b) == 0 for a, b in pairs)

@@ -105,7 +105,7 @@ def test_factors_on_the_device_are_waited_for(engine: TorchEngine, dtype: torch.
     engine.drain([0])
     numbers = tuple(torch.tensor(f).item() for f in (0.3, 0.7, 1.1))
     scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False, factors=numbers)
-    adamw_(grad, reference.master, reference.exp_avg, reference.exp_avg_sq, None, scalars)
+    adamw_(grad, reference.master, reference.states, scalars)
     assert torch.equal(weight, reference.master.to(dtype))
 
 
@@ -124,7 +124,7 @@ def test_a_commit_with_a_dropped_node_commits_nothing(engine: TorchEngine) -> No
     engine.arm_reload([1])
     engine.commit(items)
     for grad, state in zip(grads, loop.reference, strict=True):
-        adamw_(grad, state.master, state.exp_avg, state.exp_avg_sq, None, SCALARS)
+        adamw_(grad, state.master, state.states, SCALARS)
     loop.check()
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, Stage
 from hytrain_fx.runtime.fallback.engine import TorchEngine
@@ -49,10 +50,10 @@ def make_row(engine: TorchEngine, number: int, size: int, dtype: torch.dtype, on
         return Row(weight, reference, None)
     slab = HostSlab(5 * (4 * size + 64))
     slab.pin(DEVICE)
-    master, exp_avg, exp_avg_sq = (slab.take(size, torch.float32) for _ in range(3))
+    master, *states = (slab.take(size, torch.float32) for _ in range(ADAMW_DEFAULT.tensors))
     master.copy_(weight)
     out = None if dtype == torch.float32 else slab.take(size, dtype)
-    engine.place_on_host(number, RowStates(master, exp_avg, exp_avg_sq, None, slab.take(size, dtype), out=out))
+    engine.place_on_host(number, RowStates(ADAMW_DEFAULT, master, tuple(states), slab.take(size, dtype), out=out))
     return Row(weight, reference, slab)
 
 
@@ -128,7 +129,7 @@ def test_a_late_stream_does_not_change_a_bit(engine: TorchEngine, dtype: torch.d
             for found in read[step][number]:
                 assert torch.equal(found, state.master.to(dtype)), f"row {number}, step {step}: read too early, or overwritten while in use"
             scalars = scalars_of(step + 1, factors_of(step, LAST_FACTOR) if row.slab is not None else ())
-            adamw_(grads[step][number], state.master, state.exp_avg, state.exp_avg_sq, None, scalars)
+            adamw_(grads[step][number], state.master, state.states, scalars)
         assert torch.equal(row.weight, state.master.to(dtype)), f"row {number} differs"
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskId, TaskKind, Unit, build_task_graph
 
 
@@ -49,7 +48,7 @@ def test_work_of_a_task() -> None:
     """Copies carry the gradient's bytes, updates 28 bytes a parameter, compute its FLOPs."""
     dag = build_task_graph(units(1)).dag
     assert dag.nodes[TaskId(TaskKind.D2H, 0)]["bytes"] == dag.nodes[TaskId(TaskKind.H2D, 0)]["bytes"] == 200
-    assert dag.nodes[TaskId(TaskKind.CPU_UPDATE, 0)]["bytes"] == UPDATE_BYTES_PER_PARAM * 100
+    assert dag.nodes[TaskId(TaskKind.CPU_UPDATE, 0)]["bytes"] == 28 * 100
     assert dag.nodes[TaskId(TaskKind.BACKWARD, 0)]["flops"] == 2.0
     assert dag.nodes[TaskId(TaskKind.WAIT, 0)]["resource"] == Resource.GPU
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hytrain_fx.ir.figures import bytes_text, shortened, time_text
-from hytrain_fx.ir.limits import UPDATE_BYTES_PER_PARAM
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 from hytrain_fx.ir.task_graph import TaskId, TaskKind
 
 if TYPE_CHECKING:
@@ -34,13 +34,16 @@ _PROFILED = {"grad_offload": "d2h_us", "cpu_step": "cpu_update_us", "gpu_step": 
 
 @dataclass(frozen=True, slots=True)
 class InspectedRow:
-    """One managed parameter: its name and its unit's, bytes of its gradient, where it is updated now ("cpu", "gpu", "stream"), elements."""
+    """One managed parameter: its name and its unit's, bytes of its gradient, where it is updated now ("cpu", "gpu", "stream"), elements,
+    and what updates move of its states.
+    """
 
     name: str
     unit: str
     grad_bytes: int
     placement: str
     numel: int
+    traffic: StateTraffic = ADAMW_TRAFFIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def describe(
     updates = op in ("cpu_step", "gpu_step")
     return InspectedNode(
         graph, op, tuple(numbers), tuple(row.name for row in own), layers, {name: count / total for name, count in elements.items()},
-        sum(UPDATE_BYTES_PER_PARAM * row.numel if updates else row.grad_bytes for row in acting), line,
+        sum(row.traffic.device_bytes(row.numel) if updates else row.grad_bytes for row in acting), line,
         *(_sum_us(op, kind, acting, layers, rows, times) for kind in ("predicted", "measured", "profiled")),
     )
 

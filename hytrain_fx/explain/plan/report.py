@@ -21,10 +21,10 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.explain.plan.report_text import SOURCES, explanation_text
 from hytrain_fx.explain.plan.text import place_of, reason_of
 from hytrain_fx.explain.plan.what_helps import Help, KSensitivity, binding_constraint, k_sensitivity, what_helps
-from hytrain_fx.ir.limits import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import TIMES, Profile
 from hytrain_fx.ir.schedule import Schedule
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import Resource
 
 if TYPE_CHECKING:

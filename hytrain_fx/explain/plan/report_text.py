@@ -11,8 +11,8 @@ from hytrain_fx.cost_model.planner import STREAMED
 from hytrain_fx.explain.plan.text import SOURCE_WORDS, headline
 from hytrain_fx.explain.plan.unit_table import reasons_text, units_text
 from hytrain_fx.ir.figures import bytes_text, count_text, shortened, table, time_text
-from hytrain_fx.ir.limits import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.session.startup_text import memory_text, startup_line
 

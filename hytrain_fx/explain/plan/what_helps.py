@@ -26,10 +26,10 @@ from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.windows import windows_under
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.limits import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Schedule
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 MORE_BYTES = 1_000_000_000
 FASTER = 1.1

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.ir.states import MASTER_ALONE
 from hytrain_fx.runtime.any_optimizer.recording import Form, Untraceable, record
 from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, options_of, run_step
@@ -80,8 +81,7 @@ class _Trial:
         """The same of an optimizer for each parameter, or of recorded steps. Raises Untraceable."""
         for options, weights, entries, *grads in zip(self.options, self.weights, self.states, *self.grads, strict=True):
             for weight, entry, *of_weight in zip(weights, entries, *grads, strict=True):
-                none = torch.empty(0)
-                states = RowStates(weight.clone().flatten(), none, none, None, None, own=OwnStates(_copy(entry)))
+                states = RowStates(MASTER_ALONE, weight.clone().flatten(), own=OwnStates(_copy(entry)))
                 self._steps(Form.of(weight), dict(options), states, [grad.clone().flatten() for grad in of_weight], traced)
                 yield [states.master.view(weight.shape), own_of(states).entry]
 

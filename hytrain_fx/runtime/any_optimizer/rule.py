@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.ir.states import MASTER_ALONE, StateTable
 from hytrain_fx.runtime.any_optimizer.check import Untrusted, check_one_by_one, refuse_searches
 from hytrain_fx.runtime.any_optimizer.recording import Form, Recording, Untraceable, entry_after, record
 from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
@@ -93,9 +94,9 @@ class UpdateRule:
         """What a step runs for states like those of this row, with the first options of its group."""
         return self._step(row, self._first_options[row], states, None, {})
 
-    def own_bytes(self, row: int) -> int:
-        """Bytes of the tensors that the optimizer keeps for a row beside its master."""
-        return OwnStates(self._first[row]).nbytes
+    def table(self, row: int) -> StateTable:
+        """Of a row: no states but what the optimizer keeps itself, beside its master."""
+        return MASTER_ALONE.with_own(OwnStates(self._first[row]).nbytes)
 
     def first_entry(self, row: int) -> Entry:
         """What is kept for a row after a step, tensors on the meta device, as far as a step without values gets."""
@@ -205,14 +206,13 @@ class RuleProbe(UpdateProbe):
         fitting = [row for row, size in enumerate(sizes) if size <= MAX_PARAMS]
         self._model_row = max(fitting, key=sizes.__getitem__) if fitting else min(range(len(sizes)), key=sizes.__getitem__)
         self._rule = rule
-        super().__init__(engine, [parameters[self._model_row]], max(MAX_PARAMS, sizes[self._model_row]))
+        super().__init__(engine, [parameters[self._model_row]], most_params=max(MAX_PARAMS, sizes[self._model_row]))
 
     def _states(self, master: torch.Tensor) -> RowStates:
         def made(leaf: object) -> object:
             return torch.zeros_like(leaf, device=master.device) if isinstance(leaf, torch.Tensor) and is_tensor(leaf) else leaf
 
-        none = torch.empty(0, dtype=torch.float32, device=master.device)
-        return RowStates(master, none, none, None, None, own=OwnStates(map_leaves(self._rule.first_entry(self._model_row), made) or None))
+        return RowStates(MASTER_ALONE, master, own=OwnStates(map_leaves(self._rule.first_entry(self._model_row), made) or None))
 
     def _item(self, row: int, states: RowStates, grad: torch.Tensor) -> CommitItem:
         return CommitItem(row, AT_REST, grad, at_end=True, step=self._rule.step_of(self._model_row, states))

@@ -20,6 +20,7 @@ import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
+from hytrain_fx.ir.states import ADAMW_DEFAULT, Kernel
 from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, adamw_
 from hytrain_fx.runtime.engine import RowStates
 
@@ -48,7 +49,7 @@ class OpByOp:
 
     def __call__(self, states: RowStates, scalars: AdamScalars) -> None:
         slot = _slot(states)
-        adamw_(slot, states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, scalars, states.out)
+        adamw_(slot, states.master, states.states, scalars, states.out)
 
 
 class DeepSpeedAdam:
@@ -69,7 +70,7 @@ class DeepSpeedAdam:
 
     def require_supported(self, row: int, states: RowStates) -> None:
         """Raises EngineError for amsgrad."""
-        if states.max_exp_avg_sq is not None:
+        if states.table.kernel is Kernel.ADAMW and states.table != ADAMW_DEFAULT:
             raise EngineError(f"row {row}: DeepSpeedCPUAdam has no amsgrad; set amsgrad=False, or use engine='native' or 'torch'")
 
     def __call__(self, states: RowStates, scalars: AdamScalars) -> None:
@@ -82,7 +83,7 @@ class DeepSpeedAdam:
         group = optimizer.param_groups[0]
         group.update(params=[master], lr=step_size, betas=(beta1, scalars.beta2), eps=scalars.eps * scalars.bias2_sqrt, weight_decay=decay)
         optimizer.state.clear()
-        optimizer.state[master] = {"step": 0, "exp_avg": states.exp_avg, "exp_avg_sq": states.exp_avg_sq}
+        optimizer.state[master] = {"step": 0, **states.named()}
         try:
             optimizer.step()
         finally:

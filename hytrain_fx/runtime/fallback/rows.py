@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -85,16 +85,7 @@ class Row:
             raise EngineError(f"row {self.index} is moved while in use")
         self.generation += 1  # a dropped gradient of the old place may yet be noted as landed
         self.landing = None
-        maximum, slot, out = states.max_exp_avg_sq, states.slot, states.out
-        self.states = RowStates(
-            flat_alias(states.master),
-            flat_alias(states.exp_avg),
-            flat_alias(states.exp_avg_sq),
-            None if maximum is None else flat_alias(maximum),
-            None if slot is None else flat_alias(slot),
-            own=states.own,
-            out=None if out is None else flat_alias(out),
-        )
+        self.states = changed(states, flat_alias)
         self.on_host = on_host
 
     def set_weight(self, weight: torch.Tensor) -> None:
@@ -207,17 +198,15 @@ def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch
     return found
 
 
+def changed(states: RowStates, change: Callable[[torch.Tensor], torch.Tensor]) -> RowStates:
+    """The same with every tensor changed; `own` states stay."""
+    slot, out = (None if tensor is None else change(tensor) for tensor in (states.slot, states.out))
+    return replace(states, master=change(states.master), states=tuple(map(change, states.states)), slot=slot, out=out)
+
+
 def part_of(states: RowStates, begin: int, end: int) -> RowStates:
     """The same range of every state."""
-    maximum, slot, out = states.max_exp_avg_sq, states.slot, states.out
-    return RowStates(
-        states.master[begin:end],
-        states.exp_avg[begin:end],
-        states.exp_avg_sq[begin:end],
-        None if maximum is None else maximum[begin:end],
-        None if slot is None else slot[begin:end],
-        out=None if out is None else out[begin:end],
-    )
+    return changed(states, lambda tensor: tensor[begin:end])
 
 
 def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: AdamScalars) -> None:
@@ -225,4 +214,4 @@ def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor 
     for begin in range(0, grad.numel(), CHUNK_PARAMS):
         end = begin + CHUNK_PARAMS
         part, out = part_of(states, begin, end), None if weight is None else weight[begin:end]
-        adamw_(grad[begin:end], part.master, part.exp_avg, part.exp_avg_sq, part.max_exp_avg_sq, scalars, out)
+        adamw_(grad[begin:end], part.master, part.states, scalars, out)

@@ -36,7 +36,6 @@ from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.structs import (
     FACTOR_CAPACITY,
     CCommitItem,
-    CDeviceStates,
     CEarlyCounts,
     CFinishTimes,
     CGuessCounts,
@@ -46,8 +45,8 @@ from hytrain_fx.runtime.native.structs import (
     CStagingMemory,
     CTaskRecord,
     FactorTable,
+    device_states,
     host_states,
-    pointer,
 )
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
@@ -172,12 +171,11 @@ class NativeEngine:
         self._call("place_on_host", row, byref(host_states(states)))
 
     def place_on_device(self, row: int, states: RowStates) -> None:
-        pointers = (states.master, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq)
         self._states[row] = states
-        self._call("place_on_device", row, byref(CDeviceStates(*map(pointer, pointers))))
+        self._call("place_on_device", row, byref(device_states(states)))
 
     def place_streamed(self, row: int, states: RowStates) -> None:
-        self._require_staging(staging_shape(states.master.numel(), 3 if states.max_exp_avg_sq is None else 4))
+        self._require_staging(staging_shape(states.master.numel(), states.table.tensors))
         self._states[row] = states
         self._call("place_streamed", row, byref(host_states(states)))
 
@@ -274,7 +272,7 @@ class NativeEngine:
                          "for states beside the old ones: %s. Less is asked for with shadow_memory=BYTES", error)
             return
         base = self._shadow.take(self._shadow.nbytes, torch.uint8).data_ptr()
-        arrays = 3 if all(states.max_exp_avg_sq is None for states in self._states.values()) else 4
+        arrays = max(states.table.tensors for states in self._states.values())
         self._call("set_shadow", byref(CShadowMemory(base, self._shadow.nbytes, arrays)))
 
     def guess_counts(self) -> GuessCounts:

@@ -13,6 +13,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import RowStates
 
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
+MAX_STATES = 3  # of one row, beside its master
 
 
 class CRowSpec(Structure):
@@ -145,8 +146,15 @@ class FactorTable:
 
 
 def host_states(states: RowStates) -> CHostStates:
-    tensors = (states.master, states.low, states.exp_avg, states.exp_avg_sq, states.max_exp_avg_sq, states.slot, states.out)
-    return CHostStates(*map(pointer, tensors))
+    return CHostStates(*map(pointer, (states.master, states.low, *_padded(states), states.slot, states.out)))
+
+
+def device_states(states: RowStates) -> CDeviceStates:
+    return CDeviceStates(*map(pointer, (states.master, *_padded(states))))
+
+
+def _padded(states: RowStates) -> tuple[torch.Tensor | None, ...]:
+    return (*states.states, *[None] * (MAX_STATES - len(states.states)))
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

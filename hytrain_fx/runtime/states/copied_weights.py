@@ -85,9 +85,10 @@ class CopiedWeights:
         of.take_memory()
         target, copy = _flat(of.weight), _flat(of.copy)
         assert states.low is not None
+        state = states.marked()
         for begin in range(0, copy.numel(), CHUNK_PARAMS):
             part = slice(begin, begin + CHUNK_PARAMS)
-            low, marked = states.low[part].to(copy.device), states.exp_avg_sq[part].to(copy.device)
+            low, marked = states.low[part].to(copy.device), state[part].to(copy.device)
             target[part].copy_(join(copy[part], low, marked))
         of.current = True
 

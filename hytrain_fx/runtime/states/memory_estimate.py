@@ -14,28 +14,27 @@ Activations are not part of it: what the compiled graphs keep for the backward i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.states import ADAMW_DEFAULT, StateTable
 from hytrain_fx.runtime.engine import staging_shape
 from hytrain_fx.runtime.states.slabs import padded_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """A managed parameter's elements, bytes of each, and whether amsgrad keeps a third moment of it.
+    """A managed parameter's elements, bytes of each, and its states.
 
     copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
     out_bytes    of the new weight on the host, where it has memory of its own there (`RowStates.out`)
-    own_bytes    what another optimizer than Adam and AdamW keeps in the place of moments
     """
 
     numel: int
     itemsize: int
-    amsgrad: bool = False
-    own_bytes: int | None = None
+    table: StateTable = ADAMW_DEFAULT
     copied: bool = False
     out_bytes: int = 0
 
@@ -50,11 +49,16 @@ class RowSize:
         return self.numel * (FP32_BYTES if self.copied else self.itemsize)
 
     @property
-    def fp32_tensors(self) -> int:
-        """Tensors that make up its states: master, two moments, with amsgrad three; another optimizer's master."""
-        if self.own_bytes is not None:
-            return 1
-        return 4 if self.amsgrad else 3
+    def host_bytes(self) -> int:
+        """Of master and states on the host, each padded as in a slab."""
+        widths = (FP32_BYTES, *(state.itemsize for state in self.table.states))
+        return sum(padded_bytes(width * self.numel) for width in widths) + self.table.own_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Of master and states on the device; an fp32 weight is its own master."""
+        apart = self.table.bytes_per_param - (FP32_BYTES if self.itemsize == FP32_BYTES else 0)
+        return apart * self.numel + self.table.own_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +117,18 @@ class MemoryInUse:
 def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:
     """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
     of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}
-    host_states, streamed = _host_bytes(of[Placement.CPU]), _host_bytes(of[Placement.STREAM])
+    host_states, streamed = (sum(row.host_bytes for row in of[place]) for place in (Placement.CPU, Placement.STREAM))
     slots = sum(padded_bytes(row.gradient_bytes) + row.out_bytes for row in of[Placement.CPU])
     return MemoryEstimate(
         weights_bytes=sum(row.weight_bytes for row in rows),
-        device_states_bytes=sum(_device_bytes(row) for row in of[Placement.GPU]),
+        device_states_bytes=sum(row.device_bytes for row in of[Placement.GPU]),
         device_gradients_bytes=sum(row.gradient_bytes for row in (*of[Placement.GPU], *of[Placement.STREAM])),
         ring_bytes=ring_bytes,
         staging_bytes=staging_bytes(of[Placement.STREAM]),
         host_states_bytes=host_states,
         host_slots_bytes=slots,
         host_streamed_bytes=streamed,
-        pinned_bytes=host_states + slots + streamed - sum(row.own_bytes or 0 for row in of[Placement.CPU]) if pinned else 0,
+        pinned_bytes=host_states + slots + streamed - sum(row.table.own_bytes for row in of[Placement.CPU]) if pinned else 0,
     )
 
 
@@ -132,13 +136,4 @@ def staging_bytes(streamed: Sequence[RowSize]) -> int:
     """Device memory that the states of these rows pass through: slots for one chunk of the largest, 0 without any."""
     if not streamed:
         return 0
-    return math.prod(staging_shape(max(row.numel for row in streamed), max(row.fp32_tensors for row in streamed))) * FP32_BYTES
-
-
-def _host_bytes(rows: Iterable[RowSize]) -> int:
-    return sum(row.fp32_tensors * padded_bytes(row.numel * FP32_BYTES) + (row.own_bytes or 0) for row in rows)
-
-
-def _device_bytes(row: RowSize) -> int:
-    """An fp32 weight is its own master."""
-    return (row.fp32_tensors - (row.itemsize == FP32_BYTES)) * row.numel * FP32_BYTES + (row.own_bytes or 0)
+    return math.prod(staging_shape(max(row.numel for row in streamed), max(row.table.tensors for row in streamed))) * FP32_BYTES

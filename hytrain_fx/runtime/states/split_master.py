@@ -1,7 +1,8 @@
 """Fp32 masters of bf16 weights on the host, in two halves: the weight itself and the low 16 bits (the format of csrc/split_adamw.h).
 
-The weight that goes to the device is half of the master already, so it rests once, not twice. Rounding to nearest even hides one bit, which
-way a tie went; the sign of `exp_avg_sq`, which is never negative, holds it. Finite masters and infinities come back bit for bit.
+The weight that goes to the device is half of the master already, so it rests once, not twice.
+Rounding to nearest even hides one bit, which way a tie went; the sign of a state that is never
+negative holds it (ir/states.py: `marks_ties`). Finite masters and infinities come back bit for bit.
 """
 
 from __future__ import annotations
@@ -17,29 +18,31 @@ from hytrain_fx.runtime.engine import RowStates
 _TIE = 0x8000
 
 
-def join(high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor) -> torch.Tensor:
-    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `exp_avg_sq` [n] fp32, all on one device."""
+def join(high: torch.Tensor, low: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `marked` [n] fp32, all on one device."""
     tail = low.to(torch.int32) & 0xFFFF
-    went_up = (tail > _TIE) | ((tail == _TIE) & torch.signbit(exp_avg_sq))
+    went_up = (tail > _TIE) | ((tail == _TIE) & torch.signbit(marked))
     return (((high.view(torch.int16).to(torch.int32) - went_up.to(torch.int32)) << 16) | tail).view(torch.float32)
 
 
-def split(master: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`high`, `low` and the signed `exp_avg_sq` of masters and second moments, [n] fp32 each; the signs that the latter had are lost."""
+def split(master: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`high`, `low` and the marked state of masters and a state, [n] fp32 each; the signs that the latter had are lost."""
     bits = master.view(torch.int32)
     tail = bits & 0xFFFF
     went_up = (tail == _TIE) & ((bits >> 16) & 1).to(torch.bool)
-    return master.to(torch.bfloat16), tail.to(torch.int16), torch.where(went_up, -exp_avg_sq.abs(), exp_avg_sq.abs())
+    return master.to(torch.bfloat16), tail.to(torch.int16), torch.where(went_up, -state.abs(), state.abs())
 
 
 def whole_states(states: RowStates, device: torch.device) -> RowStates:
-    """The states with masters in one piece and second moments without marks: the same tensors, or copies where masters are in halves.
+    """The states with masters in one piece and no marks: the same tensors, or copies where masters are in halves.
 
     device   where to compute; copies stay on the states' device
     """
     if states.low is None:
         return states
-    whole = RowStates(torch.empty_like(states.exp_avg), states.exp_avg, torch.empty_like(states.exp_avg_sq), states.max_exp_avg_sq, None)
+    marked = states.marked()
+    unmarked = tuple(torch.empty_like(state) if state is marked else state for state in states.states)
+    whole = RowStates(states.table, torch.empty_like(marked), unmarked)
     _join_into(whole, states, device)
     return whole
 
@@ -62,32 +65,34 @@ def copy_states(source: RowStates, target: RowStates, device: torch.device) -> N
     else:
         if target.master.data_ptr() != source.master.data_ptr():
             target.master.copy_(source.master)
-        target.exp_avg_sq.copy_(source.exp_avg_sq)
-    target.exp_avg.copy_(source.exp_avg)
+    in_halves = source.low is not None or target.low is not None
+    for number, (to, state) in enumerate(zip(target.states, source.states, strict=True)):
+        if not in_halves or number != source.table.tie:  # else it is written already, with the master
+            to.copy_(state)
     if source.own is not None and target.own is not None:
         target.own.take(source.own, target.master.device)
-    if source.max_exp_avg_sq is not None and target.max_exp_avg_sq is not None:
-        target.max_exp_avg_sq.copy_(source.max_exp_avg_sq)
 
 
 def _join_into(target: RowStates, source: RowStates, device: torch.device) -> None:
     assert source.low is not None
+    state, unmarked = source.marked(), target.marked()
     for begin in range(0, source.master.numel(), CHUNK_PARAMS):
         part = slice(begin, begin + CHUNK_PARAMS)
-        high, low, marked = (tensor[part].to(device) for tensor in (source.master, source.low, source.exp_avg_sq))
+        high, low, marked = (tensor[part].to(device) for tensor in (source.master, source.low, state))
         target.master[part].copy_(join(high, low, marked))
-        target.exp_avg_sq[part].copy_(marked.abs())
+        unmarked[part].copy_(marked.abs())
 
 
 def split_into(target: RowStates, source: RowStates, device: torch.device) -> None:
-    """Write the whole master and the second moment of `source` into the halves of `target`, which may share that moment."""
+    """Write the whole master and the state to be marked of `source` into the halves of `target`, which may share that state."""
     assert target.low is not None
+    state, to_mark = source.marked(), target.marked()
     for begin in range(0, source.master.numel(), CHUNK_PARAMS):
         part = slice(begin, begin + CHUNK_PARAMS)
-        high, low, marked = split(source.master[part].to(device), source.exp_avg_sq[part].to(device))
+        high, low, marked = split(source.master[part].to(device), state[part].to(device))
         target.master[part].copy_(high)
         target.low[part].copy_(low)
-        target.exp_avg_sq[part].copy_(marked)
+        to_mark[part].copy_(marked)
 
 
 # ---- Fp32 masters from the weights of a model, at the speed of the link ----

@@ -17,12 +17,13 @@ from dataclasses import replace
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.limits import CHUNK_PARAMS
+from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.states import Kernel, StateTable, StateTraffic
 from hytrain_fx.runtime.engine import Engine, RowStates
 from hytrain_fx.runtime.states.copied_weights import CopiedWeights
 from hytrain_fx.runtime.states.own_states import OwnStates
-from hytrain_fx.runtime.states.slabs import HostSlab, pin_slabs, require_host_memory, slab_bytes
+from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes, pin_slabs, require_host_memory, slab_bytes
 from hytrain_fx.runtime.states.split_master import copy_states, halved, load_masters, split_into, whole_states
 
 
@@ -42,27 +43,24 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class StateStore:
-    """Master weights and moments by row; slabs by unit, those of slots apart from those of states, so that rows change between CPU and
+    """Master weights and states by row; slabs by unit, those of slots apart from those of states, so that rows change between CPU and
     STREAM where they are.
 
     weights   the parameters' own tensors by row
     unit_of   unit of each row: the rows of a unit share one slab
-    amsgrad   by row: whether the running maximum of `exp_avg_sq` is kept too
-    own_bytes by row: what another optimizer than Adam and AdamW keeps, in the place of moments; None for these two
+    tables    by row: the states that it has
     """
 
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
         unit_of: Sequence[int],
-        amsgrad: Sequence[bool],
+        tables: Sequence[StateTable],
         engine: Engine,
-        own_bytes: Sequence[int] | None = None,
     ) -> None:
         self._weights = list(weights)
         self.copies = CopiedWeights()
-        self._amsgrad = tuple(amsgrad)
-        self._own_bytes = None if own_bytes is None else tuple(own_bytes)
+        self._tables = tuple(tables)
         self._engine = engine
         self._states: dict[int, RowStates] = {}
         self._slabs: dict[int, HostSlab] = {}  # of states, by row; rows of a unit that came to the host together share one
@@ -114,11 +112,15 @@ class StateStore:
 
     def device_bytes(self, rows: Iterable[int]) -> int:
         """Bytes of device memory the states of these rows take there (fp32 weights are their own masters)."""
-        own = self._own_bytes
-        return sum(4 * self._weights[row].numel() * self._device_tensors(row) + (own[row] if own else 0) for row in rows)
+        return sum(self._table_bytes(row) - (self._weights[row].nbytes if self._weights[row].dtype == torch.float32 else 0) for row in rows)
+
+    def traffic(self, rows: Sequence[int]) -> StateTraffic:
+        """What updates of these rows move of their states."""
+        params = sum(self._weights[row].numel() for row in rows)
+        return StateTraffic(sum(map(self._table_bytes, rows)) / params, all(self._tables[row].tie is not None for row in rows))
 
     def allocate(self, placement: Sequence[Placement], limit_bytes: int | None) -> None:
-        """Allocate every row where `placement` says, masters from the weights, moments zero. Raises HostMemoryError."""
+        """Allocate every row where `placement` says, masters from the weights, states zero. Raises HostMemoryError."""
         rows = range(len(placement))
         on_host = [row for row in rows if placement[row] is not Placement.GPU]
         require_host_memory(sum(self.host_bytes([row], placement[row]) for row in on_host), limit_bytes)
@@ -239,9 +241,9 @@ class StateStore:
             kept = master.to(written.dtype).view(torch.int16) == written.view(torch.int16)
             master.copy_(torch.where(kept, master, written.to(master.dtype)))
             if states.low is not None:
-                second = states.exp_avg_sq[part]
+                marked = states.marked()[part]
                 states.low[part].mul_(kept)
-                second.copy_(torch.where(kept, second, second.abs()))
+                marked.copy_(torch.where(kept, marked, marked.abs()))
 
     def take_weight(self, row: int) -> None:
         """Make the weight the master in every element."""
@@ -267,23 +269,27 @@ class StateStore:
         load_masters([(states.master, flat_memory(self._weights[row]))])
         if states.low is not None:
             states.low.zero_()
-            states.exp_avg_sq.abs_()
+            states.marked().abs_()
 
     def _state_bytes(self, row: int) -> int:
-        return self._slab_bytes(row) + (0 if self._own_bytes is None else self._own_bytes[row])
+        return self._slab_bytes(row) + self._tables[row].own_bytes
 
     def _slab_bytes(self, row: int) -> int:
         """Of its part of a slab. What another optimizer keeps is no part of it: its step makes those tensors."""
-        tensors = 1 if self._own_bytes is not None else 4 if self._amsgrad[row] else 3
-        return tensors * slab_bytes(self._weights[row].numel(), torch.float32)
+        numel, table = self._weights[row].numel(), self._tables[row]
+        return padded_bytes(FP32_BYTES * numel) + sum(padded_bytes(state.itemsize * numel) for state in table.states)
+
+    def _table_bytes(self, row: int) -> int:
+        table = self._tables[row]
+        return table.bytes_per_param * self._weights[row].numel() + table.own_bytes
 
     def _slot_bytes(self, row: int) -> int:
         return slab_bytes(self._weights[row].numel(), self._slot_dtype(row)) + self.out_bytes(row)
 
     @property
     def of_other_optimizer(self) -> bool:
-        """Whether they are of another optimizer than Adam and AdamW."""
-        return self._own_bytes is not None
+        """Whether they are of an optimizer without a kernel."""
+        return any(table.kernel is Kernel.NONE for table in self._tables)
 
     def out_bytes(self, row: int) -> int:
         """Bytes of host memory for the new weight of a row updated by the CPU, beside master and slot."""
@@ -295,14 +301,10 @@ class StateStore:
         return dtype != torch.float32 and not (dtype == torch.bfloat16 and self._splits(row))
 
     def _splits(self, row: int) -> bool:
-        return self._own_bytes is None and self._engine.splits_masters
+        return self._tables[row].tie is not None and self._engine.splits_masters
 
     def _slot_dtype(self, row: int) -> torch.dtype:
         return torch.float32 if row in self.copies else self._weights[row].dtype
-
-    def _device_tensors(self, row: int) -> int:
-        moments = 0 if self._own_bytes is not None else 2 + self._amsgrad[row]
-        return moments + (self._weights[row].dtype != torch.float32)
 
     def _allocate_host(self, rows: Sequence[int]) -> None:
         slabs: list[HostSlab] = []
@@ -344,35 +346,29 @@ class StateStore:
         return by_unit
 
     def _host_states(self, row: int, slab: HostSlab) -> RowStates:
-        numel = self._weights[row].numel()
-
-        def fp32() -> torch.Tensor:
-            return slab.take(numel, torch.float32)
-
-        if self._own_bytes is not None:
-            return _with_own_states(fp32())
-        master, exp_avg, exp_avg_sq = fp32(), fp32(), fp32()
-        largest = fp32() if self._amsgrad[row] else None
+        numel, table = self._weights[row].numel(), self._tables[row]
+        master, *states = (slab.take(numel, dtype) for dtype in (torch.float32, *_dtypes(table)))
         if self._splits(row) and self._weights[row].dtype == torch.bfloat16:
             high, low = master.view(torch.bfloat16)[:numel], master.view(torch.int16)[numel:]
-            return RowStates(high, exp_avg, exp_avg_sq, largest, None, low)
-        return RowStates(master, exp_avg, exp_avg_sq, largest, None)
+            return RowStates(table, high, tuple(states), low=low)
+        return _row_states(table, master, states)
 
     def _device_states(self, row: int) -> RowStates:
-        weight = self._weights[row]
+        weight, table = self._weights[row], self._tables[row]
 
-        def zeros() -> torch.Tensor:
-            return torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(weight.numel(), dtype=dtype, device=weight.device)
 
         if row in self.copies:
             self.copies[row].take_memory()
             weight = self.copies[row].weight
-        master = flat_memory(weight) if weight.dtype == torch.float32 else zeros()
-        if self._own_bytes is not None:
-            return _with_own_states(master)
-        return RowStates(master, zeros(), zeros(), zeros() if self._amsgrad[row] else None, None)
+        master = flat_memory(weight) if weight.dtype == torch.float32 else zeros(torch.float32)
+        return _row_states(table, master, map(zeros, _dtypes(table)))
 
 
-def _with_own_states(master: torch.Tensor) -> RowStates:
-    none = torch.empty(0, dtype=torch.float32, device=master.device)
-    return RowStates(master, none, none, None, None, own=OwnStates())
+def _row_states(table: StateTable, master: torch.Tensor, states: Iterable[torch.Tensor]) -> RowStates:
+    return RowStates(table, master, tuple(states), own=OwnStates() if table.kernel is Kernel.NONE else None)
+
+
+def _dtypes(table: StateTable) -> list[torch.dtype]:
+    return [getattr(torch, state.dtype) for state in table.states]

@@ -1,0 +1,137 @@
+"""What each native update keeps of a parameter: the one table that memory, estimates, checkpoints, kernels and the cost model read.
+
+    ADAMW.under({"amsgrad": False})     the states that rows of a group with these options have
+
+Beside its states a row has an fp32 master, which of an fp32 weight is that weight. States may rest wherever `Placement` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Final
+
+from hytrain_fx.ir.limits import FP32_BYTES, HALF_BYTES
+
+_ITEM_BYTES = {"float32": FP32_BYTES}  # what kernels take
+
+
+class Kernel(IntEnum):
+    """The update of a row; mirrors Kernel in csrc/native_structs.h. NONE: another optimizer's own step, of whole tensors."""
+
+    NONE = -1
+    ADAMW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One state: as many elements as the parameter has.
+
+    name        its key in the optimizer's entry, and so in checkpoints
+    dtype       of each element
+    option      the option of a group with which it is kept; None: always
+    marks_ties  no element is negative, and the signs that are free so are part of a master in two halves (split_master.py)
+    """
+
+    name: str
+    dtype: str = "float32"
+    option: str | None = None
+    marks_ties: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateTable:
+    """The states of one parameter, in the order in which kernels take them.
+
+    optimizer   whose they are, for messages
+    own_bytes   what another optimizer's step makes and keeps, beside the master, instead of `states`
+    """
+
+    kernel: Kernel
+    optimizer: str
+    states: tuple[StateSpec, ...] = ()
+    own_bytes: int = 0
+
+    def under(self, options: Mapping[str, object]) -> StateTable:
+        """Without the states that a group of these options does not keep."""
+        return replace(self, states=tuple(state for state in self.states if state.option is None or options.get(state.option)))
+
+    def with_own(self, nbytes: int) -> StateTable:
+        """The same with so many bytes of its own."""
+        return replace(self, own_bytes=nbytes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the states."""
+        return tuple(state.name for state in self.states)
+
+    @property
+    def tie(self) -> int | None:
+        """Which state's signs are part of a master in two halves; None: masters are whole, wherever they rest."""
+        return next((number for number, state in enumerate(self.states) if state.marks_ties), None)
+
+    @property
+    def tensors(self) -> int:
+        """Master and states."""
+        return 1 + len(self.states)
+
+    @property
+    def bytes_per_param(self) -> int:
+        """Master and states; `own_bytes` apart."""
+        return FP32_BYTES + sum(state.itemsize for state in self.states)
+
+
+ADAMW: Final = StateTable(Kernel.ADAMW, "Adam", (
+    StateSpec("exp_avg"),
+    StateSpec("exp_avg_sq", marks_ties=True),
+    StateSpec("max_exp_avg_sq", option="amsgrad"),
+))
+"""Of torch.optim.AdamW and Adam."""
+
+MASTER_ALONE: Final = StateTable(Kernel.NONE, "another optimizer")
+"""Of optimizers whose own step updates whole tensors."""
+
+ADAMW_DEFAULT: Final = ADAMW.under({})
+STATE_BYTES_PER_PARAM: Final = ADAMW_DEFAULT.bytes_per_param
+"""Where nothing is said of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTraffic:
+    """What updates of one unit move of master and states.
+
+    bytes_per_param    master and states, of all its parameters on average
+    halves             whether the master of a 16-bit weight is in two halves on the host, one of which is the weight
+    """
+
+    bytes_per_param: float = STATE_BYTES_PER_PARAM
+    halves: bool = True
+
+    def streamed_bytes(self, params: int, grad_bytes: int) -> int:
+        """Of states that cross the link each way when so many parameters are streamed: the half of a master that is the weight stays on
+        the device.
+        """
+        return round(self.bytes_per_param * params) - (grad_bytes if self.halves and self._narrow(params, grad_bytes) else 0)
+
+    def updated_bytes(self, params: int, grad_bytes: int) -> int:
+        """Of host memory in an update by the CPU: gradients read, states read and written, weights apart from their masters written."""
+        apart = grad_bytes if not self.halves and self._narrow(params, grad_bytes) else 0
+        return round(2 * self.bytes_per_param * params) + grad_bytes + apart
+
+    def device_bytes(self, params: int) -> int:
+        """Of device memory in an update there of 16-bit parameters."""
+        return round((2 * self.bytes_per_param + 2 * HALF_BYTES) * params)
+
+    @staticmethod
+    def _narrow(params: int, grad_bytes: int) -> bool:
+        return grad_bytes < FP32_BYTES * params
+
+
+ADAMW_TRAFFIC: Final = StateTraffic()
+UPDATE_BYTES_PER_PARAM: Final = ADAMW_TRAFFIC.device_bytes(1)

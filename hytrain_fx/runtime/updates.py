@@ -1,0 +1,41 @@
+"""Which optimizers have a kernel, which states it keeps, and what a step of it takes: one row of `KERNEL_UPDATES` for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from hytrain_fx.ir.states import ADAMW, StateTable
+from hytrain_fx.runtime.arithmetic import AdamScalars
+
+ScalarsOf = Callable[[Mapping[str, object], float, bool], AdamScalars]
+"""From a group's options, the number of the step (1 for the first), and whether in the form of torch's CUDA kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUpdate:
+    """Of one optimizer: its states, and the scalars of a step. The latter raises UnsupportedError for options that no step can take."""
+
+    table: StateTable
+    scalars: ScalarsOf
+
+
+def _adam(group: Mapping[str, object], step: float, torch_cuda: bool, *, decoupled: bool) -> AdamScalars:
+    return AdamScalars.of(group, step, decoupled=decoupled or bool(group.get("decoupled_weight_decay")), torch_cuda=torch_cuda)
+
+
+KERNEL_UPDATES: Final[Mapping[type[torch.optim.Optimizer], KernelUpdate]] = MappingProxyType({
+    torch.optim.AdamW: KernelUpdate(ADAMW, partial(_adam, decoupled=True)),
+    torch.optim.Adam: KernelUpdate(ADAMW, partial(_adam, decoupled=False)),
+})
+"""By the classes themselves, not what is derived from them, whose steps may be others."""
+
+
+def kernel_update(optimizer: torch.optim.Optimizer) -> KernelUpdate | None:
+    """None for an optimizer whose own step is to run."""
+    return KERNEL_UPDATES.get(type(optimizer))
