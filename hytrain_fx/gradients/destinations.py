@@ -3,6 +3,7 @@
     loss.backward()                         every leaf's AccumulateGrad runs
     loss.backward(inputs=[a, b])            that of a and b alone: others get no gradient
     torch.autograd.grad(loss, [a, b])       none runs: the gradients of a and b are handed to the caller
+    a frozen since the forward              its AccumulateGrad runs, and adds nothing
 
 A compiled backward makes all its gradients whoever asked; autograd drops what nobody wants. What goes around autograd must ask it.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hytrain_fx.torch_private.tensors import LeafGradient, accumulator, leaf_gradient, will_all_accumulate
+from hytrain_fx.torch_private.tensors import LeafGradient, accumulator, leaf_gradient, property_reader, will_all_accumulate
+
+_is_trained: Final = property_reader("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +37,42 @@ NOWHERE_ELSE = Elsewhere()
 
 
 class GradDestinations:
-    """Asks the running backward about the parameters of one session; 0.1 us a row where all is as in `loss.backward()`."""
+    """Asks the running backward about the parameters of one session; 0.15 us a row where all is as in `loss.backward()`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._accumulators: dict[frozenset[int], list[Node]] = {}
+        self._known: dict[frozenset[int], _Leaves] = {}
 
     def elsewhere(self, rows: frozenset[int]) -> Elsewhere:
         """Which of `rows` get no `.grad` from the backward that runs on this thread; none of them outside of one."""
-        known = self._accumulators.get(rows)
-        if known is not None and will_all_accumulate(known):
+        known = self._known.get(rows)
+        if known is not None and known.all_accumulate():
             return NOWHERE_ELSE
         # A parameter that was frozen since the forward accumulates nothing, and torch gives no node for it.
-        frozen = frozenset(row for row in rows if not self._parameters[row].requires_grad)
-        nodes = self._nodes_of(rows - frozen)  # anew: one that torch has replaced is in no graph
+        frozen = frozenset(row for row in rows if not _is_trained(self._parameters[row]))
+        leaves = self._leaves_of(rows - frozen)  # anew: one that torch has replaced is in no graph
         if not frozen:
-            self._accumulators[rows] = nodes
-            if will_all_accumulate(nodes):
+            self._known[rows] = leaves
+            if leaves.all_accumulate():
                 return NOWHERE_ELSE
-        found = dict(zip(rows - frozen, map(leaf_gradient, nodes), strict=True))
+        found = dict(zip(rows - frozen, map(leaf_gradient, leaves.accumulators), strict=True))
         return Elsewhere(_having(found.items(), LeafGradient.RETURNED), _having(found.items(), LeafGradient.UNWANTED) | frozen)
 
-    def _nodes_of(self, rows: frozenset[int]) -> list[Node]:
-        return [accumulator(self._parameters[row]) for row in rows]
+    def _leaves_of(self, rows: frozenset[int]) -> _Leaves:
+        parameters = [self._parameters[row] for row in rows]
+        return _Leaves(parameters, [accumulator(p) for p in parameters])
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaves:
+    """The parameters of a graph with their AccumulateGrad nodes."""
+
+    parameters: list[nn.Parameter]
+    accumulators: list[Node]
+
+    def all_accumulate(self) -> bool:
+        """Whether the backward that runs on this thread adds to `.grad` of each."""
+        return all(map(_is_trained, self.parameters)) and will_all_accumulate(self.accumulators)
 
 
 def with_gradients(positions: Mapping[int, int], returned: Mapping[int, Tensor], results: Sequence[Any]) -> Sequence[Any]:

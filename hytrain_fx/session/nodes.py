@@ -48,10 +48,12 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
+        group = self.gradients.groups[rows]
+        group.place(self._states.placement)  # the nodes behind this one go by it, whichever of its gradients are taken
         if self._elsewhere:
             rows, grads = self._keep_returned(rows, grads)
-        group = self.gradients.groups[rows]
-        group.place(self._states.placement)
+            group = self.gradients.groups[rows]
+            group.place(self._states.placement)
         self.gradients.take(group, grads)
 
     @whole()

@@ -39,6 +39,35 @@ def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any])
     made.close()
 
 
+@pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 1, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient(options: dict[str, Any], steps_before: int) -> None:
+    """Autograd adds nothing to a frozen leaf. Its neighbours in the layer are trained, also where the graphs have never run before."""
+    made = Twins(mlp, timeout_s=20.0, **options)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = plain_loop(steps_before)(model, optimizer, batches)
+        model(*batches[0]).backward()
+        loss = model(*batches[1])
+        frozen = model.body[0].weight
+        frozen.requires_grad_(False)
+        loss.backward()
+        losses += [float(p.grad.double().sum()) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(*batches[2])
+        model.first.requires_grad_(False)
+        loss.backward()
+        losses += [float(p.grad is None) for p in (*model.first.parameters(), frozen)]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        return losses + plain_loop(2)(model, optimizer, batches)
+
+    made.agree(loop)
+    made.close()
+
+
 class Deep(nn.Module):
     """More layers than layouts that are compiled at a time."""
 

@@ -79,6 +79,21 @@ def test_backward_with_inputs_gives_the_others_no_gradient(twins: Twins) -> None
     assert_same(weights(twins.ours), weights(twins.plain))
 
 
+@pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
+def test_a_first_backward_may_be_of_one_parameter_of_a_layer(options: dict[str, Any]) -> None:
+    """backward(inputs=[...]) of the bias alone, before any other: it is trained."""
+    made = Twins(mlp, timeout_s=20.0, **options)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        model(*batches[0]).backward(inputs=[model.body[0].bias])
+        optimizer.step()
+        optimizer.zero_grad()
+        return plain_loop(2)(model, optimizer, batches)
+
+    made.agree(loop)
+    made.close()
+
+
 def test_a_gradient_of_the_input_alone_sets_no_grad(twins: Twins) -> None:
     """A gradient penalty asks for the input's gradient: parameters get none."""
     if twins.batches[0][0].dtype != torch.float32:
