@@ -169,6 +169,7 @@ def _explanation(session: Session) -> Explanation:
         early=session.engine.early_counts(),
         stream=session.config.stream,
         launch_queue=length_asked_for() if cuda else None,
+        planning=planning.controller.standing,
     )
 
 

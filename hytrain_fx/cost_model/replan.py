@@ -1,22 +1,15 @@
-"""When the times of a running program are measured again, and whether states move: decisions from values alone.
+"""Whether steps have changed, and whether states move for a new plan: decisions from values alone.
 
 Measuring is dear (a step of 7 G parameters is 20 000 records), the lengths of steps are known anyway, and where they do not change no
-plan would gain. So a plan is solved anew only
-
-    at once                 when steps have become 10% longer or shorter than those the plan in force was judged by
-    every `every` steps     when they have by 3%
-    half as long after a move, to see what it brought
-    at once                 when steps ask for another streamed share (`balance.py`) and the profile refuses it, before that counts
-
-each time from the medians of `window` measured steps. The new plan must be better by more than the noise of the numbers, and repay
-the move, or plans flip back and forth.
+plan would gain. When a plan is solved again says `planning/controller.py`. The new one must be better by more than the noise of the
+numbers, and repay the move, or plans flip back and forth.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from hytrain_fx.cost_model.planner import GUARD
@@ -26,7 +19,7 @@ from hytrain_fx.ir.limits import LEAST_GAIN_SHARE
 
 HORIZON_STEPS = 200  # within so many steps a move must have repaid itself
 LATEST = 3  # steps whose median is held against those before
-_DRIFT, _SHIFT = 0.10, 0.03  # of the step: seen at once, seen at a regular look
+DRIFT, SHIFT = 0.10, 0.03  # of the step: a change that is followed at once, and one at a regular look
 
 
 @dataclass(frozen=True)
@@ -75,8 +68,9 @@ def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
     """
     if not before_us or len(latest_us) < LATEST:
         return False
-    deviation_us = NORMAL_MAD * _median([abs(us - _median(before_us)) for us in before_us])
-    return _off_us(before_us, latest_us[-LATEST:]) > max(_DRIFT * _median(before_us), 3 * deviation_us)
+    middle_us = _median(before_us)
+    deviation_us = NORMAL_MAD * _median([abs(us - middle_us) for us in before_us])
+    return abs(_median(latest_us[-LATEST:]) - middle_us) > max(DRIFT * middle_us, 3 * deviation_us)
 
 
 def shifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
@@ -84,7 +78,7 @@ def shifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
     if not before_us or len(latest_us) < LATEST:
         return False
     error_us = standard_error(before_us, len(before_us)) + standard_error(latest_us, len(latest_us))
-    return _off_us(before_us, latest_us) > max(_SHIFT * _median(before_us), 2 * error_us)
+    return _off_us(before_us, latest_us) > max(SHIFT * _median(before_us), 2 * error_us)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -93,45 +87,6 @@ def _median(values: Sequence[float]) -> float:
 
 def _off_us(before_us: Sequence[float], latest_us: Sequence[float]) -> float:
     return abs(_median(latest_us) - _median(before_us))
-
-
-@dataclass(frozen=True)
-class Agenda:
-    """When steps are measured for the next plan. `every` = 0: only once; `window` steps are measured for it.
-
-    due          count of finished steps after which a plan is solved whatever the steps do, None = not
-    judged       count of finished steps when the plan in force was last judged, and the lengths of the steps it was judged by
-    """
-
-    every: int
-    window: int
-    due: int | None
-    judged: int = 0
-    judged_us: tuple[float, ...] = ()
-
-    def begins(self, done: int, latest_us: Sequence[float]) -> bool:
-        """Whether measuring begins after `done` finished steps, the last of which took `latest_us`."""
-        if self.due is not None and done >= self.due - self.window:
-            return True
-        if not self.judged_us:
-            return False
-        if drifted(self.judged_us, latest_us):
-            return True
-        # The look comes so early that its window ends `every` steps after the last one.
-        looks = (done - self.judged) % max(self.every - self.window, 1) == 0
-        return looks and shifted(self.judged_us, latest_us[-self.window :])
-
-    def soon(self, done: int) -> Agenda:
-        """Measuring begins with the next step."""
-        return replace(self, due=done + self.window) if self.every else self
-
-    def after(self, done: int, moved: bool, steps_us: Sequence[float]) -> Agenda:
-        """The agenda after a decision that was made from steps of these lengths."""
-        if not self.every:
-            return Agenda(self.every, self.window, None)
-        if moved:
-            return Agenda(self.every, self.window, done + max(self.every // 2, 1))
-        return Agenda(self.every, self.window, None, done, tuple(steps_us))
 
 
 # ---- From noisy series to the numbers a plan is solved from, and when a better plan is worth the move ----

@@ -1,4 +1,7 @@
-"""Watches when the updates of running steps end, and says when a better streamed share is due (`cost_model/balance.py`)."""
+"""Watches when the updates of running steps end, and finds a streamed share under which they would end together.
+
+How such a share follows from ends is in `cost_model/balance.py`; when it is looked for says `planning/controller.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
 
 _SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose first updates ran in its wake
-_SEEN_STEPS, _MOST_SEEN_STEPS = 4, 8  # between two looks, and under the plan in force: more tell more surely
-_MOST_PATIENCE = 64  # steps between two looks, after changes that were refused
+_MOST_SEEN_STEPS = 8  # under the plan in force: more tell more surely
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
 _LEAST_MOVED = 0.5  # of the change that is wanted: whole parameters may give less, as another choice of them with the same sum
@@ -26,14 +28,14 @@ class Balancing:
     A share that is to go back where it came from was moved by noise, and each move holds a step up: the tolerance doubles then, until a
     plan with another k comes. A CPU that ends last though it has paused for gradients gives nothing away: less work would not end sooner.
 
+    fresh        steps that have told since a share was last looked for
     runs_ahead   whether the launching thread does (it does not where the loop waits for the device between forward and backward), as far
                  as was seen
     """
 
     def __init__(self) -> None:
         self._ends: deque[FinishTimes] = deque(maxlen=_MOST_SEEN_STEPS)
-        self._not_looked_at = 0
-        self._patience = _SEEN_STEPS
+        self.fresh = 0
         self._settling = _SETTLING_STEPS
         self._k: int | None = None
         self._tolerance = TOLERANCE
@@ -43,15 +45,10 @@ class Balancing:
     def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
         self._ends.clear()
-        self._not_looked_at = 0
-        self._patience = _SEEN_STEPS
+        self.fresh = 0
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
             self._k, self._tolerance, self._last_change, self.runs_ahead = plan.k, TOLERANCE, 0.0, True
-
-    def refused(self) -> None:
-        """The plan that was better by the ends of updates would not repay the change: the next look takes twice as many steps."""
-        self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
     def saw(self, ends: FinishTimes) -> None:
         """A step has ended; those without both kinds of update tell nothing."""
@@ -59,13 +56,11 @@ class Balancing:
             self._settling -= 1
         elif ends.cpu_us and ends.streamed_us:
             self._ends.append(ends)
-            self._not_looked_at += 1
+            self.fresh += 1
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
-        """A plan with another share, where enough steps were seen and their updates did not end together."""
-        if self._not_looked_at < self._patience:
-            return None
-        self._not_looked_at = 0
+        """A plan with another share, None where updates end together as they are, or none would change that."""
+        self.fresh = 0
         seen = [Ends(ends.cpu_us, ends.streamed_us, ends.streamed_held_us, ends.cpu_begun_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
         self.runs_ahead = any(ends.ahead > 0 for ends in self._ends)

@@ -9,9 +9,11 @@ from itertools import accumulate
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.reasons import given_share_reason
-from hytrain_fx.errors import ConfigError, HostMemoryError
-from hytrain_fx.ir.plan import Plan
+from hytrain_fx.errors import ConfigError, HostMemoryError, UnsupportedError
+from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
+from hytrain_fx.planning.model_units import ModelUnits, StateSizes
+from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import host_budget_bytes
 
 FIRST_STEPS = "first steps"  # the source of a plan that is in force until times are measured
@@ -20,6 +22,30 @@ FIRST_STEPS = "first steps"  # the source of a plan that is in force until times
 def given_share(config: Config) -> float:
     """The streamed share that was asked for, 0 where it is to be solved."""
     return 0.0 if config.stream == "auto" else float(config.stream)
+
+
+def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Engine, *, device_bytes: float, streams: bool) -> Plan:
+    """Where states rest until times are measured: as told, else on the host as far as it holds them.
+
+    device_bytes    what the device has
+    streams         whether states may come to be streamed
+
+    Raises UnsupportedError where states are to be streamed and the engine cannot; ConfigError and HostMemoryError as below.
+    """
+    known = units()
+    if config.plan is not None:
+        plan = config.plan
+    elif config.k != "auto":
+        plan = fixed_plan(config, known)
+    else:
+        require_room(config, known, sizes.device_bytes_per_param(), sizes.host_bytes_per_param(), device_bytes=device_bytes,
+                     slots=not streams)
+        plan = plan_until_measured(config, known, lambda unit: sizes.host_bytes(units.rows_of(unit)))
+    if plan.numel(Placement.STREAM) and not engine.can_stream:
+        asked = f"stream={config.stream!r}" if config.plan is None else "the given plan"
+        raise UnsupportedError(f"{asked} streams states, and the {engine.name} engine cannot; expected engine=\"native\", or "
+                               "stream=0 and a plan without streamed shares")
+    return plan
 
 
 def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
@@ -59,7 +85,7 @@ def require_room(
 
 
 def plan_until_measured(config: Config, units: Sequence[Unit], host_bytes: Callable[[Unit], int]) -> Plan:
-    """Every unit on the host, but for the first ones where it does not hold them; `host_bytes` of a unit's states there."""
+    """Every unit on the host, except the first ones where it does not hold them; `host_bytes` of a unit's states there."""
     limit = host_budget_bytes(config.host_memory)
     left = [host_bytes(unit) for unit in units]
     k = 0

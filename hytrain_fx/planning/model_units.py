@@ -42,6 +42,14 @@ class ModelUnits:
         names = self._table.names
         return tuple(names.index(name) for name in unit.param_names)
 
+    def of_rows(self) -> list[int]:
+        """The index of the unit that each row belongs to."""
+        found = [0] * len(self._table)
+        for unit in self():
+            for row in self.rows_of(unit):
+                found[row] = unit.index
+        return found
+
     def placement_of(self, plan: Plan) -> list[Placement]:
         """Placement by row: of the share that holds the row's first element (shares of our own plans end between rows).
 
@@ -97,6 +105,10 @@ class StateSizes:
         """States on the host and new weights beside them, without slots except for what gradients do not fill of them."""
         apart = sum(map(self._states.out_bytes, self._rows))
         return (self._states.host_bytes(self._rows, Placement.STREAM) + apart + self.wider_bytes()) / self._numel
+
+    def host_bytes(self, rows: Sequence[int]) -> int:
+        """Host memory that these rows take there, with their slots."""
+        return self._states.host_bytes(rows)
 
     def wider_bytes(self) -> int:
         """By how much gradients of rows with 16-bit copies are larger in a slot or on the device than on their way."""

@@ -1,5 +1,7 @@
 """A profile of the running program: forward and backward from marks, updates and copies from the engine's records.
 
+`StepReader` keeps the records of the steps that are read for it, and when they ended.
+
 Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its parameters only is given the time of
 all at the same rate. One that did not run it (a unit on the device has no CPU update) keeps its time of the profile before, times the
 change that the others show, else it gets their rate, else that of a probe.
@@ -10,12 +12,12 @@ from __future__ import annotations
 import functools
 import platform
 import statistics
+import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 import psutil
 import torch
@@ -25,8 +27,8 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.marks import Mark, StepMarks
-from hytrain_fx.planning.step_times import ReadSteps
-from hytrain_fx.runtime.engine import Stage, TaskRecord
+from hytrain_fx.runtime.engine import Engine, Stage, TaskRecord
+from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
 # Rows of which placement tell how long a stage takes. Updates of streamed rows do not: chunk by chunk beside the graph's own kernels they
 # seem to take six times as long as the device is kept by them.
@@ -42,11 +44,86 @@ _PLACES = {
 _TELLING_SHARE = 0.05
 
 
-class Probes(Protocol):
-    """Rates of what no unit of the model has run yet."""
+@dataclass(frozen=True, slots=True)
+class ReadSteps:
+    """What was read.
 
-    def device_update_us_per_param(self) -> float: ...
-    def stream_us_per_param(self) -> tuple[float, float]: ...
+    ends_us        when the steps ended, on the records' clock, with the end of the step before the first: one more than steps
+    records        the engine's
+    launching_us   of each step where it is known (`FinishTimes`)
+    """
+
+    ends_us: tuple[float, ...]
+    records: list[TaskRecord]
+    launching_us: tuple[float, ...]
+
+
+class StepReader:
+    """Reads steps between `begin` and `take`; outside of that the engine keeps no records, which cost memory."""
+
+    def __init__(self, engine: Engine, marks: StepMarks) -> None:
+        self._engine = engine
+        self._marks = marks
+        self._ends_us: list[float] = []
+        self._records: list[TaskRecord] = []
+        self._launching_us: list[float] = []
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether steps are being read, or were and have not been taken."""
+        return bool(self._ends_us)
+
+    @property
+    def steps(self) -> int:
+        """Steps read so far."""
+        return max(len(self._ends_us) - 1, 0)
+
+    def begin(self) -> None:
+        """The step to come is the first."""
+        self._engine.take_records()  # of steps before
+        self._marks.clear()
+        self._engine.record(True)
+        self._records, self._launching_us = [], []
+        self._ends_us = [time.perf_counter() * 1e6]
+
+    def step_ended(self) -> None:
+        """One more step."""
+        self._ends_us.append(time.perf_counter() * 1e6)
+        self._launching_us.append(self._engine.finish_times().launching_us)
+        self._records += self._engine.take_records()  # all at the end would take longer than a GPU has work for
+
+    def end(self) -> None:
+        """No more steps; what was read stays until it is taken."""
+        self._engine.record(False)
+
+    def forget(self) -> None:
+        """What was read is of no use: the records are somebody else's."""
+        self._ends_us = []
+
+    def take(self) -> ReadSteps:
+        """What was read, with what has ended since."""
+        read = ReadSteps(tuple(self._ends_us), [*self._records, *self._engine.take_records()], tuple(us for us in self._launching_us if us))
+        self._ends_us, self._records = [], []
+        return read
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Rates of what no unit of the model has run yet, timed when they are asked for.
+
+    device_update_us_per_param    of an update on the device
+    stream_us_per_param           of copying states to the device and back, both directions busy
+    """
+
+    device_update_us_per_param: Callable[[], float]
+    stream_us_per_param: Callable[[], tuple[float, float]]
+
+
+def stream_us_per_param(units: Sequence[Unit], device: torch.device) -> tuple[float, float]:
+    """Microseconds per parameter of copying its states to the device and back, both directions busy."""
+    to_device, to_host = full_duplex_us_per_byte(device)
+    nbytes = sum(unit.stream_bytes for unit in units) / sum(unit.params for unit in units)
+    return nbytes * to_device, nbytes * to_host
 
 
 @dataclass(frozen=True)

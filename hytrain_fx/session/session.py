@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.startup import Phase, Startup, StartupClock
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.planning.marks import Mark, StepMarks
-from hytrain_fx.planning.planning import Planning
+from hytrain_fx.planning.planning import FinishedStep, Planning
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.engine import Engine, RowSpec, settling
 from hytrain_fx.runtime.interrupts import whole
@@ -108,7 +108,7 @@ class Session:
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
         self.builder = self._make_builder()
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
-        self.planning = Planning(self)
+        self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         self._writes = OutsideWrites(self.table, self.engine, self.states, self.held)
@@ -188,7 +188,7 @@ class Session:
         self.copies.enter_forward(self.touched)
         if torch.is_grad_enabled():  # in an evaluation weights may be there that are not the training's (an average of them)
             with self._clock.phase(Phase.PLAN):
-                self.planning.before_forward()
+                self._follow_plan()
             self.nodes.gradients.parts.call_begins()
         if self._clock.running:
             self._clock.forward_begins(self._at_full_speed)
@@ -198,6 +198,27 @@ class Session:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
         self.plain.begin()
         self._depth = 1  # not before: after an error in here the next forward begins anew, and is no inner one
+
+    def _follow_plan(self) -> None:
+        """Put a due plan in force, if no gradient is alive (it would lose its slot). Raises nothing."""
+        planning = self.planning
+        if not planning.is_due or self.nodes.gradients.any_in_place():
+            return
+        with planning.making_a_plan():
+            if planning.profile is None:
+                self.drain()
+            plan = planning.next_plan(self.probe_device_update_us_per_param)
+            if plan is not None:
+                with planning.putting_in_force(plan):
+                    self._place_or_stay(plan)
+
+    def _place_or_stay(self, plan: Plan) -> None:
+        try:
+            self.place(plan)
+        except Exception:
+            with suppress(Exception):  # each row trains on from where it is; the plan in force is to say where that is
+                self.place(self.planning.plan)
+            raise
 
     def must_capture_anew(self) -> bool:
         """Whether the call to come needs graphs other than those that there are."""
@@ -298,7 +319,9 @@ class Session:
         self.marks.note(Mark.STEP_END)
         self.marks.end_step()
         self.steps_done += 1
-        self.planning.after_step()
+        foresight = self.foresight
+        self.planning.after_step(
+            FinishedStep(self.steps_done, tuple(self.step_us), foresight.will_go_ahead, foresight.awaits_factors))
         if self._clock.step_ends():
             self.resources.full_speed(self.states.placement, [self.states[row] for row in range(len(self.table))])
 
@@ -312,25 +335,6 @@ class Session:
     def startup(self) -> Startup:
         """Time from `compile()` to the first full-speed step, by phase, so far."""
         return self._clock.report()
-
-    @property
-    def unit_of_rows(self) -> Sequence[int]:
-        """The unit of each row."""
-        return self.nodes.unit_of
-
-    @property
-    def early_updates(self) -> bool:
-        """Whether updates will begin before `step()`."""
-        return self.foresight.will_go_ahead
-
-    @property
-    def awaits_factors(self) -> bool:
-        """Whether early updates wait for clipping's or the loss scale's factor."""
-        return self.foresight.awaits_factors
-
-    def any_gradient_in_place(self) -> bool:
-        """Whether a gradient is where the plan in force has put it."""
-        return self.nodes.gradients.any_in_place()
 
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""

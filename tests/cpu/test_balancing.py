@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 from hytrain_fx.cost_model.balance import streamed_share, with_share
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import prefix_plan
-from hytrain_fx.cost_model.replan import Agenda
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.balancing import Balancing
+from hytrain_fx.planning.controller import Controller, Event, State
 from hytrain_fx.planning.planning import Planning
 from hytrain_fx.runtime.engine import FinishTimes, Stage
 
@@ -117,7 +116,7 @@ def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
         for ahead in (0, 3, 0):
             for _ in range(20):
                 balancing.saw(FinishTimes(1e6, 1e6, launching_us=2e5, ahead=ahead))
-                assert balancing.better(plan, units, 1e6, 10) is None
+                assert balancing.fresh < 4 or balancing.better(plan, units, 1e6, 10) is None
             assert balancing.runs_ahead == (ahead > 0)
 
 
@@ -168,18 +167,45 @@ def test_another_choice_of_parameters_with_the_same_sum_is_no_move() -> None:
         assert (balancing.better(plan, units, 1e6, 10) is not None) == moves
 
 
+USUAL = Discipline()
+WINDOW = 5
+
+
 @pytest.fixture(scope="module")
-def twins() -> Iterator[Twins]:
+def made() -> Iterator[Twins]:
     def make() -> tuple[torch.nn.Module, Batches]:
         model, batches = gpt()
         return model.to(torch.bfloat16), batches
 
-    made = Twins(make, workers=2, replan_every=0)
+    made = Twins(make, workers=2, replan_every=1000, warmup_steps=WINDOW)
     made.restart()
     plain_loop(10)(made.ours, made.optimizer, made.batches)  # the first plan is solved
-    made.session.planning.profile = None  # one of a CPU has no times for streaming: nothing is predicted with it
     yield made
     made.close()
+
+
+@pytest.fixture
+def twins(made: Twins, monkeypatch: pytest.MonkeyPatch) -> Twins:
+    """With a controller of its own that has a plan in force, in a program whose steps do not change."""
+    planning = made.session.planning
+    monkeypatch.setattr(Planning, "discipline", property(lambda self: USUAL))
+    for name in ("drifted", "shifted"):  # steps of a busy machine differ
+        monkeypatch.setattr(f"hytrain_fx.planning.watches.{name}", lambda before, latest: False)
+    monkeypatch.setattr(planning, "controller", Controller(1000, WINDOW))
+    monkeypatch.setattr(planning, "_due", None)
+    monkeypatch.setattr(planning, "profile", None)  # one of a CPU has no times for streaming: nothing is predicted with it
+    planning.controller.state, planning.controller.solved_for = State.SETTLED, USUAL
+    return made
+
+
+def half_streamed(twins: Twins, share: float = 0.5) -> Plan:
+    why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
+    return prefix_plan(twins.session.planning.units(), 0, source="windowed", share=share, **why)
+
+
+def put_in_force(twins: Twins, plan: Plan) -> None:
+    with twins.session.planning.putting_in_force(plan):
+        twins.session.place(plan)
 
 
 @pytest.mark.sample(0)
@@ -198,21 +224,22 @@ def test_shares_move_towards_the_kind_that_ends_early(
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses: list[float] = []
         if model is twins.ours:
-            why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
-            planning._put_in_force(prefix_plan(planning.units(), 0, source="windowed", share=0.5, **why))
-        for _ in range(12):
+            put_in_force(twins, half_streamed(twins))
+        for _ in range(13):
             losses += plain_loop(1)(model, optimizer, batches)
             if model is twins.ours:
                 seen.append(streamed_share(planning.plan))
         return losses
 
     twins.agree(loop)
+    assert planning.controller.state is (State.SETTLED if grows is None else State.BALANCING)
     if grows is None:
         assert set(seen) == {seen[0]}
         return
     assert seen[-1] > 0.5 if grows else seen[-1] < 0.5
     assert seen == sorted(seen, reverse=not grows)
     assert any(note.startswith("the streamed share was balanced") for note in planning.plan.notes)
+    assert planning.controller.standing.why in planning.plan.notes
     assert planning.units.placement_of(planning.plan) == twins.session.states.placement
     assert Placement.GPU not in twins.session.states.placement
 
@@ -221,110 +248,98 @@ def test_shares_move_towards_the_kind_that_ends_early(
 def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
     twins: Twins, gain_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change that is predicted to lengthen steps, or to gain less in 200 of them than it costs, is not made, and asked for less often."""
+    """A change that is predicted to lengthen steps, or to gain less in 200 of them than it costs, is not made: times are to be measured."""
     planning = twins.session.planning
-    asked: list[int] = []
 
-    def predict(profile: object, plan: Plan) -> dict[str, float]:
-        asked.append(twins.session.steps_done)
+    def predict(profile: object, plan: Plan, discipline: Discipline) -> dict[str, float]:
         return {"step_us": 2e9 if streamed_share(plan) == pytest.approx(0.5, abs=0.01) else 2e9 - gain_us}
 
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
-    monkeypatch.setattr(planning, "_predict", predict)
+    monkeypatch.setattr(planning._solver, "predict", predict)
     twins.restart()
-    why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
-    planning._put_in_force(prefix_plan(planning.units(), 0, source="windowed", share=0.5, **why))
-    asked.clear()
-    monkeypatch.setattr(planning, "profile", object())
-    monkeypatch.setattr(planning, "_saw_streaming", True)
-    monkeypatch.setattr(planning, "_switch_us", 1e3)
-    plain_loop(24)(twins.ours, twins.optimizer, twins.batches)
+    put_in_force(twins, half_streamed(twins))
+    for name, value in {"profile": object(), "_saw_streaming": True, "_switch_us": 1e3}.items():
+        monkeypatch.setattr(planning, name, value)
+    plain_loop(6)(twins.ours, twins.optimizer, twins.batches)
+    assert planning.controller.state is (State.BALANCING if gain_us == 1e9 else State.ASKED)
+    assert planning.is_due == (gain_us == 1e9)
+    assert ("not moved" in planning.controller.standing.why) == (gain_us < 1e9)
+    if gain_us == 1e9:
+        plain_loop(1)(twins.ours, twins.optimizer, twins.batches)
     assert (streamed_share(planning.plan) > 0.55) == (gain_us == 1e9)
-    if gain_us < 1e9:
-        looks = sorted(set(asked))
-        assert [after - before for before, after in itertools.pairwise(looks)][:2] == [8, 16][: len(looks) - 1]
-        assert len(looks) >= 2
-    monkeypatch.undo()
-    planning.profile = None
 
 
-class AskedOnly(Agenda):
-    """Measures when it is asked to, however long steps take: those of a busy machine differ."""
+def measuring(twins: Twins, profile: object, measured: Callable[[], None]) -> Callable[[object], object]:
+    """Takes what was read, and makes nothing of it."""
 
-    def after(self, done: int, moved: bool, steps_us: Sequence[float]) -> Agenda:
-        return AskedOnly(self.every, self.window, None)
+    def take(device_update_us_per_param: object) -> object:
+        assert len(twins.session.planning._reader.take().ends_us) == WINDOW + 1
+        measured()
+        return profile
+
+    return take
 
 
-def test_a_refusal_counts_once_times_were_measured_anew(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends of updates that contradict the profile have the next steps measured; what those refuse is asked for half as often."""
     planning = twins.session.planning
     asked: list[int] = []
     measured: list[int] = []
 
-    def predict(profile: object, plan: Plan) -> dict[str, float]:
+    def predict(profile: object, plan: Plan, discipline: Discipline) -> dict[str, float]:
         asked.append(twins.session.steps_done)
         return {"step_us": 1e6}
 
-    def measure() -> None:
-        measured.append(twins.session.steps_done)
-        assert len(planning._reader.take().ends_us) == window + 1
+    def solve(profile: object) -> None:
+        planning.controller.hear(Event.STAYED)
 
-    window = twins.session.config.warmup_steps
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
-    for name, value in {"_predict": predict, "_measure": measure, "_solve": lambda profile: None,
-                        "profile": object(), "_saw_streaming": True, "_switch_us": 1e3, "_measured_anew": True}.items():
-        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(planning._solver, "predict", predict)
     twins.restart()
-    why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
-    planning._put_in_force(prefix_plan(planning.units(), 0, source="windowed", share=0.5, **why))
-    monkeypatch.setattr(planning, "_agenda", AskedOnly(1000, window, None))
-    asked.clear()
+    put_in_force(twins, half_streamed(twins))
+    for name, value in {"_measured": measuring(twins, object(), lambda: measured.append(twins.session.steps_done)), "_solve": solve,
+                        "profile": object(), "_saw_streaming": True, "_switch_us": 1e3}.items():
+        monkeypatch.setattr(planning, name, value)
     plain_loop(48)(twins.ours, twins.optimizer, twins.batches)
     looks = sorted(set(asked))
     assert len(measured) == 2
     assert looks[0] < measured[0] < looks[1] < looks[2] < measured[1] < looks[3]
-    assert measured[0] - looks[0] == measured[1] - looks[2] == window + 1
+    assert measured[0] - looks[0] == measured[1] - looks[2] == WINDOW + 1
     assert looks[2] - looks[1] == 8
-    monkeypatch.undo()
-    planning.profile = None
 
 
-def test_the_share_is_solved_anew_where_updates_come_to_begin_otherwise(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that works otherwise than the plan was solved for, in 8 steps in a row, has the next steps measured and its plan solved,
     share and all, though balanced ends ask for nothing; a change that comes and goes has not, and a second one takes 16. No bit changes.
     """
     planning = twins.session.planning
-    window = twins.session.config.warmup_steps
     early, late = Discipline(early_updates=True), Discipline(commit_at="backward_end")
     works = [early]  # the last is in force
     shares = {early: 0.25, late: 0.75}
     solved: list[tuple[int, Discipline]] = []
     step = 0
 
-    def made(share: float) -> Plan:
-        return prefix_plan(planning.units(), 0, source="windowed", reason=lambda unit: "test", share=share,
-                           streamed_reason=lambda unit: "test")
-
     def solve(profile: object, *, discipline: Discipline, **within: object) -> Plan:
         solved.append((step, discipline))
-        return replace(made(shares[discipline]), predicted={"step_us": 1.0})
+        return replace(half_streamed(twins, shares[discipline]), predicted={"step_us": 1.0})
 
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(1e6, 1e6))
     monkeypatch.setattr(Planning, "discipline", property(lambda self: works[-1]))
-    monkeypatch.setattr("hytrain_fx.planning.planning.solve", solve)
-    monkeypatch.setattr("hytrain_fx.planning.planning.streamed_k", lambda profile, **within: 0)
-    for name, value in {"_predict": lambda profile, plan: {"step_us": 1e12}, "_measure": planning._reader.take, "_move_us_per_byte": 0.0,
-                        "profile": SimpleNamespace(params=1, device="cpu"), "_solved_for": early}.items():
-        monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr("hytrain_fx.planning.solving.solve", solve)
+    monkeypatch.setattr("hytrain_fx.planning.solving.streamed_k", lambda profile, **within: 0)
     monkeypatch.setattr("hytrain_fx.planning.planning.inputs_of", lambda profile, guard: {})
+    monkeypatch.setattr(planning._solver, "predict", lambda profile, plan, discipline: {"step_us": 1e12})
+    profile = SimpleNamespace(params=1, device="cpu")
+    for name, value in {"_measured": measuring(twins, profile, lambda: None), "_move_us_per_byte": 0.0, "profile": profile}.items():
+        monkeypatch.setattr(planning, name, value)
+    planning.controller.solved_for = early
     seen: list[float] = []
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         nonlocal step
         losses: list[float] = []
         if model is twins.ours:
-            planning._put_in_force(made(shares[early]))
-            monkeypatch.setattr(planning, "_agenda", AskedOnly(1000, window, None))
+            put_in_force(twins, half_streamed(twins, shares[early]))
         for step in range(80):
             if model is twins.ours:
                 works.append(late if 6 <= step < 12 or 20 <= step < 50 else early)
@@ -334,8 +349,6 @@ def test_the_share_is_solved_anew_where_updates_come_to_begin_otherwise(twins: T
         return losses
 
     twins.agree(loop)
-    assert solved == [(20 + 8 + 1 + window, late), (50 + 16 + 1 + window, early)]
+    assert solved == [(20 + 8 + 1 + WINDOW, late), (50 + 16 + 1 + WINDOW, early)]
     for (at, works_so), until in zip(solved, (solved[1][0], 80), strict=True):
         assert seen[at:until] == pytest.approx([shares[works_so]] * (until - at), abs=0.02)
-    monkeypatch.undo()
-    planning.profile = None

@@ -17,8 +17,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.marks import MOST_MARKS, Mark, StepMarks
-from hytrain_fx.planning.profiling import Measured, build_profile, cpu_steps_us, worker_lengths_us
-from hytrain_fx.planning.step_times import ReadSteps
+from hytrain_fx.planning.profiling import Measured, Probes, ReadSteps, build_profile, cpu_steps_us, worker_lengths_us
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
@@ -26,14 +25,7 @@ CPU, GPU, STREAM = Placement.CPU, Placement.GPU, Placement.STREAM
 STEP_US = 1000.0
 
 
-class Rates:
-    """Probes with fixed answers."""
-
-    def device_update_us_per_param(self) -> float:
-        return 0.5
-
-    def stream_us_per_param(self) -> tuple[float, float]:
-        return 2.0, 3.0
+RATES = Probes(lambda: 0.5, lambda: (2.0, 3.0))
 
 
 def measured(
@@ -63,7 +55,7 @@ def every_step(stage: Stage, row: int, us: Sequence[float], at: float = 500.0) -
 def test_a_unit_takes_the_median_of_its_steps_in_full_size() -> None:
     """The rows on the CPU are 100 of 400 elements: the unit's time is four times the median of the steps; an odd step changes nothing."""
     records = every_step(Stage.CPU_UPDATE, 0, [10.0, 12.0, 400.0]) + every_step(Stage.CPU_UPDATE, 2, [20.0, 20.0, 20.0])
-    found = build_profile(measured(records, [CPU, GPU, CPU, GPU]), Rates(), None, streams=False)
+    found = build_profile(measured(records, [CPU, GPU, CPU, GPU]), RATES, None, streams=False)
     assert [u.cpu_update_us for u in found.units] == [48.0, 80.0]
     assert [u.gpu_update_us for u in found.units] == [200.0, 200.0]  # no records: probed
     assert not found.can_stream
@@ -73,21 +65,21 @@ def test_a_unit_takes_the_median_of_its_steps_in_full_size() -> None:
 def test_what_did_not_run_keeps_its_time_as_the_others_changed() -> None:
     """A unit on the device keeps its CPU time of before, times the change of the one that ran; without a before it gets its rate."""
     all_on_cpu = every_step(Stage.CPU_UPDATE, 0, [10.0] * 3) + every_step(Stage.CPU_UPDATE, 2, [30.0] * 3)
-    before = build_profile(measured(all_on_cpu, [CPU] * 4), Rates(), None, streams=False)
+    before = build_profile(measured(all_on_cpu, [CPU] * 4), RATES, None, streams=False)
     slower = measured(every_step(Stage.CPU_UPDATE, 2, [60.0] * 3), [GPU, GPU, CPU, CPU])
-    assert [u.cpu_update_us for u in build_profile(slower, Rates(), before, streams=False).units] == [20.0, 60.0]
-    assert [u.cpu_update_us for u in build_profile(slower, Rates(), None, streams=False).units] == [60.0, 60.0]
+    assert [u.cpu_update_us for u in build_profile(slower, RATES, before, streams=False).units] == [20.0, 60.0]
+    assert [u.cpu_update_us for u in build_profile(slower, RATES, None, streams=False).units] == [60.0, 60.0]
     nothing = measured([], [GPU] * 4)
-    assert [u.cpu_update_us for u in build_profile(nothing, Rates(), before, streams=False).units] == [10.0, 30.0]
+    assert [u.cpu_update_us for u in build_profile(nothing, RATES, before, streams=False).units] == [10.0, 30.0]
 
 
 def test_streaming_times_come_from_records_else_from_the_probe() -> None:
     """Streamed rows give their unit's times, other units get the same rate; with nothing streamed the link is probed."""
     placement = [CPU, STREAM, CPU, CPU]
     records = every_step(Stage.STREAM_IN, 1, [30.0] * 3) + every_step(Stage.STREAM_OUT, 1, [60.0] * 3)
-    found = build_profile(measured(records, placement), Rates(), None, streams=True)
+    found = build_profile(measured(records, placement), RATES, None, streams=True)
     assert [(u.stream_in_us, u.stream_out_us) for u in found.units] == [(40.0, 80.0)] * 2
-    probed = build_profile(measured([], [CPU] * 4), Rates(), None, streams=True)
+    probed = build_profile(measured([], [CPU] * 4), RATES, None, streams=True)
     assert [(u.stream_in_us, u.stream_out_us) for u in probed.units] == [(800.0, 1200.0)] * 2
 
 
@@ -132,7 +124,7 @@ def test_no_update_counts_less_than_it_ran(starts: list[float], lengths: list[fl
 def test_launching_is_the_median_of_steps_where_it_is_known() -> None:
     """In a step that waited for the device it is not; where it is in none, the profile says 0."""
     for known, expected in (((), 0.0), ((300.0,), 300.0), ((200.0, 900.0, 250.0), 250.0)):
-        profile = build_profile(measured([], [CPU] * 4, launching_us=known), Rates(), None, streams=False)
+        profile = build_profile(measured([], [CPU] * 4, launching_us=known), RATES, None, streams=False)
         assert profile.launching_us == expected
 
 
@@ -140,9 +132,9 @@ def test_no_measured_step_is_an_error() -> None:
     """Without a finished step, or an interval between two, there is no profile."""
     of = measured([], [CPU] * 4)
     with pytest.raises(PlanError, match="no training step has been measured"):
-        build_profile(replace(of, steps=ReadSteps((0.0,), [], ())), Rates(), None, streams=False)
+        build_profile(replace(of, steps=ReadSteps((0.0,), [], ())), RATES, None, streams=False)
     with pytest.raises(PlanError, match="no training step has been measured"):
-        build_profile(replace(of, marks=StepMarks(torch.device("cpu"))), Rates(), None, streams=False)
+        build_profile(replace(of, marks=StepMarks(torch.device("cpu"))), RATES, None, streams=False)
 
 
 class Clock:

@@ -220,7 +220,8 @@ def test_errors_in_measuring_and_planning_do_not_reach_the_loop(
 
             owner: Any = {"place": session, "finish_times": session.engine, "take_records": session.engine}.get(where)
             if owner is None:
-                monkeypatch.setattr(f"hytrain_fx.planning.planning.{where}", fail)
+                room = {"build_profile": "planning", "solve": "solving"}[where]
+                monkeypatch.setattr(f"hytrain_fx.planning.{room}.{where}", fail)
             else:
                 monkeypatch.setattr(owner, where, fail)
         else:

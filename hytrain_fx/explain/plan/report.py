@@ -26,6 +26,7 @@ from hytrain_fx.ir.profile import TIMES, Profile
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import Resource
+from hytrain_fx.planning.controller import Standing
 
 if TYPE_CHECKING:
     from hytrain_fx.ir.startup import Startup
@@ -79,6 +80,7 @@ class Explanation:
     plan, history    the plan in force, and all so far, oldest first
     profile          what was measured before the plan was solved, None before that
     measured         times under the plan in force, None before a step has run under it
+    planning         what planning does now and why
     discipline       how updates are ordered and gated in what is predicted
     node_runs        rows that each kind of inserted node was run for (`backward_end`: runs)
     not_offloaded    parameter name -> why its gradient does not go to the host inside a graph
@@ -116,6 +118,7 @@ class Explanation:
     outside: tuple[str, ...] = ()
     troubles: tuple[str, ...] = ()
     launch_queue: str | None = None
+    planning: Standing | None = None
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -189,6 +192,7 @@ class Explanation:
             "troubles": list(self.troubles),
             "launch_queue": self.launch_queue,
             "steps_done": self.steps_done,
+            "planning": asdict(self.planning) if self.planning else None,
             "step": {
                 "predicted": {"step_us": schedule.makespan_us, "stall_us": schedule.stall_us} if schedule else None,
                 "measured": {"step_us": measured.step_us, "steps": measured.step_count, "cpu_update_us": measured.cpu_us,

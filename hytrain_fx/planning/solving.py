@@ -1,0 +1,103 @@
+"""Plans solved from a profile, within the memory that there is, and what is predicted of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hytrain_fx.config import Config
+from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
+from hytrain_fx.cost_model.planner import plan as solve
+from hytrain_fx.cost_model.simulate import Discipline
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.planning.first_plan import fixed_plan, given_share
+from hytrain_fx.planning.model_units import ModelUnits, StateSizes
+from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
+
+
+class Solver:
+    """Solves for one model on one device, as `config` asks."""
+
+    def __init__(self, config: Config, device: torch.device, units: ModelUnits, sizes: StateSizes, *, can_stream: bool) -> None:
+        self._config = config
+        self._device = device
+        self._units = units
+        self._sizes = sizes
+        self._can_stream = can_stream
+
+    @property
+    def solves(self) -> bool:
+        """Whether plans are solved, and not given."""
+        return self._config.plan is None and self._config.k == "auto"
+
+    @property
+    def solves_share(self) -> bool:
+        """Whether the streamed share is."""
+        return self.solves and self._config.stream == "auto"
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether times for streaming are of use: on a CPU nothing is streamed that was not asked for."""
+        config = self._config
+        wanted = self._device.type == "cuda" if config.stream == "auto" else given_share(config) > 0
+        given = config.plan is not None and config.plan.numel(Placement.STREAM) > 0
+        return self._can_stream and (wanted or given)
+
+    def given(self, profile: Profile | None, in_force: Plan, discipline: Discipline) -> Plan:
+        """The plan that was given, with its prediction where there is a profile."""
+        if profile is None:
+            return fixed_plan(self._config, self._units())
+        if self._config.plan is not None:
+            return self.predicted(profile, in_force, discipline)
+        share = given_share(self._config)
+        return solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
+
+    def solved(self, profile: Profile, guard: float, discipline: Discipline) -> Plan:
+        """The best plan, by the rule that was asked for. Raises PlanError where memory holds none."""
+        config = self._config
+        stream: Stream = config.stream if config.stream == "auto" else given_share(config)
+        return solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0,
+                     **self._within(profile, guard, discipline))
+
+    def keeps_k(self, profile: Profile, guard: float, discipline: Discipline, k: int) -> bool:
+        """Whether k would be solved again: then a balanced share stays too. Raises PlanError where memory holds no plan."""
+        return streamed_k(profile, **self._within(profile, guard, discipline)) == k
+
+    def all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
+        """All states on the device, None where they do not fit."""
+        made = solve(profile, k=len(profile.units), **self._within(profile, guard, discipline))
+        return made if made.k == len(profile.units) else None
+
+    def predict(self, profile: Profile, plan: Plan, discipline: Discipline) -> dict[str, float]:
+        """Figures of a step under `plan`."""
+        return predict(profile, plan, discipline=discipline, **self._bytes_per_param())
+
+    def predicted(self, profile: Profile, plan: Plan, discipline: Discipline) -> Plan:
+        """The plan with them."""
+        return replace(plan, predicted=self.predict(profile, plan, discipline))
+
+    def _within(self, profile: Profile, guard: float, discipline: Discipline) -> dict[str, Any]:
+        """What a plan is solved within: memory, and how the runtime works."""
+        config, sizes = self._config, self._sizes
+        all_states = profile.params * sizes.device_bytes_per_param()
+        budget = device_budget_bytes(config.gpu_states, self._device, all_states, sizes.resident_device_bytes())
+        return {
+            "budget_bytes": max(int(budget) - (sizes.wider_bytes() if self.may_stream else 0), 0),
+            "budget_counts_streamed": config.gpu_states == "auto",
+            "host_budget_bytes": self._host_budget_bytes(),
+            "guard": guard,
+            "discipline": discipline,
+            **self._bytes_per_param(),
+        }
+
+    def _bytes_per_param(self) -> dict[str, Any]:
+        sizes = self._sizes
+        return {"state_bytes_per_param": sizes.device_bytes_per_param(), "host_state_bytes_per_param": sizes.host_bytes_per_param()}
+
+    def _host_budget_bytes(self) -> int:
+        """What states may take on the host in all: as told, else what they take already and most of what is available."""
+        limit = self._config.host_memory
+        return host_budget_bytes(limit) + (self._sizes.resident_host_bytes() if limit is None else 0)

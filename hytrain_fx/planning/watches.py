@@ -1,0 +1,221 @@
+"""What running steps show, and how much of it is needed before anything is done.
+
+    StepReport   one finished step, in values
+    Patience     by how much more evidence is asked for than at first, of every reason to act alike
+    Lengths      whether steps have become longer or shorter than those that the plan in force was judged by
+    Promise      whether they take longer than all states on the device would
+
+Pure: no torch, no clock, no session. `planning/controller.py` decides what follows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.replan import LATEST, SHIFT, drifted, shifted
+from hytrain_fx.ir.figures import time_text
+
+PROMISE_STEPS = 8  # whose median is held against the promise
+REST_STEPS = 500  # after a trial, until the promise is doubted again
+_SETTLING_STEPS = 3  # after a change of plan: the step that moved states, and those in its wake
+_MARGIN = 0.05  # steps that are that much longer are no noise of the prediction
+_GAIN = 0.03  # that all states on the device must bring to stay there
+_KNOWN = 8  # lengths that are remembered
+_MOST_FACTOR = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step under the plan in force.
+
+    steps_done        finished steps, with this one
+    steps_us          lengths of the last steps, newest last
+    discipline        how the runtime works now
+    can_measure       whether it ran captured graphs, and those before were not all cold
+    complete, lost    whether enough steps are measured, and whether none of them ran captured graphs
+    order_known       whether the forward's order has just become known, which a given k counts in
+    follows_ends      whether the streamed share follows when updates end
+    ends_seen         steps that have told when their updates end, since that was last looked at
+    predicted_us      of the plan in force; None where nothing is predicted
+    all_on_device_us  predicted for all states on the device; None where they do not fit, rest there already, or are not compared with
+    """
+
+    steps_done: int
+    steps_us: tuple[float, ...]
+    discipline: Discipline = field(default_factory=Discipline)
+    can_measure: bool = True
+    complete: bool = False
+    lost: bool = False
+    order_known: bool = False
+    follows_ends: bool = False
+    ends_seen: int = 0
+    predicted_us: float | None = None
+    all_on_device_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How much more evidence is needed than at first: `factor` times as many steps, whatever the reason to act.
+
+    It doubles after what did not pay, and is at its beginning again once the program has changed.
+    """
+
+    factor: int = 1
+
+    def of(self, steps: int) -> int:
+        """How many steps must show it, where at first it was `steps`."""
+        return self.factor * steps
+
+    def doubled(self) -> Patience:
+        """After what did not pay. Never so much that a change that stays is not followed at all."""
+        return Patience(min(2 * self.factor, _MOST_FACTOR))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Steps of another length. `is_new`: no such steps have been followed before; else they go to and fro."""
+
+    why: str
+    is_new: bool
+
+
+class Lengths:
+    """When the lengths of steps ask for a plan to be looked at again; `window` steps are measured for that.
+
+        at once                 when steps are 10% longer or shorter than those that the plan in force was judged by
+        every `every` steps     when they are by 3%
+        half as long after a move, to see what it brought
+
+    Lengths that were followed are remembered: a loop that goes to and fro between two of them needs patience.
+    """
+
+    def __init__(self, every: int, window: int) -> None:
+        self._every = every
+        self._window = window
+        self._moved: int | None = None  # count of finished steps when states moved, until that is looked at
+        self._judged = 0  # count of finished steps when the plan in force was judged, and the lengths of the steps that it was judged by
+        self._judged_us: tuple[float, ...] = ()
+        self._known_us: deque[float] = deque(maxlen=_KNOWN)
+        self._off = 0  # steps in a row that were of another length
+
+    def moved(self, report: StepReport) -> None:
+        """Another plan is in force."""
+        self._begin(report)
+        self._moved, self._judged_us = report.steps_done, ()
+
+    def judged(self, report: StepReport) -> None:
+        """The plan in force stays, by the steps that were measured last."""
+        self._begin(report)
+        self._moved, self._judged, self._judged_us = None, report.steps_done, report.steps_us[-self._window :]
+
+    def _begin(self, report: StepReport) -> None:
+        self._off = 0
+        if report.steps_us:
+            self._know(median(report.steps_us[-self._window :]))
+
+    def _know(self, step_us: float) -> None:
+        if self._is_new(step_us):
+            self._known_us.append(step_us)
+
+    def _is_new(self, step_us: float) -> bool:
+        return all(abs(step_us - known_us) > SHIFT * known_us for known_us in self._known_us)
+
+    def look(self, report: StepReport) -> str | None:
+        """Why what a move brought is looked at now; None where it is not."""
+        if self._moved is None or report.steps_done < self._moved + max(self._every // 2, 1) - self._window:
+            return None
+        return f"what the plan of step {self._moved} has brought is measured"
+
+    def change(self, report: StepReport, patience: Patience) -> Change | None:
+        """Steps that have changed for long enough; None where they have not."""
+        before_us, latest_us = self._judged_us, report.steps_us
+        if not before_us:
+            return None
+        at_once, small = drifted(before_us, latest_us), shifted(before_us, latest_us[-self._window :])
+        self._off = self._off + 1 if at_once or small else 0
+        # The look comes so early that its window ends `every` steps after the last one.
+        looks = (report.steps_done - self._judged) % max(self._every - self._window, 1) == 0
+        if not (at_once or (looks and small)):
+            return None
+        now_us = median(latest_us[-LATEST:])
+        is_new = self._is_new(now_us)
+        if not is_new and self._off < patience.factor:
+            return None
+        self._know(now_us)
+        return Change(f"steps take {time_text(now_us)}, {time_text(median(before_us))} when the plan was last looked at", is_new)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a trial of all states on the device ended."""
+
+    paid: bool
+    why: str
+
+
+class Promise:
+    """Holds steps under a solved plan against what all states on the device would take: a slower plan was solved from wrong times.
+
+    hope    by how much predictions for states on the host were too short, as a trial has shown
+    """
+
+    def __init__(self) -> None:
+        self.hope = 1.0
+        self._steps_us: deque[float] = deque(maxlen=PROMISE_STEPS)
+        self._seen = 0
+        self._settling = _SETTLING_STEPS
+        self._rests_until = 0
+        self._before_us, self._predicted_us = 0.0, 0.0
+
+    def restart(self) -> None:
+        """Another plan is in force, or the same with other times: the steps before say nothing of it."""
+        self._steps_us.clear()
+        self._seen, self._settling = 0, _SETTLING_STEPS
+
+    def rest(self, until: int) -> None:
+        """Nothing is doubted until so many steps are done."""
+        self._rests_until = until
+
+    def saw(self, report: StepReport) -> None:
+        """A step has ended."""
+        if self._settling or report.steps_done < self._rests_until or not report.steps_us:
+            self._settling = max(self._settling - 1, 0)
+        else:
+            self._steps_us.append(report.steps_us[-1])
+            self._seen += 1
+
+    def judged(self, report: StepReport, patience: Patience) -> bool | None:
+        """Whether the plan keeps its promise; None where too few steps have told. A plan that does is judged again later."""
+        if self._seen < patience.of(PROMISE_STEPS):
+            return None
+        self._before_us = self._median_us()
+        return report.all_on_device_us is None or self._before_us <= (1 + _MARGIN) * report.all_on_device_us
+
+    def broken_why(self, report: StepReport) -> str:
+        """What was judged last, and against what."""
+        assert report.all_on_device_us is not None
+        took, predicted = time_text(self._before_us), time_text(report.all_on_device_us)
+        return f"steps took {took}; all states on the device were predicted at {predicted}"
+
+    def begin_trial(self, report: StepReport) -> None:
+        """All states go to the device; the steps judged last are what they are held against."""
+        self._predicted_us = report.predicted_us or 0.0
+
+    def trial(self) -> Trial | None:
+        """How it ended; None where too few steps have told."""
+        if self._seen < PROMISE_STEPS:
+            return None
+        now_us, before_us = self._median_us(), self._before_us
+        why = f"all states on the device were tried: {time_text(now_us)} a step instead of {time_text(before_us)}"
+        if now_us > (1 - _GAIN) * before_us:
+            return Trial(False, f"{why}, so they went back")
+        self.hope = max(before_us / self._predicted_us, 1.0) if self._predicted_us else 1.0
+        return Trial(True, f"{why}, so they stay there")
+
+    def _median_us(self) -> float:
+        found = median(self._steps_us)
+        self.restart()
+        return found
