@@ -128,7 +128,7 @@ TRANSITIONS: dict[tuple[State, Event], _Next] = {
     (state, event): _RULES[state].get(event, (state, Action.NOTHING)) for state in State for event in Event
 }
 """Total: an event that a state has no rule for leaves everything alone."""
-_QUIET = (Event.STEPPED, Event.ENDS, Event.PLACED)  # they say nothing of why things are so
+_QUIET = (Event.STEPPED, Event.ORDER_KNOWN, Event.ENDS, Event.PLACED)  # they say nothing of why things are so
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from hytrain_fx.planning.first_plan import FIRST_STEPS, first_plan
 from hytrain_fx.planning.marks import StepMarks
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
 from hytrain_fx.planning.profiling import Measured, Probes, StepReader, build_profile, cpu_steps_us, stream_us_per_param
-from hytrain_fx.planning.solving import Solver
-from hytrain_fx.planning.watches import StepReport
+from hytrain_fx.planning.solving import MoveCosts, Solver, expected_us
+from hytrain_fx.planning.watches import FinishedStep, StepReport
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.states.store import StateStore
@@ -73,21 +73,6 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """What the session knows of the step that has just ended.
-
-    steps_done, steps_us             finished steps, and the lengths of the last ones, newest last
-    early_updates, awaits_factors    whether updates will begin before `step()`, and whether they wait for clipping's or the loss
-                                     scale's factor
-    """
-
-    steps_done: int = 0
-    steps_us: tuple[float, ...] = ()
-    early_updates: bool = False
-    awaits_factors: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Due:
     """What is to be done before the next forward: put `plan` in force; None: solve one."""
 
@@ -110,6 +95,7 @@ class Planning:
         self._config, self._table, self._states, self._engine, self._marks = config, table, states, engine, marks
         self.units = ModelUnits(table, registered, states)
         self._sizes = StateSizes(table.parameters, states)
+        self._moves = MoveCosts(self._sizes, states)
         self._solver = Solver(config, table.device, self.units, self._sizes, can_stream=engine.can_stream)
         self.controller = Controller(config.replan_every if self._solver.solves else 0, config.warmup_steps)
         self.aside = Aside()
@@ -127,8 +113,6 @@ class Planning:
         self._saw_streaming = False  # in the steps that the profile was made of
         self._all_on_device: tuple[Profile, Plan | None] | None = None  # the plan for a profile
         self._before_trial: Plan | None = None
-        self._move_us_per_byte: float | None = None
-        self._switch_us = 0.0  # how long the last change between CPU and STREAM held the steps up
 
     # ---- what the session asks ----
 
@@ -279,7 +263,7 @@ class Planning:
             better = self._solver.predicted(self.profile, better, self.discipline)
             if self._saw_streaming:
                 present_us, better_us = self._predict(self.profile, self.plan)["step_us"], better.predicted["step_us"]
-                if not repays(present_us, better_us, self._switch_us):
+                if not repays(present_us, better_us, self._moves.switch_us):
                     why = f"{better.notes[-1]}: predicted {time_text(better_us)} a step instead of {time_text(present_us)}"
                     self.controller.hear(Event.CONTRADICTED, f"not moved: {why}")
                     return
@@ -348,11 +332,10 @@ class Planning:
     def _if_worth_it(self, profile: Profile, new: Plan) -> Plan | None:
         """The new plan, None where the one in force stays; what is predicted for that one is renewed."""
         present = self._solver.predicted(profile, self.plan, self.discipline)
-        wanted, placement = self.units.placement_of(new), self._states.placement
-        migration_us = self._sizes.moved_bytes(placement, wanted) * self._us_per_moved_byte(profile)
+        wanted, hope = self.units.placement_of(new), self.controller.hope
         steps_us = self._last.steps_us[-self._config.warmup_steps :]
-        self.verdict = judge(self._expected_us(present), self._expected_us(new), steps_us, migration_us)
-        if self.verdict.moves and wanted != placement:
+        self.verdict = judge(expected_us(present, hope), expected_us(new, hope), steps_us, self._moves.cost_us(profile, wanted))
+        if self.verdict.moves and wanted != self._states.placement:
             return replace(new, notes=(*new.notes, f"{_AGAIN} {self._last.steps_done} steps: {self.verdict}"))
         self._stay(profile, str(self.verdict), present.predicted)
         return None
@@ -370,28 +353,12 @@ class Planning:
     def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:
         return self._solver.predict(profile, plan, self.discipline)
 
-    def _expected_us(self, plan: Plan) -> float:
-        """What steps under `plan` can be expected to take: the prediction, and how much too hopeful it was of states on the host."""
-        on_device = plan.numel(Placement.GPU) == sum(row.numel for row in plan.rows)
-        return plan.predicted["step_us"] * (1.0 if on_device else self.controller.hope)
-
-    def _us_per_moved_byte(self, profile: Profile) -> float:
-        """As the last move took, else as gradients travel."""
-        if self._move_us_per_byte is not None:
-            return self._move_us_per_byte
-        return (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)
-
     @contextmanager
     def putting_in_force(self, new: Plan) -> Iterator[None]:
         """Around the moving of states to where `new` has them."""
         before, begin_s = list(self._states.placement), time.perf_counter()
         yield
-        took_us = (time.perf_counter() - begin_s) * 1e6
-        moved_bytes = self._sizes.moved_bytes(before, self._states.placement)
-        if moved_bytes:
-            self._move_us_per_byte = took_us / moved_bytes
-        else:
-            self._switch_us = took_us
+        self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)
         self.history.append(new)
         self._marks.clear()
         self._balancing.restart(new)

@@ -1,7 +1,8 @@
-"""Plans solved from a profile, within the memory that there is, and what is predicted of them."""
+"""Plans solved from a profile, within the memory that there is; what is predicted of them, and what a move to them costs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ from hytrain_fx.config import Config
 from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.simulate import Discipline
+from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.first_plan import fixed_plan, given_share
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
+from hytrain_fx.runtime.states.store import StateStore
 
 
 class Solver:
@@ -68,7 +71,10 @@ class Solver:
 
     def all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
         """All states on the device, None where they do not fit."""
-        made = solve(profile, k=len(profile.units), **self._within(profile, guard, discipline))
+        try:
+            made = solve(profile, k=len(profile.units), **self._within(profile, guard, discipline))
+        except PlanError:
+            return None
         return made if made.k == len(profile.units) else None
 
     def predict(self, profile: Profile, plan: Plan, discipline: Discipline) -> dict[str, float]:
@@ -101,3 +107,34 @@ class Solver:
         """What states may take on the host in all: as told, else what they take already and most of what is available."""
         limit = self._config.host_memory
         return host_budget_bytes(limit) + (self._sizes.resident_host_bytes() if limit is None else 0)
+
+
+def expected_us(plan: Plan, hope: float) -> float:
+    """What a step under `plan` can be expected to take: the prediction, times what it was off for states on the host."""
+    on_device = plan.numel(Placement.GPU) == sum(row.numel for row in plan.rows)
+    return plan.predicted["step_us"] * (1.0 if on_device else hope)
+
+
+class MoveCosts:
+    """What moving states has cost in this session. `switch_us`: the last change between CPU and STREAM, which copies nothing."""
+
+    def __init__(self, sizes: StateSizes, states: StateStore) -> None:
+        self.switch_us = 0.0
+        self._sizes = sizes
+        self._states = states
+        self._us_per_byte: float | None = None
+
+    def took(self, before: Sequence[Placement], took_us: float) -> None:
+        """States have moved from `before` to where they are."""
+        moved_bytes = self._sizes.moved_bytes(before, self._states.placement)
+        if moved_bytes:
+            self._us_per_byte = took_us / moved_bytes
+        else:
+            self.switch_us = took_us
+
+    def cost_us(self, profile: Profile, wanted: Sequence[Placement]) -> float:
+        """Of a move to `wanted`: as the last one took, else as gradients travel."""
+        us_per_byte = self._us_per_byte
+        if us_per_byte is None:
+            us_per_byte = (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)
+        return self._sizes.moved_bytes(self._states.placement, wanted) * us_per_byte

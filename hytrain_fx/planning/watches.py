@@ -1,5 +1,6 @@
 """What running steps show, and how much of it is needed before anything is done.
 
+    FinishedStep what the session tells of a step
     StepReport   one finished step, in values
     Patience     by how much more evidence is asked for than at first, of every reason to act alike
     Lengths      whether steps have become longer or shorter than those that the plan in force was judged by
@@ -25,6 +26,21 @@ _MARGIN = 0.05  # steps that are that much longer are no noise of the prediction
 _GAIN = 0.03  # that all states on the device must bring to stay there
 _KNOWN = 8  # lengths that are remembered
 _MOST_FACTOR = 64
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """What the session knows of the step that has just ended.
+
+    steps_done, steps_us             finished steps, and the lengths of the last ones, newest last
+    early_updates, awaits_factors    whether updates will begin before `step()`, and whether they wait for clipping's or the loss
+                                     scale's factor
+    """
+
+    steps_done: int = 0
+    steps_us: tuple[float, ...] = ()
+    early_updates: bool = False
+    awaits_factors: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.startup import Phase, Startup, StartupClock
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.planning.marks import Mark, StepMarks
-from hytrain_fx.planning.planning import FinishedStep, Planning
+from hytrain_fx.planning.planning import Planning
+from hytrain_fx.planning.watches import FinishedStep
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.engine import Engine, RowSpec, settling
 from hytrain_fx.runtime.interrupts import whole

@@ -258,8 +258,9 @@ def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
     monkeypatch.setattr(planning._solver, "predict", predict)
     twins.restart()
     put_in_force(twins, half_streamed(twins))
-    for name, value in {"profile": object(), "_saw_streaming": True, "_switch_us": 1e3}.items():
+    for name, value in {"profile": object(), "_saw_streaming": True}.items():
         monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(planning._moves, "switch_us", 1e3)
     plain_loop(6)(twins.ours, twins.optimizer, twins.batches)
     assert planning.controller.state is (State.BALANCING if gain_us == 1e9 else State.ASKED)
     assert planning.is_due == (gain_us == 1e9)
@@ -298,8 +299,9 @@ def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypat
     twins.restart()
     put_in_force(twins, half_streamed(twins))
     for name, value in {"_measured": measuring(twins, object(), lambda: measured.append(twins.session.steps_done)), "_solve": solve,
-                        "profile": object(), "_saw_streaming": True, "_switch_us": 1e3}.items():
+                        "profile": object(), "_saw_streaming": True}.items():
         monkeypatch.setattr(planning, name, value)
+    monkeypatch.setattr(planning._moves, "switch_us", 1e3)
     plain_loop(48)(twins.ours, twins.optimizer, twins.batches)
     looks = sorted(set(asked))
     assert len(measured) == 2
@@ -330,7 +332,8 @@ def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise(twins: 
     monkeypatch.setattr("hytrain_fx.planning.planning.inputs_of", lambda profile, guard: {})
     monkeypatch.setattr(planning._solver, "predict", lambda profile, plan, discipline: {"step_us": 1e12})
     profile = SimpleNamespace(params=1, device="cpu")
-    for name, value in {"_measured": measuring(twins, profile, lambda: None), "_move_us_per_byte": 0.0, "profile": profile}.items():
+    monkeypatch.setattr(planning._moves, "cost_us", lambda profile, wanted: 0.0)
+    for name, value in {"_measured": measuring(twins, profile, lambda: None), "profile": profile}.items():
         monkeypatch.setattr(planning, name, value)
     planning.controller.solved_for = early
     seen: list[float] = []

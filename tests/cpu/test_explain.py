@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.startup import Startup
 from hytrain_fx.ir.task_graph import Resource
+from hytrain_fx.planning.controller import Standing
 from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
 from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
 
@@ -79,6 +81,27 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
         assert found.memory.host_bytes == session.states.host_bytes(on_host)
         assert [place.source for place in found.history] == ["first steps", found.plan.source]
         _check_text(found)
+
+
+@pytest.mark.parametrize(("options", "last"), [({}, "settled"), ({"replan_every": 0}, "fixed"), ({"k": 2}, "fixed")], ids=str)
+def test_the_state_of_planning_is_told_with_the_reason(options: dict[str, Any], last: str) -> None:
+    """From the first step on, one line of the text and an entry of the JSON say what planning does now, since when and why."""
+    with compiled(warmup_steps=WARMUP, **options) as (model, step):
+        told: list[Standing] = []
+        for _ in range(WARMUP + 4):
+            found = hytrain_fx.explain(model)
+            assert found.planning is not None
+            assert f"\nplanning: {found.planning.state} since step {found.planning.since}: {found.planning.why}\n" in str(found)
+            assert json.loads(found.to_json())["planning"] == asdict(found.planning)
+            told.append(found.planning)
+            step()
+    solved, needed = f"solved after {2 + WARMUP} steps", "times are needed for the first plan"
+    assert list(dict.fromkeys(told)) == [
+        Standing("warming up", "the first steps compile and warm up", 0, 1),
+        Standing("measuring steps", needed, 2, 1),
+        Standing("solving a plan before the next forward", needed, 2 + WARMUP, 1),
+        Standing(last, solved if last == "settled" else f"{solved}; no other plan is to follow", 2 + WARMUP, 1),
+    ]
 
 
 def _check_text(found: Explanation) -> None:
