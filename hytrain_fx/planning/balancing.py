@@ -1,6 +1,8 @@
-"""Watches when the updates of running steps end, and finds a streamed share under which they would end together.
+"""Watches when the updates of running steps end, and finds a streamed share under which they would
+end together.
 
-How such a share follows from ends is in `cost_model/balance.py`; when it is looked for says `planning/controller.py`.
+How such a share follows from ends is in `cost_model/balance.py`; when it is looked for says
+`planning/controller.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ _PAUSES = 0.1  # of the time to the last update: with longer ones the backward, 
 class Balancing:
     """The ends of the last steps under one plan.
 
-    A share that is to go back where it came from was moved by noise, and each move holds a step up: the tolerance doubles then, until a
-    plan with another k comes. A CPU that ends last though it has paused for gradients gives nothing away: less work would not end sooner.
+    A share that is to go back where it came from was moved by noise, and each move holds a step up:
+    the tolerance doubles then, until a plan with another k comes. A CPU that ends last though it
+    has paused for gradients gives nothing away: less work would not end sooner.
 
     fresh        steps that have told since a share was last looked for
-    runs_ahead   whether the launching thread does (it does not where the loop waits for the device between forward and backward), as far
-                 as was seen
+    runs_ahead   whether the launching thread does (it does not where the loop waits for the device
+                 between forward and backward), as far as was seen
     """
 
     def __init__(self) -> None:
@@ -59,7 +62,9 @@ class Balancing:
             self.fresh += 1
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
-        """A plan with another share, None where updates end together as they are, or none would change that."""
+        """A plan with another share, None where updates end together as they are, or none would
+        change that.
+        """
         self.fresh = 0
         seen = [Ends(ends.cpu_us, ends.streamed_us, ends.streamed_held_us, ends.cpu_begun_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)

@@ -1,4 +1,5 @@
-"""Decides when steps are measured, a plan is solved, and states move: one machine of named states, from values alone.
+"""Decides when steps are measured, a plan is solved, and states move: one machine of named states,
+from values alone.
 
     WARMING    the first steps run; nothing is measured yet
     ASKED      steps are to be measured, as soon as they run captured graphs
@@ -9,10 +10,11 @@
     TRYING     all states are on the device, to see whether steps are shorter there
     FIXED      the plan in force stays
 
-After each step the controller is given a `StepReport`. What it shows is an event; so is how an action has ended, which the caller says.
-`TRANSITIONS` has, for each state and event, the next state and what to do. Five reasons have a plan looked at again: a move is to be
-judged, steps have another length, they take longer than all states on the device would, updates begin otherwise than the plan was
-solved for, updates of both kinds end apart. All of them share one `Patience`.
+After each step the controller is given a `StepReport`. What it shows is an event; so is how an
+action has ended, which the caller says. `TRANSITIONS` has, for each state and event, the next state
+and what to do. Five reasons have a plan looked at again: a move is to be judged, steps have another
+length, they take longer than all states on the device would, updates begin otherwise than the plan
+was solved for, updates of both kinds end apart. All of them share one `Patience`.
 """
 
 from __future__ import annotations
@@ -142,7 +144,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the controller stands: what `explain` prints. `since`: finished steps when it came there; `patience`: its factor."""
+    """Where the controller stands: what `explain` prints. `since`: finished steps when it came
+    there; `patience`: its factor.
+    """
 
     state: str
     why: str
@@ -155,9 +159,11 @@ class Standing:
 
 
 class Controller:
-    """The machine of one session. `every`: 0 for a plan that stays once it is made; `window` steps are measured for each.
+    """The machine of one session. `every`: 0 for a plan that stays once it is made; `window` steps
+    are measured for each.
 
-    solved_for    how the runtime worked when the plan was last solved, share and all; None: that is due
+    solved_for    how the runtime worked when the plan was last solved, share and all; None: that is
+                  due
     """
 
     def __init__(self, every: int, window: int) -> None:

@@ -1,4 +1,6 @@
-"""Plans that need no measured times: of a given k, and the one that is in force until times are measured."""
+"""Plans that need no measured times: of a given k, and the one that is in force until times are
+measured.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ def given_share(config: Config) -> float:
 
 
 def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Engine, *, device_bytes: float, streams: bool) -> Plan:
-    """Where states rest until times are measured: as told, else on the host as far as it holds them.
+    """Where states rest until times are measured: as told, else on the host as far as it holds
+    them.
 
     device_bytes    what the device has
     streams         whether states may come to be streamed
 
-    Raises UnsupportedError where states are to be streamed and the engine cannot; ConfigError and HostMemoryError as below.
+    Raises UnsupportedError where states are to be streamed and the engine cannot; ConfigError and
+    HostMemoryError as below.
     """
     known = units()
     if config.plan is not None:
@@ -49,7 +53,9 @@ def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Eng
 
 
 def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
-    """The first k units on the device, for a k that was given. Raises ConfigError where there are fewer units."""
+    """The first k units on the device, for a k that was given. Raises ConfigError where there are
+    fewer units.
+    """
     k = int(config.k)
     if k > len(units):
         raise ConfigError(f'option k={k}: expected "auto" or at most {len(units)}, the number of units of this model')
@@ -60,10 +66,13 @@ def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
 def require_room(
     config: Config, units: Sequence[Unit], device_bytes_per_param: float, host_bytes_per_param: float, *, device_bytes: float, slots: bool
 ) -> None:
-    """Raise where `gpu_states` and the host's memory together hold no plan: ConfigError for an option, HostMemoryError for the machine.
+    """Raise where `gpu_states` and the host's memory together hold no plan: ConfigError for an
+    option, HostMemoryError for the machine.
 
-    device_bytes    what the device has: with gpu_states="auto" no more is known before steps have run
-    slots           whether every unit on the host has a slot for its gradient; streamed ones have none
+    device_bytes    what the device has: with gpu_states="auto" no more is known before steps have
+                    run
+    slots           whether every unit on the host has a slot for its gradient; streamed ones have
+                    none
     """
     total = device_bytes_per_param * sum(unit.params for unit in units)
     if config.gpu_states == "auto":
@@ -85,7 +94,9 @@ def require_room(
 
 
 def plan_until_measured(config: Config, units: Sequence[Unit], host_bytes: Callable[[Unit], int]) -> Plan:
-    """Every unit on the host, except the first ones where it does not hold them; `host_bytes` of a unit's states there."""
+    """Every unit on the host, except the first ones where it does not hold them; `host_bytes` of a
+    unit's states there.
+    """
     limit = host_budget_bytes(config.host_memory)
     left = [host_bytes(unit) for unit in units]
     k = 0

@@ -1,7 +1,9 @@
-"""Times on the compute stream of the running program: when each layer's forward, backward and waiting began and ended.
+"""Times on the compute stream of the running program: when each layer's forward, backward and
+waiting began and ended.
 
-The inserted nodes call `mark`; on a GPU a mark is a timing event (about 2 us of host time), on the CPU the host's clock.
-Between two marks in a row exactly one thing happened, and the pair of kinds says what:
+The inserted nodes call `mark`; on a GPU a mark is a timing event (about 2 us of host time), on the
+CPU the host's clock. Between two marks in a row exactly one thing happened, and the pair of kinds
+says what:
 
     FORWARD_BEGIN  -> WAIT_BEGIN(u)           input preparation, counted as forward of u
     WAIT_BEGIN(u)  -> WAIT_END(u)             stall of u
@@ -10,14 +12,16 @@ Between two marks in a row exactly one thing happened, and the pair of kinds say
     GRADS(v)       -> GRADS(u)                backward of u
     GRADS(u)       -> BACKWARD_END            backward of u
 
-A stretch from HELD_BEGIN to HELD_END inside one of them is no work: there the library holds the loop up (`HELD`). It counts as stall of
-the unit, and the marks around it are read as though it was not there.
+A stretch from HELD_BEGIN to HELD_END inside one of them is no work: there the library holds the
+loop up (`HELD`). It counts as stall of the unit, and the marks around it are read as though it was
+not there.
 
-Marks are kept by micro-batch, the first and the last of a step where there are more than MOST_MARKS. Times of such a step are those of
-the micro-batches that are kept, times the number of all over the number of these.
+Marks are kept by micro-batch, the first and the last of a step where there are more than
+MOST_MARKS. Times of such a step are those of the micro-batches that are kept, times the number of
+all over the number of these.
 
-Beside it stands when the launching thread came to each mark (one reading of the host's clock), and to the begin and end of
-`optimizer.step()`, which are nothing on the compute stream.
+Beside it stands when the launching thread came to each mark (one reading of the host's clock), and
+to the begin and end of `optimizer.step()`, which are nothing on the compute stream.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ class Mark(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Microseconds of one step by unit; `held_us`: of the stalls, what the library held the loop up for outside of gates."""
+    """Microseconds of one step by unit; `held_us`: of the stalls, what the library held the loop up
+    for outside of gates.
+    """
 
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
@@ -77,7 +83,9 @@ _Marks = list[tuple[Mark, int, _At]]
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """The marks of a forward and what follows until the next one; `launching`: when the launching thread came to them."""
+    """The marks of a forward and what follows until the next one; `launching`: when the launching
+    thread came to them.
+    """
 
     marks: _Marks = field(default_factory=list)
     launching: list[tuple[Mark, int, float]] = field(default_factory=list)
@@ -143,13 +151,17 @@ class StepMarks:
             self._leave_out()
 
     def note(self, kind: Mark) -> None:
-        """Note that the launching thread has come to `kind`, which is no point of the compute stream."""
+        """Note that the launching thread has come to `kind`, which is no point of the compute
+        stream.
+        """
         if self._running:
             self._running[-1].launching.append((kind, -1, time.perf_counter() * 1e6))
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
-        """Around what makes the loop wait in this library, outside of a gate; `what` is a key of `HELD`."""
+        """Around what makes the loop wait in this library, outside of a gate; `what` is a key of
+        `HELD`.
+        """
         if self._is_silent or not self._running or self._running[-1].ended:
             yield  # between a step's backward and the next forward nothing is measured
             return
@@ -172,7 +184,9 @@ class StepMarks:
         return self._running[-1]
 
     def _leave_out(self) -> None:
-        """Forget a whole micro-batch after the first ones, which may have half of the marks; the last one is still running."""
+        """Forget a whole micro-batch after the first ones, which may have half of the marks; the
+        last one is still running.
+        """
         if not self._cut:
             marks = itertools.accumulate(len(of.marks) for of in self._running)
             self._cut = max(sum(1 for count in marks if 2 * count <= MOST_MARKS), 1)
@@ -226,7 +240,9 @@ class StepMarks:
                     last.synchronize()  # not the device: copies and updates of the last step may run on
 
     def _reached(self) -> list[_Step]:
-        """The finished steps that the device is through with, oldest first; waits for the first alone, so that there is one."""
+        """The finished steps that the device is through with, oldest first; waits for the first
+        alone, so that there is one.
+        """
         reached: list[_Step] = []
         for step in self._finished:
             last = step.marks[-1][2]
@@ -240,7 +256,9 @@ class StepMarks:
         return reached
 
     def _clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
-        """A function that gives the time of a mark that was reached on the host's monotonic clock, in microseconds."""
+        """A function that gives the time of a mark that was reached on the host's monotonic clock,
+        in microseconds.
+        """
         if not self._cuda:
             return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
         if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device; and of a priority of
@@ -253,13 +271,16 @@ class StepMarks:
         return lambda mark: now_us - _elapsed_us(mark, now)
 
     def finished(self) -> list[list[tuple[Mark, int, float]]]:
-        """The marks of the finished steps that the device is through with, oldest first, with their times on the host's monotonic clock in
-        microseconds. After `settle` these are all."""
+        """The marks of the finished steps that the device is through with, oldest first, with their
+        times on the host's monotonic clock in microseconds. After `settle` these are all.
+        """
         reached, clock_us = self._reached(), self._clock_us()
         return [[(kind, unit, clock_us(at)) for kind, unit, at in step.marks] for step in reached]
 
     def launched(self) -> list[list[tuple[Mark, int, float]]]:
-        """The finished steps' marks as the launching thread came to them, with the begin and end of `step()`, on the same clock."""
+        """The finished steps' marks as the launching thread came to them, with the begin and end of
+        `step()`, on the same clock.
+        """
         return [list(step.launching) for step in self._finished]
 
     @property
@@ -268,7 +289,9 @@ class StepMarks:
         return len(self._finished)
 
     def median(self, units: int) -> UnitTimes:
-        """Medians over the finished steps that the device is through with, per unit. Raises ValueError without a finished step."""
+        """Medians over the finished steps that the device is through with, per unit. Raises
+        ValueError without a finished step.
+        """
         if not self._finished:
             raise ValueError("no finished step has been measured")
         steps = [_unit_times(step, units) for step in self._reached()]
@@ -289,7 +312,9 @@ def _elapsed_us(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) 
 
 
 def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
-    """What happened between two marks in a row, and of which unit, by the table at the top; None where it was nothing of the three."""
+    """What happened between two marks in a row, and of which unit, by the table at the top; None
+    where it was nothing of the three.
+    """
     if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
         return TaskKind.FORWARD, next_unit
     if mark is Mark.WAIT_BEGIN:
@@ -304,7 +329,9 @@ def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[Tas
 
 
 def stretches(marks: Sequence[tuple[Mark, int, A]]) -> Iterator[tuple[TaskKind, int, A, A]]:
-    """What happened when, of which unit: kind, unit, begin and end. Where the loop was held up meanwhile, that is a wait."""
+    """What happened when, of which unit: kind, unit, begin and end. Where the loop was held up
+    meanwhile, that is a wait.
+    """
     open_: tuple[Mark, int, A] | None = None
     pieces: list[tuple[A, A]] = []  # of what is going on, without
     held: list[tuple[A, A]] = []  # where the loop was held up

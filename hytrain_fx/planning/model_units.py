@@ -1,4 +1,6 @@
-"""The units of one model as the planner sees them: in forward order, with sizes, floating-point operations and rows of the table."""
+"""The units of one model as the planner sees them: in forward order, with sizes, floating-point
+operations and rows of the table.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from hytrain_fx.runtime.states.store import StateStore
 class ModelUnits:
     """Calling it gives the units as they are known now.
 
-    capture    the model's graphs, from when they can be captured on: the forward's order and the operations come from them
+    capture    the model's graphs, from when they can be captured on: the forward's order and the
+               operations come from them
     """
 
     capture: Capture[Any] | None = None
@@ -51,7 +54,8 @@ class ModelUnits:
         return found
 
     def placement_of(self, plan: Plan) -> list[Placement]:
-        """Placement by row: of the share that holds the row's first element (shares of our own plans end between rows).
+        """Placement by row: of the share that holds the row's first element (shares of our own
+        plans end between rows).
 
         Raises PlanError where the plan is not of these units.
         """
@@ -102,7 +106,9 @@ class StateSizes:
         return (self._states.device_bytes(self._rows) + self._grad_bytes(self._rows)) / self._numel
 
     def host_bytes_per_param(self) -> float:
-        """States on the host and new weights beside them, without slots except for what gradients do not fill of them."""
+        """States on the host and new weights beside them, without slots except for what gradients
+        do not fill of them.
+        """
         apart = sum(map(self._states.out_bytes, self._rows))
         return (self._states.host_bytes(self._rows, Placement.STREAM) + apart + self.wider_bytes()) / self._numel
 
@@ -111,11 +117,15 @@ class StateSizes:
         return self._states.host_bytes(rows)
 
     def wider_bytes(self) -> int:
-        """By how much gradients of rows with 16-bit copies are larger in a slot or on the device than on their way."""
+        """By how much gradients of rows with 16-bit copies are larger in a slot or on the device
+        than on their way.
+        """
         return self._grad_bytes(self._rows) - sum(map(self._states.travelling_bytes, self._rows))
 
     def resident_device_bytes(self) -> int:
-        """Device memory that states, and gradients that stay there until their update, take already."""
+        """Device memory that states, and gradients that stay there until their update, take
+        already.
+        """
         on_device = self._placed(Placement.GPU)
         return self._states.device_bytes(on_device) + self._grad_bytes([*on_device, *self._placed(Placement.STREAM)])
 

@@ -1,7 +1,9 @@
 """The plans of one session: which is in force, what it was made from, and when another is due.
 
-    after_step           what a step has shown goes to the controller; what that decides is done, or is due before a forward
-    making_a_plan        around what the session does where a plan is due and no gradient is in place:
+    after_step           what a step has shown goes to the controller; what that decides is done, or
+                         is due before a forward
+    making_a_plan        around what the session does where a plan is due and no gradient is in
+                         place:
         next_plan        the plan to put in force, None where the present one stays
         putting_in_force     around the moving of states
 """
@@ -49,10 +51,12 @@ _log = logging.getLogger("hytrain_fx")
 
 
 class Aside:
-    """The rule that measuring, planning, recording and explaining never raise into the loop, in one place.
+    """The rule that measuring, planning, recording and explaining never raise into the loop, in one
+    place.
 
         with aside("making a plan"):
-            ...             what training does not need: an error in it is logged, kept for `explain`, and training goes on
+            ...             what training does not need: an error in it is logged, kept for
+                            `explain`, and training goes on
 
     troubles    the last different errors, in sentences
     """
@@ -62,7 +66,9 @@ class Aside:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Around what training does not need. Interrupts pass; an engine that has failed says so at the loop's next call."""
+        """Around what training does not need. Interrupts pass; an engine that has failed says so at
+        the loop's next call.
+        """
         try:
             yield
         except Exception as error:
@@ -84,8 +90,10 @@ class Planning:
     """Makes the plans; the session that owns it puts them in force.
 
     verdict             why states moved or stayed when the plan was last solved again
-    read_us, solve_us   how long the launching thread was held up to read the last times, and to make the last plan
-    recording           inside hytrain_fx.record(): the engine's records are the user's, so no plan is made from them
+    read_us, solve_us   how long the launching thread was held up to read the last times, and to
+                        make the last plan
+    recording           inside hytrain_fx.record(): the engine's records are the user's, so no plan
+                        is made from them
     captured_steps      steps with a captured backward, so far
     """
 
@@ -139,13 +147,16 @@ class Planning:
 
     @property
     def is_due(self) -> bool:
-        """Whether a plan is to be made before the next forward, if no gradient is alive (it would lose its slot)."""
+        """Whether a plan is to be made before the next forward, if no gradient is alive (it would
+        lose its slot).
+        """
         return self._due is not None and not self.recording
 
     @property
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
-        # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU has run the backward by then.
+        # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU
+        # has run the backward by then.
         awaits, early = self._last.awaits_factors, self._last.early_updates
         commits_early = self._table.device.type == "cuda" and not awaits
         return Discipline(barrier="before_forward" if self._marks.broken else "none",
@@ -214,7 +225,9 @@ class Planning:
         return self.controller.state is not State.FIXED and self._solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
 
     def _all_on_device_us(self) -> float | None:
-        """Predicted for all states on the device, where steps are held against that: not on a CPU, whose steps are too uneven."""
+        """Predicted for all states on the device, where steps are held against that: not on a CPU,
+        whose steps are too uneven.
+        """
         if self.profile is None or self._table.device.type != "cuda" or not self._solver.solves or not self._config.replan_every:
             return None
         if self._all_on_device is None or self._all_on_device[0] is not self.profile:
@@ -251,7 +264,8 @@ class Planning:
         self._due = _Due(Event.PLACED, replace(plan, notes=(*plan.notes, why)))
 
     def _balance(self) -> None:
-        """Look for a streamed share under which updates end together, and whether the profile says that it repays.
+        """Look for a streamed share under which updates end together, and whether the profile says
+        that it repays.
 
         Updates may end apart because gradients come when they do, and then no share changes that.
         """
@@ -274,7 +288,9 @@ class Planning:
 
     @contextmanager
     def making_a_plan(self) -> Iterator[None]:
-        """Around what puts a due plan in force. An error in it leaves the plan in force, and does not reach the loop."""
+        """Around what puts a due plan in force. An error in it leaves the plan in force, and does
+        not reach the loop.
+        """
         with self.aside("making a plan"):
             try:
                 yield
@@ -287,7 +303,8 @@ class Planning:
                 self._due = None
 
     def next_plan(self, device_update_us_per_param: Callable[[], float]) -> Plan | None:
-        """The plan to put in force, None where the present one stays. The device runs on, with what it has been given.
+        """The plan to put in force, None where the present one stays. The device runs on, with what
+        it has been given.
 
         device_update_us_per_param    times an update on the device, where no unit has run one
         """
@@ -330,7 +347,9 @@ class Planning:
         return new if self.awaits_times else self._if_worth_it(profile, new)
 
     def _if_worth_it(self, profile: Profile, new: Plan) -> Plan | None:
-        """The new plan, None where the one in force stays; what is predicted for that one is renewed."""
+        """The new plan, None where the one in force stays; what is predicted for that one is
+        renewed.
+        """
         present = self._solver.predicted(profile, self.plan, self.discipline)
         wanted, hope = self.units.placement_of(new), self.controller.hope
         steps_us = self._last.steps_us[-self._config.warmup_steps :]

@@ -1,10 +1,12 @@
-"""A profile of the running program: forward and backward from marks, updates and copies from the engine's records.
+"""A profile of the running program: forward and backward from marks, updates and copies from the
+engine's records.
 
 `StepReader` keeps the records of the steps that are read for it, and when they ended.
 
-Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its parameters only is given the time of
-all at the same rate. One that did not run it (a unit on the device has no CPU update) keeps its time of the profile before, times the
-change that the others show, else it gets their rate, else that of a probe.
+Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its
+parameters only is given the time of all at the same rate. One that did not run it (a unit on the
+device has no CPU update) keeps its time of the profile before, times the change that the others
+show, else it gets their rate, else that of a probe.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.runtime.engine import Engine, Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
-# Rows of which placement tell how long a stage takes. Updates of streamed rows do not: chunk by chunk beside the graph's own kernels they
-# seem to take six times as long as the device is kept by them.
+# Rows of which placement tell how long a stage takes. Updates of streamed rows do not: chunk by
+# chunk beside the graph's own kernels they seem to take six times as long as the device is kept by
+# them.
 _PLACES = {
     Stage.D2H: (Placement.CPU,),
     Stage.CPU_UPDATE: (Placement.CPU,),
@@ -40,7 +43,8 @@ _PLACES = {
     Stage.STREAM_IN: (Placement.STREAM,),
     Stage.STREAM_OUT: (Placement.STREAM,),
 }
-# Units that make up less of the parameters say nothing about the others: their times are mostly launching.
+# Units that make up less of the parameters say nothing about the others: their times are mostly
+# launching.
 _TELLING_SHARE = 0.05
 
 
@@ -48,7 +52,8 @@ _TELLING_SHARE = 0.05
 class ReadSteps:
     """What was read.
 
-    ends_us        when the steps ended, on the records' clock, with the end of the step before the first: one more than steps
+    ends_us        when the steps ended, on the records' clock, with the end of the step before the
+                   first: one more than steps
     records        the engine's
     launching_us   of each step where it is known (`FinishTimes`)
     """
@@ -59,7 +64,9 @@ class ReadSteps:
 
 
 class StepReader:
-    """Reads steps between `begin` and `take`; outside of that the engine keeps no records, which cost memory."""
+    """Reads steps between `begin` and `take`; outside of that the engine keeps no records, which
+    cost memory.
+    """
 
     def __init__(self, engine: Engine, marks: StepMarks) -> None:
         self._engine = engine
@@ -120,7 +127,9 @@ class Probes:
 
 
 def stream_us_per_param(units: Sequence[Unit], device: torch.device) -> tuple[float, float]:
-    """Microseconds per parameter of copying its states to the device and back, both directions busy."""
+    """Microseconds per parameter of copying its states to the device and back, both directions
+    busy.
+    """
     to_device, to_host = full_duplex_us_per_byte(device)
     nbytes = sum(unit.stream_bytes for unit in units) / sum(unit.params for unit in units)
     return nbytes * to_device, nbytes * to_host
@@ -146,7 +155,9 @@ class Measured:
 
     @functools.cached_property
     def of_stage(self) -> dict[Stage, list[TaskRecord]]:
-        """The records of the model's own rows (later ones are probes) that tell a stage's time, by stage, in order of begin."""
+        """The records of the model's own rows (later ones are probes) that tell a stage's time, by
+        stage, in order of begin.
+        """
         rows = len(self.unit_of)
         found: dict[Stage, list[TaskRecord]] = defaultdict(list)
         for record in self.steps.records:
@@ -156,7 +167,9 @@ class Measured:
 
 
 def build_profile(measured: Measured, probes: Probes, before: Profile | None, *, streams: bool) -> Profile:
-    """Costs per unit, in forward order; `streams`: with times for streaming. Raises PlanError when no step was measured."""
+    """Costs per unit, in forward order; `streams`: with times for streaming. Raises PlanError when
+    no step was measured.
+    """
     if measured.marks.steps == 0 or len(measured.steps.ends_us) < 2:
         raise PlanError("no training step has been measured yet: run more steps before solving a plan")
     units = measured.units
@@ -182,7 +195,9 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
 
 
 def _commit_us(measured: Measured) -> float:
-    """From the end of the forward on the device to the end of step() on the launching thread; 0 where it is there before the device."""
+    """From the end of the forward on the device to the end of step() on the launching thread; 0
+    where it is there before the device.
+    """
     marks = measured.marks.finished()
     reached = len(measured.steps.ends_us) - (measured.marks.steps - len(marks))
     steps = zip(reversed(marks), reversed(measured.steps.ends_us[:reached]), strict=False)
@@ -228,10 +243,11 @@ def _stages(measured: Measured, probes: Probes, before: Profile | None, streams:
 
 
 def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
-    """Microseconds by unit, for each step; CPU workers run side by side, so theirs is divided among them.
+    """Microseconds by unit, for each step; CPU workers run side by side, so theirs is divided among
+    them.
 
-    A step's records are those that begin between its end and that of the next: from commit to commit, so what a slow device has
-    not reached yet counts once all the same.
+    A step's records are those that begin between its end and that of the next: from commit to
+    commit, so what a slow device has not reached yet counts once all the same.
     """
     steps: list[dict[int, float]] = [{} for _ in measured.steps.ends_us[1:]]
     records = measured.of_stage.get(stage, [])
@@ -248,10 +264,12 @@ def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
 
 
 def worker_lengths_us(measured: Measured, updates: Sequence[TaskRecord]) -> list[float]:
-    """How long each of these updates, in order of begin, kept its worker: from when the worker could have begun it.
+    """How long each of these updates, in order of begin, kept its worker: from when the worker
+    could have begun it.
 
-    That is when it was through with the one before, the gradient had arrived and the step was committed: a worker that then does not
-    run yet is held up by others, by locks or by the system, and such time is the CPU's cost too.
+    That is when it was through with the one before, the gradient had arrived and the step was
+    committed: a worker that then does not run yet is held up by others, by locks or by the system,
+    and such time is the CPU's cost too.
     """
     arrived: dict[int, list[float]] = {}
     for record in measured.of_stage.get(Stage.D2H, []):
@@ -275,7 +293,8 @@ def _ready_us(measured: Measured, update: TaskRecord, arrivals: Sequence[float])
         return update.begin_us
     if arrivals[last] <= measured.steps.ends_us[step]:
         return measured.steps.ends_us[step]
-    # A gradient that came after the last commit: on a GPU that is the rule, on a CPU its own commit has only just begun.
+    # A gradient that came after the last commit: on a GPU that is the rule, on a CPU its own commit
+    # has only just begun.
     return arrivals[last] if measured.device.type == "cuda" else update.begin_us
 
 
@@ -296,7 +315,9 @@ def _medians(steps: Iterable[dict[int, float]], covered: dict[int, int], params:
 
 
 def _fill(found: dict[int, float], params: Sequence[int], before: Sequence[float], rate: Callable[[], float]) -> list[float]:
-    """Time of every unit: its own, else that of before changed as the others have, else the others' rate, else `rate()`."""
+    """Time of every unit: its own, else that of before changed as the others have, else the others'
+    rate, else `rate()`.
+    """
     size = sum(params[unit] for unit in found)
     tells = size >= _TELLING_SHARE * sum(params)
     if before and sum(before) > 0:

@@ -3,7 +3,8 @@
     FinishedStep what the session tells of a step
     StepReport   one finished step, in values
     Patience     by how much more evidence is asked for than at first, of every reason to act alike
-    Lengths      whether steps have become longer or shorter than those that the plan in force was judged by
+    Lengths      whether steps have become longer or shorter than those that the plan in force was
+                 judged by
     Promise      whether they take longer than all states on the device would
 
 Pure: no torch, no clock, no session. `planning/controller.py` decides what follows.
@@ -33,8 +34,8 @@ class FinishedStep:
     """What the session knows of the step that has just ended.
 
     steps_done, steps_us             finished steps, and the lengths of the last ones, newest last
-    early_updates, awaits_factors    whether updates will begin before `step()`, and whether they wait for clipping's or the loss
-                                     scale's factor
+    early_updates, awaits_factors    whether updates will begin before `step()`, and whether they
+                                     wait for clipping's or the loss scale's factor
     """
 
     steps_done: int = 0
@@ -51,12 +52,14 @@ class StepReport:
     steps_us          lengths of the last steps, newest last
     discipline        how the runtime works now
     can_measure       whether it ran captured graphs, and those before were not all cold
-    complete, lost    whether enough steps are measured, and whether none of them ran captured graphs
+    complete, lost    whether enough steps are measured, and whether none of them ran captured
+                      graphs
     order_known       whether the forward's order has just become known, which a given k counts in
     follows_ends      whether the streamed share follows when updates end
     ends_seen         steps that have told when their updates end, since that was last looked at
     predicted_us      of the plan in force; None where nothing is predicted
-    all_on_device_us  predicted for all states on the device; None where they do not fit, rest there already, or are not compared with
+    all_on_device_us  predicted for all states on the device; None where they do not fit, rest there
+                      already, or are not compared with
     """
 
     steps_done: int
@@ -74,7 +77,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How much more evidence is needed than at first: `factor` times as many steps, whatever the reason to act.
+    """How much more evidence is needed than at first: `factor` times as many steps, whatever the
+    reason to act.
 
     It doubles after what did not pay, and is at its beginning again once the program has changed.
     """
@@ -92,20 +96,25 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Steps of another length. `is_new`: no such steps have been followed before; else they go to and fro."""
+    """Steps of another length. `is_new`: no such steps have been followed before; else they go to
+    and fro.
+    """
 
     why: str
     is_new: bool
 
 
 class Lengths:
-    """When the lengths of steps ask for a plan to be looked at again; `window` steps are measured for that.
+    """When the lengths of steps ask for a plan to be looked at again; `window` steps are measured
+    for that.
 
-        at once                 when steps are 10% longer or shorter than those that the plan in force was judged by
+        at once                 when steps are 10% longer or shorter than those that the plan in
+                                force was judged by
         every `every` steps     when they are by 3%
         half as long after a move, to see what it brought
 
-    Lengths that were followed are remembered: a loop that goes to and fro between two of them needs patience.
+    Lengths that were followed are remembered: a loop that goes to and fro between two of them needs
+    patience.
     """
 
     def __init__(self, every: int, window: int) -> None:
@@ -173,7 +182,8 @@ class Trial:
 
 
 class Promise:
-    """Holds steps under a solved plan against what all states on the device would take: a slower plan was solved from wrong times.
+    """Holds steps under a solved plan against what all states on the device would take: a slower
+    plan was solved from wrong times.
 
     hope    by how much predictions for states on the host were too short, as a trial has shown
     """
@@ -187,7 +197,9 @@ class Promise:
         self._before_us, self._predicted_us = 0.0, 0.0
 
     def restart(self) -> None:
-        """Another plan is in force, or the same with other times: the steps before say nothing of it."""
+        """Another plan is in force, or the same with other times: the steps before say nothing of
+        it.
+        """
         self._steps_us.clear()
         self._seen, self._settling = 0, _SETTLING_STEPS
 
@@ -204,7 +216,9 @@ class Promise:
             self._seen += 1
 
     def judged(self, report: StepReport, patience: Patience) -> bool | None:
-        """Whether the plan keeps its promise; None where too few steps have told. A plan that does is judged again later."""
+        """Whether the plan keeps its promise; None where too few steps have told. A plan that does
+        is judged again later.
+        """
         if self._seen < patience.of(PROMISE_STEPS):
             return None
         self._before_us = self._median_us()

@@ -28,7 +28,9 @@ from .test_streaming import running
 
 
 def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
-    """Of the step before the last commit; slow CPU updates end later, a kind that did not run has 0."""
+    """Of the step before the last commit; slow CPU updates end later, a kind that did not run has
+    0.
+    """
     with running() as engine:
         loop = EngineLoop(engine, (5000, 6000), torch.float32, streamed=frozenset([1]))
         loop.step()
@@ -53,7 +55,9 @@ def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
 
 
 def test_pauses_between_updates_are_told() -> None:
-    """Workers that wait for the next gradient have paused for as long; without late gradients they have worked since their first update."""
+    """Workers that wait for the next gradient have paused for as long; without late gradients they
+    have worked since their first update.
+    """
     with running() as engine:
         loop = EngineLoop(engine, (5000, 6000), torch.float32)
         engine.set_delay(Stage.LANDING, 60_000)
@@ -73,8 +77,9 @@ def test_pauses_between_updates_are_told() -> None:
 
 @pytest.mark.sample(0)
 def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
-    """Put on the lane together, streamed states never end before the updates by the CPU that stand between them, however few they are: what
-    they stood is told. Where they are what takes long they stood for nothing.
+    """Put on the lane together, streamed states never end before the updates by the CPU that stand
+    between them, however few they are: what they stood is told. Where they are what takes long they
+    stood for nothing.
     """
     hosted, streamed = 40, 6
     with running() as engine:
@@ -94,7 +99,9 @@ def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
 
 
 def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
-    """Where it ends last its end tells when gradients came, and a share moved by that would be moved again and again; it can take more."""
+    """Where it ends last its end tells when gradients came, and a share moved by that would be
+    moved again and again; it can take more.
+    """
     units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
     plan = prefix_plan(units, 0, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
     for ends, moves in (((1e6, 0.3e6, 0.5e6), False), ((1e6, 0.3e6, 0.05e6), True), ((0.3e6, 1e6, 0.15e6), True)):
@@ -106,7 +113,9 @@ def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
 
 
 def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
-    """It is believed to until steps were seen in which no gradient left before its row's update had ended, and again with another k."""
+    """It is believed to until steps were seen in which no gradient left before its row's update had
+    ended, and again with another k.
+    """
     units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
     balancing = Balancing()
     for k in (0, 1):
@@ -121,7 +130,9 @@ def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
 
 
 def test_a_share_that_noise_moves_back_stays() -> None:
-    """A second move the other way needs ends twice as far apart, a third four times; a plan with another k begins anew."""
+    """A second move the other way needs ends twice as far apart, a third four times; a plan with
+    another k begins anew.
+    """
     units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
 
     def made(k: int) -> Plan:
@@ -150,7 +161,9 @@ def test_a_share_that_noise_moves_back_stays() -> None:
 
 
 def test_another_choice_of_parameters_with_the_same_sum_is_no_move() -> None:
-    """Where whole parameters cannot give the share that is wanted, the plan stays: each move holds a step up."""
+    """Where whole parameters cannot give the share that is wanted, the plan stays: each move holds
+    a step up.
+    """
     sizes = ((300,), (100, 200), (100, 200), (300,))
     units = tuple(Unit(i, f"layers.{i}", sum(numels), tuple(f"{i}.{j}" for j in range(len(numels))), 2 * sum(numels), param_numels=numels)
                   for i, numels in enumerate(sizes))
@@ -186,7 +199,9 @@ def made() -> Iterator[Twins]:
 
 @pytest.fixture
 def twins(made: Twins, monkeypatch: pytest.MonkeyPatch) -> Twins:
-    """With a controller of its own that has a plan in force, in a program whose steps do not change."""
+    """With a controller of its own that has a plan in force, in a program whose steps do not
+    change.
+    """
     planning = made.session.planning
     monkeypatch.setattr(Planning, "discipline", property(lambda self: USUAL))
     for name in ("drifted", "shifted"):  # steps of a busy machine differ
@@ -216,7 +231,9 @@ def put_in_force(twins: Twins, plan: Plan) -> None:
 def test_shares_move_towards_the_kind_that_ends_early(
     twins: Twins, ends: FinishTimes, grows: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While steps show that one kind ends late, parameters go to the other, a few at a time, and the training is the reference's."""
+    """While steps show that one kind ends late, parameters go to the other, a few at a time, and
+    the training is the reference's.
+    """
     planning = twins.session.planning
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: ends)
     seen: list[float] = []
@@ -248,7 +265,9 @@ def test_shares_move_towards_the_kind_that_ends_early(
 def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
     twins: Twins, gain_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change that is predicted to lengthen steps, or to gain less in 200 of them than it costs, is not made: times are to be measured."""
+    """A change that is predicted to lengthen steps, or to gain less in 200 of them than it costs,
+    is not made: times are to be measured.
+    """
     planning = twins.session.planning
 
     def predict(profile: object, plan: Plan, discipline: Discipline) -> dict[str, float]:
@@ -282,7 +301,9 @@ def measuring(twins: Twins, profile: object, measured: Callable[[], None]) -> Ca
 
 
 def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends of updates that contradict the profile have the next steps measured; what those refuse is asked for half as often."""
+    """Ends of updates that contradict the profile have the next steps measured; what those refuse
+    is asked for half as often.
+    """
     planning = twins.session.planning
     asked: list[int] = []
     measured: list[int] = []
@@ -311,8 +332,9 @@ def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypat
 
 
 def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that works otherwise than the plan was solved for, in 8 steps in a row, has the next steps measured and its plan solved,
-    share and all, though balanced ends ask for nothing; a change that comes and goes has not, and a second one takes 16. No bit changes.
+    """A runtime that works otherwise than the plan was solved for, in 8 steps in a row, has the
+    next steps measured and its plan solved, share and all, though balanced ends ask for nothing; a
+    change that comes and goes has not, and a second one takes 16. No bit changes.
     """
     planning = twins.session.planning
     early, late = Discipline(early_updates=True), Discipline(commit_at="backward_end")

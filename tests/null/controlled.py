@@ -1,4 +1,6 @@
-"""A program as the controller sees it: steps go in, and what it asks for is answered as the test says."""
+"""A program as the controller sees it: steps go in, and what it asks for is answered as the test
+says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One machine decides when steps are measured, a plan is solved, and states move; it never goes round."""
+"""One machine decides when steps are measured, a plan is solved, and states move; it never goes
+round.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def settled(**how: object) -> Program:
 
 
 def test_every_event_in_every_state_is_defined() -> None:
-    """The table is total, every state is reached from the first one, and a plan that is to stay is left by nothing."""
+    """The table is total, every state is reached from the first one, and a plan that is to stay is
+    left by nothing.
+    """
     assert set(TRANSITIONS) == {(state, event) for state in State for event in Event}
     reached = {State.WARMING}
     for _ in State:
@@ -65,7 +69,9 @@ def test_any_events_in_any_order_leave_a_state_and_a_reason(events: list[Event],
 
 
 def decisions(steps_us: list[float], every: int, window: int, moves: set[int]) -> list[int]:
-    """Counts of finished steps at which decisions fall when the program runs like this; those numbered in `moves` move."""
+    """Counts of finished steps at which decisions fall when the program runs like this; those
+    numbered in `moves` move.
+    """
     program = Program(every, window)
     program.solves = lambda asked: Event.MOVED if len(program.solved) - 1 in moves else Event.STAYED
     for us in steps_us:
@@ -75,7 +81,9 @@ def decisions(steps_us: list[float], every: int, window: int, moves: set[int]) -
 
 @given(every=st.integers(1, 30), window=st.integers(1, 8), steps=st.integers(60, 120), moves=st.integers(0, 3))
 def test_steady_steps_are_measured_once_for_each_plan(every: int, window: int, steps: int, moves: int) -> None:
-    """The first decision comes after the cold steps and one window; after each move there is one more; then nothing is measured."""
+    """The first decision comes after the cold steps and one window; after each move there is one
+    more; then nothing is measured.
+    """
     found = decisions([1000.0] * steps, every, window, set(range(moves)))
     wanted = [COLD_STEPS + window + i * max(every // 2, window + 1, 1) for i in range(moves + 1)]
     assert found == [done for done in wanted if done <= steps]
@@ -83,7 +91,9 @@ def test_steady_steps_are_measured_once_for_each_plan(every: int, window: int, s
 
 @given(change=st.integers(8, 60), factor=st.sampled_from([0.94, 1.06]))
 def test_a_small_change_waits_for_the_regular_look(change: int, factor: float) -> None:
-    """6% is no drift; the look at most every 20 steps, less the window, sees it once its median is new, and a window later it is judged."""
+    """6% is no drift; the look at most every 20 steps, less the window, sees it once its median is
+    new, and a window later it is judged.
+    """
     found = decisions([1000.0] * change + [factor * 1000.0] * 60, 20, 5, set())
     assert any(change < done <= change + 15 + 3 + 5 for done in found)
     assert len(found) <= 3  # a window that was half old is judged once more
@@ -91,14 +101,18 @@ def test_a_small_change_waits_for_the_regular_look(change: int, factor: float) -
 
 @given(change=st.integers(8, 100), factor=st.sampled_from([0.3, 0.7, 1.3, 3.0]), moves=st.sets(st.integers(0, 12)))
 def test_a_change_is_followed_within_20_steps(change: int, factor: float, moves: set[int]) -> None:
-    """Most of the window of some decision comes after any large change within 20 steps, also where plans moved just before."""
+    """Most of the window of some decision comes after any large change within 20 steps, also where
+    plans moved just before.
+    """
     found = decisions([1000.0] * change + [factor * 1000.0] * 40, 20, 5, moves)
     assert any(change + 3 <= done <= change + 20 for done in found)
 
 
 @given(changes=st.lists(st.sampled_from([500.0, 800.0, 1250.0, 2000.0, 3200.0]), min_size=1, max_size=5, unique=True))
 def test_new_lengths_are_followed_at_once_however_patient_the_controller_is(changes: list[float]) -> None:
-    """A program that changes to lengths never seen before is measured as soon as two of the last three steps are new."""
+    """A program that changes to lengths never seen before is measured as soon as two of the last
+    three steps are new.
+    """
     program = settled()
     program.controller.patience = Patience(64)
     for us in changes:
@@ -179,7 +193,9 @@ def test_with_replan_every_0_nothing_moves_after_the_first_plan(
 def test_moves_are_few_whatever_steps_show(
     reports: list[tuple[float, Discipline, bool, float | None, bool]], ends: list[Event], shares: list[Event], every: int, window: int
 ) -> None:
-    """Solved plans are `window` + 1 steps apart, balanced ones 4, and states are tried on the device once in 500 steps."""
+    """Solved plans are `window` + 1 steps apart, balanced ones 4, and states are tried on the
+    device once in 500 steps.
+    """
     program = Program(every, window)
     program.solves = lambda asked: ends[len(program.solved) % len(ends)]
     program.balances = lambda: shares[len(program.looked) % len(shares)]
@@ -198,7 +214,9 @@ def test_moves_are_few_whatever_steps_show(
 def test_what_never_pays_is_asked_for_less_and_less(
     reports: list[tuple[float, Discipline, bool, float | None, bool]]
 ) -> None:
-    """Steps of one length, of which every reason to act is refused: few are measured, and ever fewer."""
+    """Steps of one length, of which every reason to act is refused: few are measured, and ever
+    fewer.
+    """
     program = Program(solves=stays, balances=lambda: Event.CONTRADICTED)
     run(program, reports, 3 * LONG)
     assert len(program.solved) <= 22
@@ -211,7 +229,9 @@ def test_what_never_pays_is_asked_for_less_and_less(
 def test_a_loop_that_goes_to_and_fro_is_not_measured_for_ever(
     half: int, other: float, with_lengths: bool, works: bool, moves: bool, window: int
 ) -> None:
-    """Between two lengths, two ways of working, or both: it is followed a few times, and then no longer."""
+    """Between two lengths, two ways of working, or both: it is followed a few times, and then no
+    longer.
+    """
     program = Program(window=window)
     program.solves = lambda asked: Event.MOVED if moves and asked is not Event.LOOK else Event.STAYED
     for step in range(2 * LONG):
@@ -226,7 +246,9 @@ def test_a_loop_that_goes_to_and_fro_is_not_measured_for_ever(
 
 @pytest.mark.parametrize("every", [1000, 20])
 def test_a_refusal_counts_once_times_were_measured_again(every: int) -> None:
-    """Ends of updates that contradict the profile have steps measured; what those refuse is asked for half as often."""
+    """Ends of updates that contradict the profile have steps measured; what those refuse is asked
+    for half as often.
+    """
     program = settled(every=every, balances=lambda: Event.CONTRADICTED)
     program.steps(60, streams=True)
     looks, measured, window = program.looked, program.solved[1:], program.window
@@ -286,7 +308,9 @@ def promised(step_us: float) -> Program:
 
 
 def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
-    """Steps no longer than all states on the device were predicted to take raise no doubt; nor where they do not fit there."""
+    """Steps no longer than all states on the device were predicted to take raise no doubt; nor
+    where they do not fit there.
+    """
     for step_us, all_us in ((205.0, ALL_US), (900.0, None)):
         program = promised(step_us)
         assert until(program, lambda us=step_us: us, all_us, 200).event is Event.STEPPED  # type: ignore[misc]
@@ -295,7 +319,9 @@ def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
 
 
 def test_all_states_on_the_device_stay_where_their_steps_are_shorter() -> None:
-    """Measured again, tried, kept; from then on predictions of states on the host are scaled by what they were off."""
+    """Measured again, tried, kept; from then on predictions of states on the host are scaled by
+    what they were off.
+    """
     program = promised(400.0)
     doubted = until(program, lambda: 400.0, ALL_US)
     assert doubted.event is Event.DOUBTED
