@@ -1,15 +1,17 @@
 """CPU and streamed updates that end together: the streamed share, moved by what running steps show.
 
-Where both kinds of update work without a pause from their first one on, a step is shortest where neither ends before the other. How
-fast each is beside the other no profile of single stages tells (they share host memory and the link), but when each ended is seen in
-every step:
+Where both kinds of update work without a pause from their first one on, a step is shortest where
+neither ends before the other. How fast each is beside the other no profile of single stages tells
+(they share host memory and the link), but when each ended is seen in every step:
 
     y' = y + (t_cpu - t_streamed) / (w_cpu / (1 - y) + (1 - r) w_streamed / (y + (1 - y) r))
 
-is where both would end together at the rates that they had: t is when each ended, w the time for which it worked. y is the streamed share
-of the parameters that rest on the host. Streamed states travel to the device on one lane with the new weights of what the CPU updates, of
-r times as many bytes: what is streamed more sends fewer of those. They may stand there behind new weights that the CPU is yet to update:
-then they end with the CPU, whatever the share, and how long they stood is what they would have ended earlier.
+is where both would end together at the rates that they had: t is when each ended, w the time for
+which it worked. y is the streamed share of the parameters that rest on the host. Streamed states
+travel to the device on one lane with the new weights of what the CPU updates, of r times as many
+bytes: what is streamed more sends fewer of those. They may stand there after new weights that the
+CPU has not updated: then they end with the CPU, whatever the share, and how long they stood is what
+they would have ended earlier.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Ends:
 
     cpu_us       when the last update by the CPU ended
     streamed_us  when the last streamed states were on the device
-    held_us      of that: for how long they stood behind new weights that the CPU was yet to update
+    held_us      of that: for how long they stood after new weights that the CPU had not updated
     begun_us     when the first update by the CPU began
     """
 
@@ -53,13 +55,16 @@ class Ends:
 
 
 def streamed_share(plan: Plan) -> float:
-    """The streamed share of the parameters whose states rest on the host; 0 where there are none."""
+    """The streamed share of the parameters whose states rest on the host; 0 where there are none.
+    """
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
     return streamed / (streamed + by_cpu) if streamed else 0.0
 
 
 def weights_ratio(units: Sequence[Unit]) -> float:
-    """r: bytes of new weights over those of streamed states of as many parameters, on the lane to the device."""
+    """r: bytes of new weights over those of streamed states of as many parameters, on the lane to
+    the device.
+    """
     states = sum(unit.stream_bytes for unit in units)
     return sum(unit.grad_bytes for unit in units) / states  # a weight has its gradient's dtype
 
@@ -71,7 +76,8 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
     ends       of each step
     step_us    length of a step
     ratio      0 <= r < 1, of `weights_ratio`
-    tolerance  share of a step by which the ends may differ; they may by what the steps' scatter explains, too
+    tolerance  share of a step by which the ends may differ; they may by what the steps' scatter
+               explains, too
     """
     seen = _median(ends)
     noise_us = standard_error([step.late_us for step in ends], len(ends))
@@ -84,7 +90,8 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
 
 
 def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
-    """The plan with few whole parameters moved between CPU and STREAM, so that of every prefix of units about `share` is streamed.
+    """The plan with few whole parameters moved between CPU and STREAM, so that of every prefix of
+    units about `share` is streamed.
 
     units   with the sizes of their parameters, in forward order
     why     the reason of the rows that are moved
@@ -106,7 +113,7 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
 def balance_reason(ends: Sequence[Ends], steps_done: int) -> str:
     """What was seen, for rows that move."""
     seen = _median(ends)
-    held = f", {time_text(seen.held_us)} of them behind the CPU's" if seen.held_us else ""
+    held = f", {time_text(seen.held_us)} of them after the CPU's" if seen.held_us else ""
     streamed = time_text(seen.streamed_us) + held
     return f"after {steps_done} steps CPU updates ended {time_text(seen.cpu_us)} after the commit, streamed ones {streamed}"
 
@@ -116,12 +123,16 @@ def _median(ends: Sequence[Ends]) -> Ends:
 
 
 def _worked_us(end_us: float, begun_us: float) -> float:
-    """From the first update on; at least a quarter of the time: which kind begins first is not known, and a move too far costs two."""
+    """From the first update on; at least a quarter of the time: which kind begins first is not
+    known, and a move too far costs two.
+    """
     return max(end_us - begun_us, end_us / 4)
 
 
 def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
-    """The parameter whose move brings the streamed part nearest to what is wanted; None where none brings it nearer."""
+    """The parameter whose move brings the streamed part nearest to what is wanted; None where none
+    brings it nearer.
+    """
     source = Placement.CPU if missing > 0 else Placement.STREAM
     least = SMALL_PARAMETER_SHARE * max(piece.numel for piece in pieces)
     large = [i for i, piece in enumerate(pieces) if piece.placement is source and piece.numel >= least]

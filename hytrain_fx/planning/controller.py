@@ -217,8 +217,8 @@ class Controller:
         if self.state in (State.WARMING, State.ASKED):
             return self._before_measuring(report)
         if self.state is State.MEASURING and report.complete:
-            return (Event.LOST, "none of the measured steps ran captured graphs") if report.lost else (
-                Event.MEASURED, self._why)
+            lost = (Event.LOST, "none of the measured steps ran captured graphs")
+            return lost if report.lost else (Event.MEASURED, self._why)
         if self.state is State.TRYING:
             return self._tried(report)
         return self._watched(report) if self.state in (State.SETTLED, State.BALANCING) else (Event.STEPPED, "")

@@ -179,7 +179,7 @@ class Planning:
                 self._after_step()
             except Exception as error:
                 if self._due is None:  # else it is for the next forward to say
-                    self._do(self.controller.hear(Event.FAILED, f"measuring a step failed: {error}"))
+                    self._do(self.controller.hear(Event.FAILED, f"measuring a step failed ({type(error).__name__})"))
                 raise
 
     def _after_step(self) -> None:
@@ -281,8 +281,8 @@ class Planning:
                     why = f"{better.notes[-1]}: predicted {time_text(better_us)} a step instead of {time_text(present_us)}"
                     self.controller.hear(Event.CONTRADICTED, f"not moved: {why}")
                     return
-        self.controller.hear(Event.APART, better.notes[-1])
-        self._due = _Due(Event.PLACED, better)
+        if self.controller.hear(Event.APART, better.notes[-1]).action is Action.PLACE:
+            self._due = _Due(Event.PLACED, better)
 
     # ---- before a forward ----
 
@@ -297,7 +297,7 @@ class Planning:
             except BaseException as error:
                 solves, unmeasured = self._due is not None and self._due.plan is None, self.profile is None
                 failed = Event.UNMEASURED if solves and unmeasured else Event.FAILED
-                self._do(self.controller.hear(failed, f"making a plan failed: {error}"))
+                self._do(self.controller.hear(failed, f"making a plan failed ({type(error).__name__})"))
                 raise
             finally:
                 self._due = None

@@ -6,7 +6,7 @@ engine's records.
 Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its
 parameters only is given the time of all at the same rate. One that did not run it (a unit on the
 device has no CPU update) keeps its time of the profile before, times the change that the others
-show, else it gets their rate, else that of a probe.
+show, else it gets their rate, else a probe's.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def _stages(measured: Measured, probes: Probes, before: Profile | None, streams:
 
 
 def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
-    """Microseconds by unit, for each step; CPU workers run side by side, so theirs is divided among
-    them.
+    """Microseconds by unit, for each step; CPU workers run side by side, so their time is divided
+    among them.
 
     A step's records are those that begin between its end and that of the next: from commit to
     commit, so what a slow device has not reached yet counts once all the same.

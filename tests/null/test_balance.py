@@ -117,4 +117,4 @@ def test_a_plan_without_states_on_the_host_streams_nothing() -> None:
 def test_the_reason_names_both_ends() -> None:
     """What moved a row can be read from it."""
     assert balance_reason([Ends(2e5, 1e5)], 12) == "after 12 steps CPU updates ended 200 ms after the commit, streamed ones 100 ms"
-    assert balance_reason([Ends(2e5, 2e5, held_us=5e4)], 12).endswith("streamed ones 200 ms, 50 ms of them behind the CPU's")
+    assert balance_reason([Ends(2e5, 2e5, held_us=5e4)], 12).endswith("streamed ones 200 ms, 50 ms of them after the CPU's")
