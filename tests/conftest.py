@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ for variable in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
         atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+SLOWEST_FILES = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +49,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell which files took longest, over all their tests; pytest's own `--durations` tells which tests."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)):
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) < 2:
+        return
+    terminalreporter.section(f"slowest {min(SLOWEST_FILES, len(seconds))} of {len(seconds)} files, {sum(seconds.values()):.0f} s in all")
+    for path in sorted(seconds, key=seconds.__getitem__, reverse=True)[:SLOWEST_FILES]:
+        terminalreporter.line(f"{seconds[path]:.2f}s {path}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """A process of xdist is given all paths, so it is told what its parent was given."""
@@ -62,7 +76,7 @@ def _names_tests(config: pytest.Config) -> bool:
 
 
 def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """All parameter sets of each test marked `sample(count)`, except for `count` that are spread evenly."""
+    """All parameter sets of each test marked `sample(count)`, except for `count` of them."""
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample") is not None:
@@ -71,9 +85,31 @@ def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
     for family in families.values():
         marker = family[0].get_closest_marker("sample")
         assert marker is not None
-        count = min(marker.args[0], len(family))
-        left_out.update(set(family) - {family[i * len(family) // count] for i in range(count)})
+        left_out.update(set(family) - _sampled(family, min(marker.args[0], len(family))))
     return left_out
+
+
+def _sampled(family: list[pytest.Item], count: int) -> set[pytest.Item]:
+    """So many sets that as many values of each parameter occur as can; spread evenly where that leaves a choice."""
+    spread = [family[i * len(family) // count] for i in range(count)]
+    candidates = dict.fromkeys([*spread, *family])
+    chosen, seen = set[pytest.Item](), Counter[tuple[str, int]]()
+
+    def news(item: pytest.Item) -> tuple[int, int]:
+        times = [seen[value] for value in _values(item)]
+        return times.count(0), -sum(times)
+
+    while len(chosen) < count:
+        best = max(candidates, key=news)
+        del candidates[best]
+        chosen.add(best)
+        seen.update(_values(best))
+    return chosen
+
+
+def _values(item: pytest.Item) -> list[tuple[str, int]]:
+    callspec = getattr(item, "callspec", None)
+    return [] if callspec is None else [(name, id(value)) for name, value in callspec.params.items()]
 
 
 def _why_no_cuda() -> str:

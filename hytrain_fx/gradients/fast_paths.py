@@ -23,6 +23,7 @@ from torch import Tensor
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.factors import Factor, Form, Scaling, effective_factor
 from hytrain_fx.gradients.state import GradState, state_of
+from hytrain_fx.runtime.states.store import is_dense
 from hytrain_fx.torch_private.tensors import is_tracing, metadata_functions, private_function, property_reader, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
@@ -138,18 +139,8 @@ def _one_kind(tensors: object) -> bool:
         return False
     with without_torch_function():
         alike = all(len(set(map(read, tensors))) == 1 for read in (_dtype_of, _device_of, _layout_of))
-        return alike and _layout_of(tensors[0]) == torch.strided and (all(map(Tensor.is_contiguous, tensors)) or all(map(_dense, tensors)))
-
-
-def _dense(tensor: Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for size, stride in sorted(((s, st) for s, st in zip(tensor.shape, tensor.stride(), strict=True) if s != 1), key=lambda pair: pair[1]):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        strided = alike and _layout_of(tensors[0]) == torch.strided
+        return strided and (all(map(Tensor.is_contiguous, tensors)) or all(map(is_dense, tensors)))
 
 
 # --- scaling

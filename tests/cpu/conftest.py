@@ -1,4 +1,4 @@
-"""How torch runs in these tests: one intra-op thread, and Inductor without kernels of its own where they are not the subject."""
+"""How torch runs in these tests: one intra-op thread, and without Inductor or its kernels where they are not the subject."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch._inductor import config as inductor_config
 
 from hytrain_fx.session.turns import CHECK_LOCKS
+
+from .interpreted import graphs_interpreted
 
 # Compiling makes millions of objects that live long: looking through all of them every 700 takes a tenth of a test's time.
 gc.freeze()
@@ -33,11 +35,21 @@ def torch_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def inductor_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In modules marked `fused_kernels` Inductor generates kernels, as it does for users; elsewhere the ops of its graphs run one by one.
+def compiled_graphs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What becomes of captured graphs in a module.
 
-    The C++ compiler takes half of a test's time. What a loop does between the graphs is the same either way; where buffers are written
-    again and what is fused with what is not.
+        marked `fused_kernels`                  Inductor compiles them and generates kernels, as it does for users
+        marked `inductor`, all with `--all`     Inductor compiles them; the ops run one by one
+        else                                    they run as FX has them, op by op (`interpreted`)
+
+    What a loop does between the graphs is the same each time. In what order ops run, what memory is written again and what is fused is
+    not. Inductor takes more than half of a test's time, the C++ compiler half of the rest.
     """
-    with inductor_config.patch(fallback_by_default=request.node.get_closest_marker("fused_kernels") is None):
+    if request.node.get_closest_marker("fused_kernels") is not None:
         yield
+    elif request.node.get_closest_marker("inductor") is not None or request.config.getoption("--all"):
+        with inductor_config.patch(fallback_by_default=True):
+            yield
+    else:
+        with graphs_interpreted():
+            yield

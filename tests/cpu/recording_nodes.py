@@ -6,14 +6,12 @@ the loss or a gradient into NaN.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import fx, nn
 
@@ -22,7 +20,8 @@ from hytrain_fx.capture.captured_graph import CapturedGraph
 from hytrain_fx.capture.units import Unit, group_units
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
-from hytrain_fx.torch_private import tensors
+
+from .interpreted import graphs_interpreted
 
 
 class RecordingNodes:
@@ -165,23 +164,13 @@ def copy_captured(graph: CapturedGraph) -> CapturedGraph:
     )
 
 
-def compile_interpreted(model: nn.Module) -> None:
-    """Compile in place without a rewrite: the reference for `graphs_interpreted`."""
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with tensors.autograd_cache_off():
-            return tensors.compile_fx(gm, inputs, tensors.compile_fx_inner, {})
-
-    model.compile(backend=backend)
-
-
 def assert_trains_alike(model: nn.Module, batches: Sequence[tuple[Any, ...]], poison: bool = True, **compile_options: Any) -> Rewritten:
     """Losses and weights after some steps have the same bits with and without the rewrite, and each gradient was offloaded once a step."""
     plain = copy.deepcopy(model)
     ours = compile_rewritten(model, poison, **compile_options)
     ours.nodes.hide(range(len(ours.names)))
     losses = train(model, batches, ours.nodes.step)
-    compile_interpreted(plain)
+    plain.compile()
     assert losses == train(plain, batches)
     assert_same_weights(ours, plain)
     return ours
@@ -211,22 +200,3 @@ def assert_same_weights(model: Rewritten, plain: nn.Module) -> None:
     expected = plain.state_dict()
     for name, value in model.model.state_dict().items():
         assert torch.equal(value, expected[name]), f"{name} differs by {(value - expected[name]).abs().max()}"
-
-
-@contextlib.contextmanager
-def graphs_interpreted() -> Iterator[None]:
-    """Run captured graphs node by node instead of through Inductor's back half, which takes seconds to compile each."""
-
-    def interpret(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        def run(args: list[Any]) -> Any:
-            values = list(args)
-            args.clear()
-            with torch.no_grad():
-                return fx.Interpreter(module).run(*values)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "compile_fx_inner", interpret)
-        yield

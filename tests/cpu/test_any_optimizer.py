@@ -51,7 +51,7 @@ def clipped(model: Any, optimizer: Any, batches: Batches) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", EVERY)
 def test_training_has_the_plain_loops_bits(name: str) -> None:
     """Rows on the host and on the device, clipping, accumulation, a scheduler: losses, weights, checkpoint as in the plain loop."""

@@ -164,7 +164,7 @@ BETWEEN: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_what_loops_do_gives_the_bits_of_the_plain_loop(twins: Twins, between: Callable[[Any, Any, int], Any]) -> None:
     """Norms, factors, sums and edits are those of fp32 gradients; losses, figures and weights are the plain loop's."""

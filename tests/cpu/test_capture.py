@@ -28,14 +28,15 @@ from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.torch_private import tensors
 from tests.cpu import models
+from tests.cpu.interpreted import graphs_interpreted
 from tests.cpu.recording_nodes import (
     assert_trains_alike,
     capture_only,
-    compile_interpreted,
     compile_rewritten,
-    graphs_interpreted,
     train,
 )
+
+pytestmark = pytest.mark.inductor
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
 KIND = "single_label_classification"  # left out, the library sets it at the first forward, which recompiles
@@ -167,7 +168,7 @@ def test_an_inference_graph_waits(interpreted: None) -> None:
     plain = copy.deepcopy(model)
     ours = compile_rewritten(model)
     train(ours.model, batches, ours.nodes.step)
-    compile_interpreted(plain)
+    plain.compile()
     train(plain, batches)
     with torch.no_grad():
         assert torch.equal(ours.model(*batches[0]), plain(*batches[0]))

@@ -29,6 +29,7 @@ def described(state: dict[str, Any]) -> dict[Any, dict[str, Any]]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_an_fp32_checkpoint_is_that_of_torch(k: int, amsgrad: bool) -> None:
@@ -51,6 +52,7 @@ def test_an_fp32_checkpoint_is_that_of_torch(k: int, amsgrad: bool) -> None:
     hytrain_fx.close(found_model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("k", "then"), [(0, 0), (0, 4), (2, 0)])
 def test_resuming_is_never_having_stopped(dtype: torch.dtype, k: int, then: int) -> None:
@@ -99,6 +101,7 @@ def rounded_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("rounded_root")
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("how", ["state_dict", "compile in mid-run"])
@@ -130,6 +133,7 @@ def test_a_plain_run_goes_on_here(k: int, how: str) -> None:
     hytrain_fx.close(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("rounded_root")
 @pytest.mark.parametrize("k", K)
 def test_our_run_goes_on_in_plain_torch(k: int) -> None:
@@ -166,6 +170,7 @@ def test_masters_of_16_bit_parameters_are_saved_and_may_be_missing() -> None:
     hytrain_fx.close(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", K)
 def test_weights_loaded_after_compile_reach_the_masters(dtype: torch.dtype, k: int) -> None:

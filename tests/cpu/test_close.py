@@ -111,7 +111,7 @@ def trained(name: str, closed: bool) -> References:
     return found
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_a_model_is_left(name: str, closed: bool) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session import call_gate
-from hytrain_fx.session.call_gate import MOST_LAYOUTS
 
 from .loops import HYPER, Twins, plain_loop
 from .models import Batches, mlp
@@ -39,6 +38,7 @@ def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any])
     made.close()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 1, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient(options: dict[str, Any], steps_before: int) -> None:
@@ -68,12 +68,15 @@ def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient(opti
     made.close()
 
 
+FEW_LAYOUTS = 3
+
+
 class Deep(nn.Module):
-    """More layers than layouts that are compiled at a time."""
+    """More layers than `FEW_LAYOUTS`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(MOST_LAYOUTS + 3)])
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(FEW_LAYOUTS + 3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()  # type: ignore[no-any-return]
@@ -86,6 +89,7 @@ def deep() -> tuple[nn.Module, Batches]:
 @pytest.mark.filterwarnings("error:the model's parameters have changed places")
 def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In more stages than layouts are compiled at a time: graphs of early stages go, each stage is compiled."""
+    monkeypatch.setattr(call_gate, "MOST_LAYOUTS", FEW_LAYOUTS)
     monkeypatch.setattr(call_gate, "OUT_OF_USE_CALLS", 4)
     made = Twins(deep, k=0, timeout_s=20.0)
 

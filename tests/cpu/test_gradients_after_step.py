@@ -33,9 +33,18 @@ def made_of(dtype: torch.dtype) -> Callable[[], tuple[Any, Batches]]:
     return make
 
 
-@pytest.fixture(scope="module", params=[(plan, dtype) for plan in PLANS for dtype in DTYPES], ids=str)
-def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
-    plan, dtype = request.param
+@pytest.fixture(scope="module", params=PLANS)
+def plan(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def twins(plan: str, dtype: str) -> Iterator[Twins]:
     made = Twins(made_of(DTYPES[dtype]), workers=2, timeout_s=20.0, **PLANS[plan])
     made.agree(plain_loop(2))
     for stage in (Stage.D2H, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D):
@@ -73,7 +82,7 @@ def edit(model: Any) -> None:
 EDITS: dict[str, Callable[[Any], None]] = {"as made": lambda model: None, "clipped": clip, "scaled": scale, "edited": edit}
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", EDITS)
 def test_gradients_are_read_after_step(twins: Twins, how: str) -> None:
     """In some steps, in all, twice in one, at once or after a forward: the values that the step had."""
@@ -99,6 +108,7 @@ def test_gradients_are_read_after_step(twins: Twins, how: str) -> None:
     twins.agree(loop)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", EDITS)
 def test_step_twice_on_one_gradient(twins: Twins, how: str) -> None:
     """A second and a third step() without a backward take the same gradient; a read, an edit or a forward may come between them."""
@@ -128,6 +138,7 @@ def test_step_twice_on_one_gradient(twins: Twins, how: str) -> None:
     twins.agree(loop)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", ["as made", "clipped"])
 def test_the_next_backward_adds_to_gradients_that_a_step_has_taken(twins: Twins, how: str) -> None:
     """A loop that forgets zero_grad(), always or for some steps, trains as badly as a plain one."""
@@ -149,6 +160,7 @@ def test_the_next_backward_adds_to_gradients_that_a_step_has_taken(twins: Twins,
     twins.agree(loop)
 
 
+@pytest.mark.sample(6)
 def test_a_gradient_may_be_kept_over_zero_grad(twins: Twins) -> None:
     """Held by hand it can be read until the next backward; put back, the next step() takes it."""
 
@@ -170,6 +182,7 @@ def test_a_gradient_may_be_kept_over_zero_grad(twins: Twins) -> None:
     twins.agree(loop)
 
 
+@pytest.mark.sample(6)
 def test_a_kept_gradient_never_shows_the_next_one(twins: Twins) -> None:
     """What is held over the next backward says that it is gone, where it was in a slot."""
     twins.restart()
@@ -189,6 +202,7 @@ def test_a_kept_gradient_never_shows_the_next_one(twins: Twins) -> None:
     twins.optimizer.zero_grad()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_gradients_are_read_across_a_new_plan(engine: str, dtype: str) -> None:
@@ -253,6 +267,7 @@ class Writes(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, Writes])
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_gradients_after_steps_of_other_optimizers(k: int, kind: type[torch.optim.Optimizer]) -> None:

@@ -28,7 +28,7 @@ H200 = find_device("h200")
 
 def test_systems_keep_their_order() -> None:
     """For 7 G parameters in 8k tokens: no overlap is slowest, then CoTrain, HyTrainDNN, windows and streaming, each at least as fast."""
-    r = report("llama-7b", "h200", 8192, sequence=2048)
+    r = report("llama-7b", "h200", 8192, sequence=2048, sweep=False)
     steps = [row.step_us for row in r.rows[:6]]
     assert [row.system for row in r.rows] == [system.name for system in SYSTEMS]
     assert steps == sorted(steps, reverse=True)
@@ -54,7 +54,7 @@ def test_markdown_and_json_carry_the_same_figures() -> None:
 
 def test_what_does_not_fit_is_shown_as_such() -> None:
     """10 G parameters fit neither on the device alone nor with all states on that host, but split between both."""
-    fits = {row.system: row.fits for row in report("llama-10b", "h200", 8192, sequence=2048).rows}
+    fits = {row.system: row.fits for row in report("llama-10b", "h200", 8192, sequence=2048, sweep=False).rows}
     assert not fits["all on the device"]
     assert not fits["ZeRO-Offload, no overlap"]
     assert fits["windows, waits per layer"]
@@ -63,17 +63,17 @@ def test_what_does_not_fit_is_shown_as_such() -> None:
 
 def test_tokens_that_hide_all_updates() -> None:
     """From the stated micro-batch on, equal layers stall only for what the first and last of them cannot hide."""
-    r = report(SHAPE, H200, 8192)
+    r = report(SHAPE, H200, 8192, sweep=False)
     tokens = int(1.1 * r.hidden_from_tokens["waits per layer"])
     assert tokens == pytest.approx(1.1 * 525e12 / 5.9e9 / 6, rel=1e-3)
-    few, enough = (report(SHAPE, H200, n, budget_bytes=0).rows[4] for n in (tokens // 4, tokens))
+    few, enough = (report(SHAPE, H200, n, budget_bytes=0, sweep=False).rows[4] for n in (tokens // 4, tokens))
     assert enough.stall_us < 0.1 * enough.step_us
     assert few.stall_us > 0.5 * few.step_us
 
 
 def test_budget_is_obeyed() -> None:
     """With no device memory for states the solved systems keep k=0."""
-    r = report(SHAPE, H200, 8192, budget_bytes=0)
+    r = report(SHAPE, H200, 8192, budget_bytes=0, sweep=False)
     assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, 0, 0, len(SHAPE.units)]
     assert r.rows[5].stream_share > 0.25  # the budget bounds resident states; streamed ones only pass through
     with pytest.raises(PlanError, match="budget of -1"):
