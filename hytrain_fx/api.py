@@ -23,7 +23,7 @@ from hytrain_fx.explain.plan.report import Explanation, Measured
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.timeline import Recording, Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session, find_session
@@ -151,8 +151,7 @@ def _explanation(session: Session) -> Explanation:
         profile=planning.profile,
         discipline=planning.discipline,
         measured=_measured(session),
-        memory=session.resources.in_use(session.states.placement, [session.states[row] for row in range(len(session.table))],
-                                        guesses.shadow_bytes),
+        memory=session.resources.in_use(guesses.shadow_bytes),
         startup=session.startup,
         engine=session.engine.name,
         workers=session.engine.workers,
@@ -188,9 +187,9 @@ def _inspection(session: Session) -> Inspection:
     unit_of = unit_of_rows(session.units)
     names = tuple(unit.name or "(model)" for unit in session.units)
     rows = tuple(
-        InspectedRow(name, names[unit_of[row]], session.states.travelling_bytes(row), str(session.states.placement[row]), p.numel(),
+        InspectedRow(name, names[unit_of[row]], session.states.travelling_bytes(row), session.states.params_by_place(row),
                      session.states.traffic([row]))
-        for row, (name, p) in enumerate(zip(session.table.names, session.table.parameters, strict=True))
+        for row, name in enumerate(session.table.names)
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
     return Inspection(graphs, rows, session.planning.units.task_graph(), names, unit_times(_explanation(session), rows))
@@ -247,7 +246,7 @@ def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Time
     device, launched = session.marks.finished(), session.marks.launched()
     spans = (*device_spans(device), *launch_spans(launched))
     launches = step_launches(device, launched)
-    return from_records(session.engine.take_records(), spans, session.nodes.unit_of, names, begin_us=begin_us, launches=launches)
+    return from_records(session.engine.take_records(), spans, session.unit_of_rows, names, begin_us=begin_us, launches=launches)
 
 
 def _measured(session: Session) -> Measured | None:
@@ -271,8 +270,8 @@ def _measured(session: Session) -> Measured | None:
 
 
 def _cpu_update_us(session: Session, unit: int) -> float | None:
-    placement = session.states.placement
-    rows = [row for row, of in enumerate(session.nodes.unit_of) if of == unit and placement[row] is Placement.CPU]
+    unit_of = session.unit_of_rows
+    rows = [row for row, place in session.states.placement.items() if unit_of[row] == unit and place.updates_on_cpu]
     return sum(session.engine.cpu_update_us(row) for row in rows) if rows else None
 
 

@@ -90,7 +90,7 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
 
 
 def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
-    """The plan with few whole parameters moved between CPU and STREAM, so that of every prefix of
+    """The plan with few pieces moved between CPU and STREAM, so that of every prefix of
     units about `share` is streamed.
 
     units   with the sizes of their parameters, in forward order

@@ -1,22 +1,57 @@
-"""A unit's part of a plan, parameter by parameter: what is moved between placements are whole parameters."""
+"""A unit's part of a plan, piece by piece: a piece is a whole parameter or a range of one.
+
+    whole parameters   where nothing else is known, and of optimizers whose update is not elementwise
+    grains             a parameter that makes up much of its unit may be placed in up to 16 parts
+    a remainder        what a bound on resident states leaves is filled to a chunk, inside a parameter
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import UnitProfile
 from hytrain_fx.ir.task_graph import Unit
 
+# A cut parameter keeps its whole gradient on the device and takes a row of the engine for each piece,
+# so only a parameter is cut without need that its unit cannot be shared out around.
+_CUT_SHARE = 1 / 4  # of its unit
+_LEAST_GRAINS, _MOST_GRAINS = 4, 16  # of one parameter
+
+
+def grains_of(unit: Unit | UnitProfile) -> tuple[int, ...]:
+    """Elements of what may be placed by itself, in the unit's order: parameters, and grains of those that make up much of it."""
+    numels, grain = unit.param_numels or (unit.params,), unit.grain_params
+    if not grain:
+        return numels
+    return tuple(part for numel in numels for part in (_parts(numel, grain) if _is_cut(numel, unit) else (numel,)))
+
+
+def _is_cut(numel: int, unit: Unit | UnitProfile) -> bool:
+    return numel >= _LEAST_GRAINS * unit.grain_params and numel > _CUT_SHARE * unit.params
+
+
+def _parts(numel: int, grain: int) -> tuple[int, ...]:
+    """At most `_MOST_GRAINS` parts, each a multiple of `grain` but for the last."""
+    size = -(-numel // (_MOST_GRAINS * grain)) * grain
+    return tuple(min(size, numel - at) for at in range(0, numel, size))
+
 
 def pieces_of(plan: Plan, unit: Unit | UnitProfile) -> list[PlanRow]:
-    """One row for each parameter of the unit, with the placement and reason of the share that holds its first element."""
-    shares, pieces, at = plan.shares(unit.index), [], 0
-    for numel in unit.param_numels or (unit.params,):
+    """One row for each grain of the unit, cut further where a share of the plan ends in a parameter that may be cut.
+
+    Where parameters are whole, each has placement and reason of the share that holds its first element.
+    """
+    shares, ends = plan.shares(unit.index), set(accumulate(grains_of(unit)))
+    if unit.grain_params:
+        ends.update(share.end for share in shares)
+    pieces, at = [], 0
+    for end in sorted(ends):
         holder = next(row for row in shares if row.begin <= at < row.end)
-        pieces.append(replace(holder, begin=at, end=at + numel))
-        at += numel
+        pieces.append(replace(holder, begin=at, end=end))
+        at = end
     return pieces
 
 
@@ -31,17 +66,69 @@ def joined(pieces: Sequence[PlanRow]) -> list[PlanRow]:
     return rows
 
 
-def with_more_on_device(plan: Plan, unit: Unit | UnitProfile, free_params: float, why: str) -> Plan:
-    """The plan with parameters of `unit`, the first that is not wholly on the device, there too: the largest that fit `free_params`.
+def with_more_on_device(plan: Plan, unit: Unit | UnitProfile, free_bytes: float, state_bytes: float, why: str) -> Plan:
+    """The plan with parameters of `unit`, the first that is not wholly on the device, there too: the largest that fit
+    `free_bytes`, and of the smallest that does not as many chunks as do, where it may be cut.
 
-    The same plan where none fits, and where all of them would. Nothing is predicted for another.
+    `state_bytes` are those of a parameter on the device, gradient included. The same plan where nothing fits, and
+    where all of it would. Nothing is predicted for another.
     """
-    pieces, left = pieces_of(plan, unit), free_params
-    for i in sorted(range(len(pieces)), key=lambda i: -pieces[i].numel):
-        if pieces[i].placement is not Placement.GPU and pieces[i].numel <= left:
-            left -= pieces[i].numel
-            pieces[i] = replace(pieces[i], placement=Placement.GPU, reason=why)
-    if left == free_params or all(piece.placement is Placement.GPU for piece in pieces):
+    pieces, left_bytes = pieces_of(plan, unit), free_bytes
+    ends = list(accumulate(unit.param_numels or (unit.params,)))
+    rest = [Span(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if _is_off_device(pieces, begin, end)]
+    chosen: list[Span] = []
+    for span in sorted(rest, key=lambda span: -span.numel):
+        if span.numel * state_bytes <= left_bytes:
+            left_bytes -= span.numel * state_bytes
+            chosen.append(span)
+    part = _part_that_fits(set(rest) - set(chosen), unit, left_bytes, state_bytes)
+    for span in (*chosen, *part):
+        pieces = _moved(pieces, span, why)
+    if not (chosen or part) or all(piece.placement is Placement.GPU for piece in pieces):
         return plan
     before, after = [row for row in plan.rows if row.unit < unit.index], [row for row in plan.rows if row.unit > unit.index]
     return replace(plan, rows=(*before, *joined(pieces), *after), predicted={})
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A flat range of a unit's elements."""
+
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+def _is_off_device(pieces: Sequence[PlanRow], begin: int, end: int) -> bool:
+    return all(piece.placement is not Placement.GPU for piece in pieces if piece.begin < end and begin < piece.end)
+
+
+def _part_that_fits(rest: Collection[Span], unit: Unit | UnitProfile, left_bytes: float, state_bytes: float) -> tuple[Span, ...]:
+    """As many chunks of the smallest of these parameters as fit; () where none does, or parameters are whole.
+
+    The gradient of a cut parameter stays on the device as a whole.
+    """
+    if not (rest and unit.grain_params):
+        return ()
+    smallest = min(rest, key=lambda span: (span.numel, span.begin))
+    gradient_bytes = unit.grad_bytes / unit.params
+    numel = int((left_bytes - smallest.numel * gradient_bytes) / (state_bytes - gradient_bytes))
+    numel -= numel % unit.grain_params
+    return (Span(smallest.begin, smallest.begin + numel),) if 0 < numel < smallest.numel else ()
+
+
+def _moved(pieces: Sequence[PlanRow], span: Span, why: str) -> list[PlanRow]:
+    """The pieces with what lies in the span on the device; one that ends beyond it is cut there."""
+    moved: list[PlanRow] = []
+    for piece in pieces:
+        if piece.end <= span.begin or span.end <= piece.begin:
+            moved.append(piece)
+            continue
+        moved.append(replace(piece, end=min(piece.end, span.end), placement=Placement.GPU, reason=why))
+        if piece.end > span.end:
+            moved.append(replace(piece, begin=span.end))
+    return moved

@@ -243,8 +243,8 @@ class _Maker:
         return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
 
     def filled(self, made: Plan) -> Plan:
-        """The plan with what a bound on resident states leaves beside whole units given to parameters of the next, where that is predicted
-        to be faster.
+        """The plan with what a bound on resident states leaves beside whole units given to pieces of the next, where that is
+        predicted to be faster.
 
         Not where the bound is what the device has free: what whole units leave of that is room for what no estimate knows.
         """
@@ -253,8 +253,9 @@ class _Maker:
             return made
         if k == len(self.profile.units) or k != bound.most_units(self.profile, 0.0, self.discipline):
             return made
-        free_params = bound.device_bytes / bound.device_state_bytes - sum(unit.params for unit in self.profile.units[:k])
-        more = with_more_on_device(made, self.profile.units[k], free_params, filling_reason(bound.device_bytes, k))
+        free_bytes = bound.device_bytes - bound.device_state_bytes * sum(unit.params for unit in self.profile.units[:k])
+        more = with_more_on_device(made, self.profile.units[k], free_bytes, bound.device_state_bytes,
+                                   filling_reason(bound.device_bytes, k))
         if more is made:
             return made
         predicted = predict(self.profile, more, bound.device_state_bytes, self.discipline, bound.host_state_bytes)

@@ -1,5 +1,7 @@
 """The rows that one node names and their gradients: alike or not, where they go, their norms and order of memory.
 
+A row here is a parameter. The gradient of one that is cut stays on the device, and what the CPU updates of it goes to the host besides.
+
 What is fixed of them is read once; each run of a node compares whole lists, in C.
 """
 
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import private_function, property_reader, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
@@ -38,9 +40,24 @@ class Part:
         return [grads[i] for i in self.positions]
 
 
+@dataclass(frozen=True, slots=True)
+class HostPieces:
+    """What the CPU updates of one parameter that is cut: rows of the engine, and the range of each."""
+
+    row: int
+    parameter: nn.Parameter
+    pieces: tuple[int, ...]
+    ranges: tuple[slice, ...]
+
+
 @dataclass(slots=True)
 class RowGroup:
-    """The rows that a node names: what is fixed of them, and where the plan in force has them."""
+    """The rows that a node names: what is fixed of them, and where the plan in force has them.
+
+    on_device  also of streamed rows, and of parameters that are cut
+    cut        of these: what goes to the host
+    pieces     the rows of the engine that stand for these rows
+    """
 
     rows: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -48,8 +65,10 @@ class RowGroup:
     dtypes: list[torch.dtype]
     layouts: list[torch.layout]
     on_host: Part = Part()
-    on_device: Part = Part()  # also of streamed rows
-    _places: tuple[Placement, ...] = ()  # for which the two were made
+    on_device: Part = Part()
+    cut: tuple[HostPieces, ...] = ()
+    pieces: Sequence[int] = ()
+    _arrangement: int = -1  # of the states, for which these were made
 
     @classmethod
     def of(cls, rows: tuple[int, ...], table: ParameterTable, copied: Container[int] = ()) -> RowGroup:
@@ -60,14 +79,18 @@ class RowGroup:
             dtypes = [torch.bfloat16 if row in copied else p.dtype for row, p in zip(rows, parameters, strict=True)]
             return cls(rows, parameters, [p.stride() for p in parameters], dtypes, layouts)
 
-    def place(self, placement: Sequence[Placement]) -> None:
+    def place(self, states: StateStore) -> None:
         """Note where the rows are now."""
-        places = tuple(map(placement.__getitem__, self.rows))
-        if places == self._places:
+        if self._arrangement == states.arrangement:
             return
-        self._places = places
-        self.on_host = self.part([i for i, place in enumerate(places) if place is Placement.CPU])
-        self.on_device = self.part([i for i, place in enumerate(places) if place is not Placement.CPU])
+        self._arrangement = states.arrangement
+        leaves = list(map(states.gradient_leaves, self.rows))
+        self.on_host = self.part([i for i, goes in enumerate(leaves) if goes])
+        self.on_device = self.part([i for i, goes in enumerate(leaves) if not goes])
+        self.pieces = states.pieces.rows(self.rows)
+        found = [(row, p, states.host_pieces(row)) for row, p in zip(self.rows, self.parameters, strict=True)]
+        self.cut = tuple(HostPieces(row, p, tuple(of), tuple(slice(piece.begin, piece.end) for piece in of.values()))
+                         for row, p, of in found if of)
 
     def part(self, positions: Sequence[int]) -> Part:
         """The rows at these positions."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -111,11 +112,12 @@ def is_clean(standin: GradStandIn) -> bool:
 class HeldGradient:
     """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
 
-    __slots__ = ("_engine", "_grad", "_row")
+    __slots__ = ("_engine", "_grad", "_rows")
 
-    def __init__(self, engine: Engine, row: int, grad: torch.Tensor) -> None:
+    def __init__(self, engine: Engine, rows: Sequence[int], grad: torch.Tensor) -> None:
+        """`rows` of the engine: its pieces."""
         self._engine: Engine | None = engine
-        self._row, self._grad = row, grad
+        self._rows, self._grad = rows, grad
 
     def end(self) -> None:
         """The update has run, and the compute stream knows."""
@@ -128,7 +130,7 @@ class HeldGradient:
     def fetch(self) -> torch.Tensor:
         """A copy, made behind the update: what is written where the copy was may not overtake it."""
         if self._engine is not None:
-            self._engine.wait([self._row])
+            self._engine.wait(self._rows)
         return self._grad.clone(memory_format=torch.preserve_format)
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:

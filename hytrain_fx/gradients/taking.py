@@ -2,6 +2,7 @@
 
     row on the host                      gradient to its slot, `.grad` becomes a stand-in
     row updated on the device            gradient copied into a real `.grad`
+    a parameter that is cut              the same, and what the CPU updates of it goes to its slots besides
     a row that has a gradient already    the new one is added: on the device, to what comes back from the slot, or to the real `.grad`
     one of several parts of a backward, behind an earlier gradient: see `parts`
 
@@ -21,7 +22,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.ahead import EarlierGradients, SlotReader
 from hytrain_fx.gradients.parts import BackwardParts
-from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
+from hytrain_fx.gradients.rows import HostPieces, Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
 from hytrain_fx.gradients.sources import (
     HeldGradient,
     KeptGradient,
@@ -38,6 +39,7 @@ from hytrain_fx.gradients.state import GradState
 from hytrain_fx.gradients.undo import BeforeBackward
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import get_grad, private_function, running_backward, set_grad, without_torch_function
 
@@ -67,6 +69,7 @@ class SessionGradients:
         self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
         self._before = BeforeBackward()
         self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
+        self._parted: dict[int, _Noted] = {}  # of those: whose pieces have gone to the host, of parameters that are cut
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
         self._summed: dict[int, _Noted] = {}  # and real ones of others that the graph has added to, with their version
 
@@ -100,10 +103,10 @@ class SessionGradients:
             set_grad(parameter, laid_aside.before)
         elif self._before.had_none(row):
             set_grad(parameter, None)
-            self._engine.discard([row])
+            self._engine.discard(self._states.pieces.of(row))
             self.taken.add(row)
         elif had is not None and not had.is_as_before(get_grad(parameter), self.generation[row]):
-            self._engine.discard([row])
+            self._engine.discard(self._states.pieces.of(row))
             self.gone.add(row)  # it cannot be had back: whoever asks for it is told
             set_grad(parameter, GradStandIn(parameter, RowGradient(self, row, None)))
 
@@ -137,6 +140,16 @@ class SessionGradients:
         self._offload([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
         self._arm_late(row)
 
+    def offload_pieces(self, row: int, grad: torch.Tensor) -> None:
+        """As `offload_real`, what the CPU updates of a parameter that is cut; `grad` has the parameter's order of memory."""
+        pieces, flat = self._states.host_pieces(row), flat_memory(grad)
+        self._engine.grad_offload(list(pieces), [flat[piece.begin : piece.end] for piece in pieces.values()])
+        self._arm_late(*pieces)
+
+    def is_parted(self, row: int, grad: torch.Tensor) -> bool:
+        """Whether this real gradient's pieces have gone to the host as they are now."""
+        return _is_as_noted(grad, self._parted.get(row))
+
     def is_eager(self, row: int) -> bool:
         """Whether the row's present `.grad` has a part that did not come from the graphs. Asked when autograd has added what it has."""
         state = self._fresh.pop(row, None)
@@ -169,7 +182,7 @@ class SessionGradients:
         self.held[row] = grad
         parameter = self.table.parameters[row]
         if get_grad(parameter) is grad:
-            standin = self.standins.make(row, parameter, HeldGradient(self._engine, row, grad))
+            standin = self.standins.make(row, parameter, HeldGradient(self._engine, self._states.pieces.of(row), grad))
             self.standins.lend(row, standin)
             set_grad(parameter, standin)
 
@@ -186,8 +199,9 @@ class SessionGradients:
 
     def end_update(self, row: int) -> None:
         """A gradient comes from user code: `step()` may have been called before without a forward after it."""
-        if self._engine.pending(row):
-            self._engine.settle([row])
+        rows = self._states.pieces.of(row)
+        if any(map(self._engine.pending, rows)):
+            self._engine.settle(rows)
             self.let_go([row])
 
     def before_move(self) -> None:
@@ -225,10 +239,26 @@ class SessionGradients:
             alike = not self.parts.open and group.fits(grads)
             if alike and not self._earlier.to_come and all(grad is None for grad in held):
                 self._take_first(group, grads)
-                return
-            with torch.no_grad():
-                self._take_more(group, grads, held, alike, again)
-                self._earlier.go_ahead()  # in the memory of what has just been added to
+            else:
+                with torch.no_grad():
+                    self._take_more(group, grads, held, alike, again)
+                    self._earlier.go_ahead()  # in the memory of what has just been added to
+            if group.cut:
+                self._send_pieces(group.cut)
+
+    def _send_pieces(self, cut: Sequence[HostPieces]) -> None:
+        """Of gradients that are in `.grad` now, what the CPU updates; others go at `step()`. Called `without_torch_function`."""
+        pieces: list[int] = []
+        parts: list[torch.Tensor] = []
+        for of in cut:
+            grad = get_grad(of.parameter)
+            if grad is not None and self.is_untouched(of.row, grad) and of.row not in self.parts.open:
+                self._parted[of.row] = _noted(grad)
+                flat = flat_memory(grad)
+                pieces += of.pieces
+                parts += [flat[part] for part in of.ranges]
+        if pieces:
+            self._engine.grad_offload(pieces, parts)
 
     def _take_more(
         self, group: RowGroup, grads: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None], alike: bool, again: Collection[int]
@@ -241,15 +271,15 @@ class SessionGradients:
     def _take_late(self, row: int, grad: torch.Tensor) -> None:
         """A gradient that comes behind the nodes of its row."""
         group = self.groups[[row]]
-        group.place(self._states.placement)
+        group.place(self._states)
         self._take_each(group, [grad], {}, [row])
         self._own.pop(row, None)  # the events that the nodes have recorded do not cover it
         if group.on_host:
             self._arm_late(row)
 
-    def _arm_late(self, row: int) -> None:
-        self._engine.arm_cpu([row])
-        self._engine.arm_reload([row])
+    def _arm_late(self, *rows: int) -> None:
+        self._engine.arm_cpu(rows)
+        self._engine.arm_reload(rows)
 
     def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
         """Gradients in the parameters' form, of rows that have none."""

@@ -2,6 +2,8 @@
 
 A plan has one row per contiguous flat range of a unit (a layer), keyed by `(rank, unit, begin, end)`.
 Ranges of one unit tile it without gap or overlap. A plan is a value: JSON in, JSON out, equal when equal.
+
+The model that runs has the same as pieces: `(parameter, begin, end, rank)`, each with its placement.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import enum
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 from hytrain_fx.errors import PlanError
@@ -22,6 +25,58 @@ class Placement(enum.StrEnum):
     GPU = "gpu"  # states rest on the device, updated there
     CPU = "cpu"  # states rest in host memory, updated by CPU workers
     STREAM = "stream"  # states rest in host memory, brought to the device, updated there, written back
+
+    @property
+    def rests_on_device(self) -> bool:
+        """Whether the states rest there."""
+        return self is Placement.GPU
+
+    @property
+    def updates_on_cpu(self) -> bool:
+        """Whether gradients go to the host, to a slot, and new weights come from there."""
+        return self is Placement.CPU
+
+    @property
+    def visits_device(self) -> bool:
+        """Whether the states rest on the host and go to the device for their update."""
+        return self is Placement.STREAM
+
+
+CUT_ALIGN_PARAMS = 64
+"""Parameters are cut at multiples of so many elements: memory of every dtype is aligned to cache lines then."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """The grain of ownership, placement and update: elements `begin..end` of one parameter, in the order of its memory.
+
+    parameter   its number in the table of parameters
+    rank        the process that updates it
+    """
+
+    parameter: int
+    begin: int
+    end: int
+    rank: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlacedPiece:
+    """A piece and where it is updated."""
+
+    piece: Piece
+    placement: Placement
+
+
+def whole_pieces(numels: Sequence[int], placement: Sequence[Placement]) -> tuple[PlacedPiece, ...]:
+    """Parameters of these sizes, none of which is cut, where `placement` has them."""
+    pairs = zip(numels, placement, strict=True)
+    return tuple(PlacedPiece(Piece(number, 0, numel), place) for number, (numel, place) in enumerate(pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +175,33 @@ def validate(plan: Plan, units: Sequence[PlannedUnit]) -> None:
     leading = leading_device_units(plan, units)
     if plan.k != leading:
         raise PlanError(f"the plan says k={plan.k}, but its rows place the first {leading} units wholly on the device")
+
+
+def pieces_of_unit(
+    plan: Plan, unit: int, parameters: Sequence[tuple[int, int]], is_whole: Callable[[int], bool]
+) -> list[PlacedPiece]:
+    """The pieces that a plan makes of one unit's parameters, as few as there can be.
+
+    parameters   the number and the elements of each, in the unit's order
+    is_whole     of a parameter's number: whether it may not be cut; it goes where the share of its first element goes
+
+    A share that ends inside a parameter is cut at the multiple of `CUT_ALIGN_PARAMS` before it.
+    """
+    placed: list[PlacedPiece] = []
+    shares, at = plan.shares(unit), 0
+    for parameter, numel in parameters:
+        ends = [] if is_whole(parameter) else [share.end - at for share in shares if at < share.end < at + numel]
+        cuts = sorted({0, numel, *(end - end % CUT_ALIGN_PARAMS for end in ends)})
+        for begin, end in pairwise(cuts):
+            tells = at if end - begin == numel else at + end - 1  # a cut was moved down, into the share before it
+            of = next(share for share in shares if share.begin <= tells < share.end)
+            last = placed[-1] if begin else None
+            if last is not None and (last.placement, last.piece.rank) == (of.placement, of.rank):
+                placed[-1] = PlacedPiece(replace(last.piece, end=end), of.placement)
+            else:
+                placed.append(PlacedPiece(Piece(parameter, begin, end, of.rank), of.placement))
+        at += numel
+    return placed
 
 
 def leading_device_units(plan: Plan, units: Sequence[PlannedUnit]) -> int:

@@ -29,6 +29,7 @@ class UnitProfile:
     stream_out_us    copy of all its fp32 states back to the host while as much comes in
     param_numels     elements of each of its parameters, in the order of their flat ranges; () = not known, the unit is never split
     traffic          bytes of its states; AdamW's, where nothing is said
+    grain_params     where a parameter may be cut, it is at multiples of so many elements; 0 = parameters are placed whole
     """
 
     index: int
@@ -45,6 +46,7 @@ class UnitProfile:
     stream_out_us: float = 0.0
     param_numels: tuple[int, ...] = ()
     traffic: StateTraffic = ADAMW_TRAFFIC
+    grain_params: int = 0
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.grad_bytes <= 0:
@@ -53,6 +55,8 @@ class UnitProfile:
         if self.param_numels and sum(self.param_numels) != self.params:
             raise PlanError(f"unit {self.index} ({self.name}) has {self.params} parameters, those of its tensors sum to "
                             f"{sum(self.param_numels)}; expected the same")
+        if self.grain_params < 0:
+            raise PlanError(f"unit {self.index} ({self.name}) has grain_params={self.grain_params}, expected a number of elements >= 0")
         for name in (*TIMES, *STREAM_TIMES):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

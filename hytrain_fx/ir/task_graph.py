@@ -59,6 +59,7 @@ class Unit:
     """One layer as the planner sees it: `index` counts in forward order, `params` in elements, `param_numels` those of each parameter.
 
     `traffic` is of its optimizer states.
+    grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 = parameters are placed whole
     """
 
     index: int
@@ -70,6 +71,7 @@ class Unit:
     backward_flops: float = 0.0
     param_numels: tuple[int, ...] = ()
     traffic: StateTraffic = ADAMW_TRAFFIC
+    grain_params: int = 0
 
     @property
     def stream_bytes(self) -> int:

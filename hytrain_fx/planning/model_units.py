@@ -4,6 +4,8 @@ operations and rows of the table.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import nn
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit as RegisteredUnit
-from hytrain_fx.ir.plan import Placement, Plan, validate
+from hytrain_fx.ir.limits import CHUNK_PARAMS
+from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement, Plan, pieces_of_unit, validate
 from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph
 from hytrain_fx.runtime.states.store import StateStore
 
@@ -45,29 +48,21 @@ class ModelUnits:
         names = self._table.names
         return tuple(names.index(name) for name in unit.param_names)
 
-    def of_rows(self) -> list[int]:
-        """The index of the unit that each row belongs to."""
-        found = [0] * len(self._table)
-        for unit in self():
-            for row in self.rows_of(unit):
-                found[row] = unit.index
-        return found
+    def of_rows(self) -> dict[int, int]:
+        """The index of the unit of each row of the engine that is in use."""
+        found = {parameter: unit.index for unit in self() for parameter in self.rows_of(unit)}
+        return {row: found[self._states.pieces.parameter(row)] for row in self._states.placement}
 
-    def placement_of(self, plan: Plan) -> list[Placement]:
-        """Placement by row: of the share that holds the row's first element (shares of our own
-        plans end between rows).
+    def pieces_of(self, plan: Plan) -> tuple[PlacedPiece, ...]:
+        """The pieces that the plan makes of all parameters, in order of these.
 
         Raises PlanError where the plan is not of these units.
         """
         units = self()
         validate(plan, units)
-        placement = [Placement.CPU] * len(self._table)
-        for unit in units:
-            at, shares = 0, plan.shares(unit.index)
-            for row, numel in zip(self.rows_of(unit), unit.param_numels, strict=True):
-                placement[row] = next(share.placement for share in shares if share.begin <= at < share.end)
-                at += numel
-        return placement
+        of_units = (pieces_of_unit(plan, unit.index, list(zip(self.rows_of(unit), unit.param_numels, strict=True)), self._states.is_whole)
+                    for unit in units)
+        return tuple(sorted(itertools.chain.from_iterable(of_units)))
 
     def _unit(self, index: int, number: int) -> Unit:
         unit = self._registered[number]
@@ -82,6 +77,7 @@ class ModelUnits:
             params=sum(numels),
             param_names=tuple(self._table.names[row] for row in unit.rows),
             param_numels=numels,
+            grain_params=0 if any(map(self._states.is_whole, unit.rows)) else CHUNK_PARAMS,
             grad_bytes=sum(map(self._states.travelling_bytes, unit.rows)),
             traffic=self._states.traffic(unit.rows),
             forward_flops=flops["forward"],
@@ -123,23 +119,33 @@ class StateSizes:
         return self._grad_bytes(self._rows) - sum(map(self._states.travelling_bytes, self._rows))
 
     def resident_device_bytes(self) -> int:
-        """Device memory that states, and gradients that stay there until their update, take
-        already.
-        """
-        on_device = self._placed(Placement.GPU)
-        return self._states.device_bytes(on_device) + self._grad_bytes([*on_device, *self._placed(Placement.STREAM)])
+        """Device memory that states, and gradients that stay there until their update, take already."""
+        states = self._states
+        on_device = [row for row, place in states.placement.items() if place.rests_on_device]
+        stay = [row for row in self._rows if not states.gradient_leaves(row)]
+        return states.device_bytes(on_device) + self._grad_bytes(stay)
 
     def resident_host_bytes(self) -> int:
         """Host memory that states, with their slots, take already."""
-        return sum(self._states.host_bytes(self._placed(place), place) for place in (Placement.CPU, Placement.STREAM))
+        return sum(self._states.host_bytes([row], place) for row, place in self._states.placement.items() if not place.rests_on_device)
 
-    def moved_bytes(self, before: Sequence[Placement], after: Sequence[Placement]) -> int:
+    def moved_bytes(self, before: Sequence[PlacedPiece], after: Sequence[PlacedPiece]) -> int:
         """Bytes of states that change sides; between CPU and STREAM they stay where they are."""
-        rows = [row for row in self._rows if (before[row] is Placement.GPU) != (after[row] is Placement.GPU)]
-        return self._states.host_bytes(rows, Placement.STREAM)
-
-    def _placed(self, place: Placement) -> list[int]:
-        return [row for row, at in enumerate(self._states.placement) if at is place]
+        was, moved = defaultdict(list), 0
+        for of in before:
+            was[of.piece.parameter].append(of)
+        params: Counter[int] = Counter()
+        for now in after:
+            of_parameter = was[now.piece.parameter]
+            params[now.piece.parameter] += sum(_overlap(now.piece, of.piece) for of in of_parameter
+                                               if of.placement.rests_on_device != now.placement.rests_on_device)
+        for parameter, count in params.items():
+            moved += self._states.form_of(Piece(parameter, 0, count)).slab_bytes if count else 0
+        return moved
 
     def _grad_bytes(self, rows: Sequence[int]) -> int:
         return sum(self._parameters[row].numel() * self._parameters[row].element_size() for row in rows)
+
+
+def _overlap(a: Piece, b: Piece) -> int:
+    return max(min(a.end, b.end) - max(a.begin, b.begin), 0)

@@ -27,7 +27,7 @@ from hytrain_fx.cost_model.replan import Verdict, judge, planning_guard, repays
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
@@ -163,11 +163,11 @@ class Planning:
                           commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
                           early_weights=awaits, runs_ahead=commits_early and not early and self._balancing.runs_ahead)
 
-    def first_placement(self) -> list[Placement]:
+    def first_placement(self) -> tuple[PlacedPiece, ...]:
         """Where states rest until times are measured. Raises as `first_plan` does."""
         self.history.append(first_plan(self._config, self.units, self._sizes, self._engine,
                                        device_bytes=total_bytes(self._table.device), streams=self._solver.may_stream))
-        return self.units.placement_of(self.plan)
+        return self.units.pieces_of(self.plan)
 
     # ---- after a step ----
 
@@ -320,7 +320,7 @@ class Planning:
     def _measured(self, device_update_us_per_param: Callable[[], float]) -> Profile:
         """The profile of the steps just measured."""
         units, device = self.units(), self._table.device
-        numels = [p.numel() for p in self._table.parameters]
+        numels = {row: self._states.pieces.piece(row).numel for row in self._states.placement}
         measured = Measured(units, self._marks, self._reader.take(), self.units.of_rows(), numels, self._states.placement,
                             self._engine.workers, device)
         self._saw_streaming = streamed_share(self.plan) > 0.0
@@ -351,10 +351,10 @@ class Planning:
         renewed.
         """
         present = self._solver.predicted(profile, self.plan, self.discipline)
-        wanted, hope = self.units.placement_of(new), self.controller.hope
+        wanted, hope = self.units.pieces_of(new), self.controller.hope
         steps_us = self._last.steps_us[-self._config.warmup_steps :]
         self.verdict = judge(expected_us(present, hope), expected_us(new, hope), steps_us, self._moves.cost_us(profile, wanted))
-        if self.verdict.moves and wanted != self._states.placement:
+        if self.verdict.moves and wanted != self._states.placed:
             return replace(new, notes=(*new.notes, f"{_AGAIN} {self._last.steps_done} steps: {self.verdict}"))
         self._stay(profile, str(self.verdict), present.predicted)
         return None
@@ -375,7 +375,7 @@ class Planning:
     @contextmanager
     def putting_in_force(self, new: Plan) -> Iterator[None]:
         """Around the moving of states to where `new` has them."""
-        before, begin_s = list(self._states.placement), time.perf_counter()
+        before, begin_s = self._states.placed, time.perf_counter()
         yield
         self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)
         self.history.append(new)

@@ -17,7 +17,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -141,15 +141,15 @@ class Measured:
 
     units        in forward order
     steps        their ends and records
-    unit_of, numels, placement    by row
+    unit_of, numels, placement    by row of the engine
     """
 
     units: Sequence[Unit]
     marks: StepMarks
     steps: ReadSteps
-    unit_of: Sequence[int]
-    numels: Sequence[int]
-    placement: Sequence[Placement]
+    unit_of: Mapping[int, int]
+    numels: Mapping[int, int]
+    placement: Mapping[int, Placement]
     workers: int
     device: torch.device
 
@@ -158,10 +158,9 @@ class Measured:
         """The records of the model's own rows (later ones are probes) that tell a stage's time, by
         stage, in order of begin.
         """
-        rows = len(self.unit_of)
         found: dict[Stage, list[TaskRecord]] = defaultdict(list)
         for record in self.steps.records:
-            if record.row < rows and self.placement[record.row] in _PLACES[record.stage]:
+            if record.row in self.placement and self.placement[record.row] in _PLACES[record.stage]:
                 found[record.stage].append(record)
         return {stage: sorted(records, key=attrgetter("begin_us")) for stage, records in found.items()}
 
@@ -177,7 +176,7 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
     cpu, gpu, d2h, h2d, stream_in, stream_out = _stages(measured, probes, before, streams)
     profiles = tuple(
         UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i],
-                    stream_in[i], stream_out[i], u.param_numels, u.traffic)
+                    stream_in[i], stream_out[i], u.param_numels, u.traffic, u.grain_params)
         for i, u in enumerate(units)
     )
     cuda = measured.device.type == "cuda"
@@ -301,9 +300,10 @@ def _ready_us(measured: Measured, update: TaskRecord, arrivals: Sequence[float])
 def _covered(measured: Measured, stage: Stage) -> dict[int, int]:
     """By unit: parameters whose rows run this stage."""
     covered: dict[int, int] = {}
-    for unit, numel, place in zip(measured.unit_of, measured.numels, measured.placement, strict=True):
+    for row, place in measured.placement.items():
         if place in _PLACES[stage]:
-            covered[unit] = covered.get(unit, 0) + numel
+            unit = measured.unit_of[row]
+            covered[unit] = covered.get(unit, 0) + measured.numels[row]
     return covered
 
 

@@ -15,7 +15,7 @@ from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.first_plan import fixed_plan, given_share
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
@@ -137,17 +137,17 @@ class MoveCosts:
         self._states = states
         self._us_per_byte: float | None = None
 
-    def took(self, before: Sequence[Placement], took_us: float) -> None:
+    def took(self, before: Sequence[PlacedPiece], took_us: float) -> None:
         """States have moved from `before` to where they are."""
-        moved_bytes = self._sizes.moved_bytes(before, self._states.placement)
+        moved_bytes = self._sizes.moved_bytes(before, self._states.placed)
         if moved_bytes:
             self._us_per_byte = took_us / moved_bytes
         else:
             self.switch_us = took_us
 
-    def cost_us(self, profile: Profile, wanted: Sequence[Placement]) -> float:
+    def cost_us(self, profile: Profile, wanted: Sequence[PlacedPiece]) -> float:
         """Of a move to `wanted`: as the last one took, else as gradients travel."""
         us_per_byte = self._us_per_byte
         if us_per_byte is None:
             us_per_byte = (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)
-        return self._sizes.moved_bytes(self._states.placement, wanted) * us_per_byte
+        return self._sizes.moved_bytes(self._states.placed, wanted) * us_per_byte

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -52,6 +52,15 @@ class RowStates:
     low: torch.Tensor | None = None  # [numel] int16, bf16 rows on the host
     out: torch.Tensor | None = None  # [numel] the new 16-bit weight, on its way to the device; None where the master holds it
     own: OwnStates | None = None
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RowStates:
+        """The same with every tensor changed; `own` states stay."""
+        slot, low, out = (None if tensor is None else change(tensor) for tensor in (self.slot, self.low, self.out))
+        return replace(self, master=change(self.master), states=tuple(map(change, self.states)), slot=slot, low=low, out=out)
+
+    def part(self, begin: int, end: int) -> RowStates:
+        """The same range of every tensor: views."""
+        return self.changed(lambda tensor: tensor[begin:end])
 
     def named(self) -> dict[str, torch.Tensor]:
         """The states by name."""
@@ -229,6 +238,8 @@ class Engine(Protocol):
     takes_copies: bool  # whether there is `use_copy`
     can_begin_early: bool  # whether there is `commit_early`
 
+    @property
+    def rows(self) -> int: ...  # how many were added
     def add_row(self, spec: RowSpec) -> int: ...  # its number
     def set_unit(self, row: int, unit: int) -> None: ...
     def set_weight(self, row: int, weight: torch.Tensor) -> None: ...
@@ -267,10 +278,11 @@ class Engine(Protocol):
     def cpu_update_us(self, row: int) -> float: ...
     def set_delay(self, stage: Stage, mean_us: float) -> None: ...
     def fail_next_update(self, row: int) -> None: ...
+    def retire(self, row: int) -> None: ...  # an idle row is not used for now: its states may be let go of
     def close(self) -> None: ...
 
 
-def settling(engine: Engine, rows: int) -> Callable[[], None]:
+def settling(engine: Engine) -> Callable[[], None]:
     """What waits for all updates, before a fork: the child gets what memory holds then, and no threads that could finish one."""
     found = weakref.ref(engine)
 
@@ -278,6 +290,6 @@ def settling(engine: Engine, rows: int) -> Callable[[], None]:
         alive = found()
         if alive is not None:
             with suppress(EngineError):  # closed, or the parent hears of it at its next gate
-                alive.drain(range(rows))
+                alive.drain(range(alive.rows))
 
     return settle

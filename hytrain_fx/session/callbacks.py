@@ -68,7 +68,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shut_down(
-    engine: Engine, number: int, rows: int, pid: int, model: weakref.ref[nn.Module], restore: Callable[[], None]
+    engine: Engine, number: int, pid: int, model: weakref.ref[nn.Module], restore: Callable[[], None]
 ) -> None:
     """Finish what is committed and stop the threads; runs when the model dies, at `close`, and at interpreter exit.
 
@@ -79,7 +79,7 @@ def shut_down(
     try:
         if model() is None:
             restore()
-        engine.drain(range(rows))
+        engine.drain(range(engine.rows))
     finally:
         engine.close()
         NODES.unregister(number)

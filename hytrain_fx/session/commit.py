@@ -1,14 +1,15 @@
-"""From parameter groups and `.grad` to what the engine commits: one item per row that has a gradient.
+"""From parameter groups and `.grad` to what the engine commits: one item per row that has a gradient, one per piece where it is cut.
 
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
     a real tensor                        the update on the device reads it; for a row on the host it is offloaded now
+    a real tensor of a cut parameter     pieces on the device read their part of it; the others' parts are in their slots, or go there now
     one that a `step()` has taken        a real tensor again: torch's optimizers step on it once more
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,10 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
-from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST, AdamScalars
 from hytrain_fx.runtime.engine import CommitItem
+from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import ScalarsOf
 from hytrain_fx.torch_private.tensors import get_grad
@@ -36,7 +37,8 @@ class CommitBuilder:
 
     def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, scalars_of: ScalarsOf) -> None:
         self._steps = [0] * len(table)
-        self._in_doubt: list[int] = []  # rows of the last commit, where it may be left out
+        self._in_doubt: Collection[int] = ()  # parameters of the last commit, where it may be left out
+        self._cut_grads: dict[int, torch.Tensor] = {}  # by parameter that is cut: what the items that were built last read
         self._was_left_out: Callable[[], bool] = bool
         self._table = table
         self._states = states
@@ -55,11 +57,11 @@ class CommitBuilder:
             if self._was_left_out():
                 for row in self._in_doubt:
                     self._steps[row] -= 1
-            self._in_doubt = []
+            self._in_doubt = ()
 
     def doubt(self, items: Iterable[CommitItem], was_left_out: Callable[[], bool]) -> None:
         """The commit of these items may be left out, which the function answers when it is known."""
-        self._in_doubt = [item.row for item in items]
+        self._in_doubt = self.parameters_of(items)
         self._was_left_out = was_left_out
 
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
@@ -70,7 +72,8 @@ class CommitBuilder:
         `compile` and for a sparse gradient.
         """
         items: list[CommitItem] = []
-        row_of, placement, steps = self._table.row_of, self._states.placement, self.steps
+        row_of, states, steps = self._table.row_of, self._states, self.steps
+        self._cut_grads = {}
         for group in groups:
             by_step: dict[int, AdamScalars] = {}  # rows of a group usually agree
             for parameter in group["params"]:
@@ -85,7 +88,10 @@ class CommitBuilder:
                 step = steps[row] + 1
                 if step not in by_step:
                     by_step[step] = self._scalars(group, step)
-                on_host = placement[row] is Placement.CPU
+                if row in states.pieces.cut:
+                    items += self._items_of_pieces(row, grad, by_step[step], row in touched)
+                    continue
+                on_host = states.gradient_leaves(row)
                 if on_host and type(grad) is GradStandIn and is_in_slot(grad):
                     items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
                     self._gradients.standins.leave(row, grad)
@@ -97,10 +103,19 @@ class CommitBuilder:
 
     def committed(self, items: Iterable[CommitItem]) -> None:
         """The engine has taken these items: count their steps and hold the gradients that updates on the device read."""
+        for row in self.parameters_of(items):
+            self._steps[row] += 1
         for item in items:
-            self._steps[item.row] += 1
-            if item.grad is not None:
+            if item.grad is not None and item.row < len(self._table):
                 self._gradients.hold(item.row, item.grad)
+        for row, grad in self._cut_grads.items():
+            self._gradients.hold(row, grad)
+
+    def parameters_of(self, items: Iterable[CommitItem]) -> Collection[int]:
+        """The parameters that these items update, each once."""
+        if not self._states.pieces.cut:
+            return [item.row for item in items]
+        return dict.fromkeys(self._states.pieces.parameter(item.row) for item in items)
 
     def groups_by_row(self, groups: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
         """The group of each row."""
@@ -142,16 +157,32 @@ class CommitBuilder:
 
     def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
         if isinstance(grad, GradStandIn):
-            if is_in_slot(grad) and self._states.placement[row] is Placement.CPU:
+            if is_in_slot(grad) and self._states.gradient_leaves(row):
                 return CommitItem(row, numbers, None, touched, grad.factors)
             grad = grad.grad_state.materialize()  # edited, or its states have moved since the backward, or a step() has taken it
         self._gradients.require_strided(row, grad)
         self._gradients.end_update(row)
-        if self._states.placement[row] is Placement.CPU:
+        if self._states.gradient_leaves(row):
             self._gradients.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)
         # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
         return CommitItem(row, numbers, self._gradients.on_device(row, grad), at_end=True)
+
+    def _items_of_pieces(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> list[CommitItem]:
+        """Of a parameter that is cut, whose gradient is on the device."""
+        if isinstance(grad, GradStandIn):
+            grad = grad.grad_state.materialize()
+        at_end = touched
+        if not self._gradients.is_parted(row, grad):
+            at_end = True
+            self._gradients.require_strided(row, grad)
+            self._gradients.end_update(row)
+            grad = self._gradients.on_device(row, grad)
+            self._gradients.offload_pieces(row, grad)
+        self._cut_grads[row] = grad
+        flat, on_host = flat_memory(grad), self._states.host_pieces(row)
+        pieces = ((of, self._states.pieces.piece(of)) for of in self._states.pieces.of(row))
+        return [CommitItem(of, numbers, None if of in on_host else flat[piece.begin : piece.end], at_end) for of, piece in pieces]
 
 
 def _readable(group: Mapping[str, Any]) -> bool:

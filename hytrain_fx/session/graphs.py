@@ -23,7 +23,7 @@ from hytrain_fx.gradients.destinations import GradDestinations, with_gradients
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.pipeline import GraphDump, PipelineRecord, rewrite
-from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.tensors import Edit, any_tensor_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
@@ -44,7 +44,7 @@ class SessionGraphs:
         session: int,
         table: ParameterTable,
         units: Sequence[Unit],
-        engine: Engine,
+        pieces: PieceRows,
         nodes: SessionNodes,
         plain: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
@@ -54,7 +54,7 @@ class SessionGraphs:
         self._session = session
         self._table = table
         self._units = units
-        self._engine = engine
+        self._pieces = pieces
         self._nodes = nodes
         self._plain = plain
         self._dump = None if dump is None else GraphDump(dump)
@@ -80,7 +80,7 @@ class SessionGraphs:
         for index, number in enumerate(self.capture.unit_order):
             for row in self._units[number].rows:
                 self._nodes.unit_of[row] = index
-                self._engine.set_unit(row, index)
+                self._pieces.set_unit(row, index)
 
     def must_capture_anew(self) -> bool:
         """Whether a tensor hook has come to a parameter whose gradient the compiled graphs do not return: the hook would see None.

@@ -49,19 +49,19 @@ class SessionNodes:
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
         group = self.gradients.groups[rows]
-        group.place(self._states.placement)  # the nodes behind this one go by it, whichever of its gradients are taken
+        group.place(self._states)  # the nodes behind this one go by it, whichever of its gradients are taken
         if self._elsewhere:
             rows, grads = self._keep_returned(rows, grads)
             group = self.gradients.groups[rows]
-            group.place(self._states.placement)
+            group.place(self._states)
         self.gradients.take(group, grads)
 
     @whole()
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
         group = self.gradients.groups[rows]
-        if group.on_host:
-            self._engine.arm_cpu(group.rows)
+        if group.on_host or group.cut:
+            self._engine.arm_cpu(group.pieces)
         self.runs["cpu_step"] += len(rows)
 
     @whole()
@@ -69,21 +69,21 @@ class SessionNodes:
         """Arm the update on the device of rows placed there."""
         group = self.gradients.groups[rows]
         if group.on_device:
-            self._engine.arm_gpu(group.rows)
+            self._engine.arm_gpu(group.pieces)
         self.runs["gpu_step"] += len(rows)
 
     @whole()
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights of rows placed on the host."""
         group = self.gradients.groups[rows]
-        if group.on_host:
-            self._engine.arm_reload(group.rows)
+        if group.on_host or group.cut:
+            self._engine.arm_reload(group.pieces)
         self.runs["reload"] += len(rows)
 
     @whole()
     def release(self, rows: Sequence[int]) -> None:
         """The compute stream has, at this point, read these weights for the last time."""
-        self._engine.release(rows)
+        self._engine.release(self._states.pieces.rows(rows))
         self.runs["release"] += len(rows)
 
     @whole()
@@ -107,7 +107,7 @@ class SessionNodes:
         """Return when the compute stream will see the committed weights of `rows`."""
         unit = self.unit_of[rows[0]]
         self._marks.mark(Mark.WAIT_BEGIN, unit)
-        self._engine.wait(rows)
+        self._engine.wait(self._states.pieces.rows(rows))
         if self.gradients.held:
             self.gradients.let_go(rows)
         self._marks.mark(Mark.WAIT_END, unit)

@@ -7,17 +7,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.limits import FP32_BYTES
+from hytrain_fx.ir.plan import PlacedPiece
 from hytrain_fx.ir.startup import StartupClock
-from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
+from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.startup_text import estimate_text, memory_text, startup_text
 
 _log = logging.getLogger("hytrain_fx")
@@ -26,67 +26,58 @@ _log = logging.getLogger("hytrain_fx")
 class Resources:
     """Time and memory of one session.
 
-    parameters    the managed parameters by row
-    tables        by row: the states that it has
+    states        its optimizer states
     ring_bytes    what the engine's ring takes, by whether states are streamed
-    copied        rows of which the device has a bf16 copy, as they come
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        tables: Sequence[StateTable],
-        ring_bytes: Callable[[bool], int],
-        clock: StartupClock,
-        copied: Container[int] = (),
-        out_bytes: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, states: StateStore, device: torch.device, ring_bytes: Callable[[bool], int], clock: StartupClock) -> None:
         self.clock = clock
-        out = [0] * len(parameters) if out_bytes is None else out_bytes
-        self._sizes = [RowSize(p.numel(), p.element_size(), table, out_bytes=apart)
-                       for p, table, apart in zip(parameters, tables, out, strict=True)]
-        self._copied = copied
-        self._device = parameters[0].device
+        self._states = states
+        self._device = device
         self._ring_bytes = ring_bytes
 
-    @property
-    def _rows(self) -> list[RowSize]:
-        return [replace(of, itemsize=2, copied=True) if row in self._copied else of for row, of in enumerate(self._sizes)]
+    def _sizes(self, placed: Sequence[PlacedPiece]) -> list[RowSize]:
+        cut = {of.piece.parameter for of in placed if of.piece.begin}
+        forms = ((of, self._states.form_of(of.piece)) for of in placed)
+        return [RowSize(form.numel, form.dtype.itemsize, form.table, form.copied, form.out_bytes,
+                        of.placement.updates_on_cpu and of.piece.parameter in cut) for of, form in forms]
 
-    def estimate(self, placement: Sequence[Placement]) -> MemoryEstimate:
+    def estimate(self, placed: Sequence[PlacedPiece]) -> MemoryEstimate:
         """Bytes by tier under this placement."""
-        ring_bytes = self._ring_bytes(Placement.STREAM in placement)
-        return estimate_memory(self._rows, placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
+        placement = [of.placement for of in placed]
+        ring_bytes = self._ring_bytes(any(place.visits_device for place in placement))
+        return estimate_memory(self._sizes(placed), placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
 
-    def announce(self, placement: Sequence[Placement]) -> None:
+    def announce(self, placed: Sequence[PlacedPiece]) -> None:
         """Say what states will take, before they are allocated or moved."""
         if _log.isEnabledFor(logging.INFO):
-            _log.info("%s", estimate_text(self.estimate(placement)))
+            _log.info("%s", estimate_text(self.estimate(placed)))
 
-    def in_use(self, placement: Sequence[Placement], states: Sequence[RowStates], shadow_bytes: int = 0) -> MemoryInUse:
-        """What the tensors of these states take now, by row, beside the estimate for their placement. `shadow_bytes`: as there."""
-        estimate = self.estimate(placement)
-        on_device = [of for of, place in zip(states, placement, strict=True) if place is Placement.GPU]
-        on_host = [of for of, place in zip(states, placement, strict=True) if place is not Placement.GPU]
+    def in_use(self, shadow_bytes: int = 0) -> MemoryInUse:
+        """What the tensors of the states take now, beside the estimate for their placement. `shadow_bytes`: as there."""
+        placed = self._states.placed
+        estimate, sizes = self.estimate(placed), self._sizes(placed)
+        on_device = [of for (_, of), at in zip(self._states, placed, strict=True) if at.placement.rests_on_device]
+        on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
         host_bytes = sum(padded_bytes(nbytes) for of in on_host for nbytes in _sizes(of))
-        fp32_weights = sum(row.weight_bytes for row, place in zip(self._rows, placement, strict=True)
-                           if place is Placement.GPU and row.itemsize == 4)
+        fp32_weights = sum(size.weight_bytes for size, at in zip(sizes, placed, strict=True)
+                           if at.placement.rests_on_device and size.itemsize == FP32_BYTES)
         return MemoryInUse(
             device_states_bytes=sum(nbytes for of in on_device for nbytes in _sizes(of)) - fp32_weights,
             host_bytes=host_bytes,
             ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
-            weights_bytes=sum(row.weight_bytes for row in self._rows),
+            weights_bytes=sum(size.weight_bytes for size in sizes),
             staging_bytes=estimate.staging_bytes,
             pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
             shadow_bytes=shadow_bytes,
             estimate=estimate,
         )
 
-    def full_speed(self, placement: Sequence[Placement], states: Sequence[RowStates]) -> None:
+    def full_speed(self) -> None:
         """Say what start-up took and what is in use now."""
         if _log.isEnabledFor(logging.INFO):
-            _log.info("%s\n\n%s", startup_text(self.clock.report()), memory_text(self.in_use(placement, states)))
+            _log.info("%s\n\n%s", startup_text(self.clock.report()), memory_text(self.in_use()))
 
 
 def pinning_of(slabs: Iterable[HostSlab]) -> tuple[int, float]:

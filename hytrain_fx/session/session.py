@@ -27,7 +27,7 @@ from hytrain_fx.capture.parameters import ParameterTable, build_table
 from hytrain_fx.capture.units import group_units, unit_of_rows
 from hytrain_fx.config import Config
 from hytrain_fx.errors import StatesError
-from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.startup import Phase, Startup, StartupClock
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.planning.marks import Mark, StepMarks
@@ -118,7 +118,7 @@ class Session:
         copies = self.copies if self.engine.takes_copies and wanted else None
         guarded = guard_type(if_alive(self.touch), if_alive(self.settle_one), self.turns.state, if_alive(self.may_lose_memory))
         self.plain = PlainWhileRunning(self.table.parameters, guarded)
-        self.graphs = SessionGraphs(self.number, self.table, self.units, self.engine, self.nodes, self.plain.while_running,
+        self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
                                     self._compiling, copies, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
@@ -143,17 +143,16 @@ class Session:
             self._probe = UpdateProbe(self.engine, parameters, self._update)
             group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             tables = [self._update.table.under(group_of[id(p)]) for p in parameters]
-        states = StateStore(parameters, [unit_of[row] for row in rows], tables, self.engine)
+        states = StateStore(parameters, [unit_of[row] for row in rows], tables, self.engine, self.table.names)
         self._ring_bytes = partial(ring_bytes_for, parameters, self.config)
-        self.resources = Resources(parameters, tables, self._ring_bytes, self._clock, states.copies,
-                                   [states.out_bytes(row) for row in rows])
+        self.resources = Resources(states, self.table.device, self._ring_bytes, self._clock)
         return states
 
-    def _allocate(self, placement: Sequence[Placement]) -> None:
-        self.resources.announce(placement)
+    def _allocate(self, placed: Sequence[PlacedPiece]) -> None:
+        self.resources.announce(placed)
         with self._clock.phase(Phase.MASTERS):
-            self.states.allocate(placement, self.config.host_memory)
-        self._set_transit(placement)
+            self.states.allocate(placed, self.config.host_memory)
+        self._set_transit(placed)
         self._clock.pinned_bytes, pinning_us = pinning_of(self.states.slabs)
         self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
 
@@ -169,9 +168,9 @@ class Session:
         for row, parameter in enumerate(self.table.parameters):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(eager_gradient_of(weakref.ref(self), row)))
         self.plain.guard()
-        self.turns.keep_whole_in_forks(settling(self.engine, len(self.table)))
+        self.turns.keep_whole_in_forks(settling(self.engine))
         # Not a reference to the session: it must not be kept alive by its own end.
-        ends = (self.engine, self.number, len(self.table), os.getpid(), weakref.ref(model), self.copies.restore)
+        ends = (self.engine, self.number, os.getpid(), weakref.ref(model), self.copies.restore)
         self._shut_down = weakref.finalize(model, shut_down, *ends)
 
     # ---- the loop ----
@@ -228,7 +227,7 @@ class Session:
     def before_eager_code(self) -> None:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
         with self.marks.held("graph break"):
-            self.engine.wait(self._all_rows)
+            self._wait(self._all_rows)
         self.copies.before_eager_code()
         self.nodes.gradients.let_go_of_all()
         self._writes.watch(self._all_rows)
@@ -270,7 +269,7 @@ class Session:
             if self.nodes.gradients.parts.open:
                 self.nodes.gradients.end_sums()  # of a backward that ended in an error
             self.follow_written_weights()
-            held = self.held.find(self.engine.wait)
+            held = self.held.find(self._wait)
             self._follow_new_holders(set(held) - self.touched)
             read = self._all_rows if self.turns.called_elsewhere else ()  # perhaps after the backward has released them
             items = self.builder.build(self.groups, self.touched.union(self.eager_rows, read))
@@ -282,8 +281,8 @@ class Session:
                 self.builder.committed(items)
                 self.builder.doubt(items, self.engine.skipped)
             self.foresight.stepped(items)
-            rows = [item.row for item in items]
-            self.nodes.gradients.taken.update(item.row for item in items if item.grad is None)
+            rows = self.builder.parameters_of(items)
+            self.nodes.gradients.taken.update(item.row for item in items if item.grad is None and item.row < len(self.table))
             increment_versions([self.table.parameters[row] for row in rows])
             self.copies.committed(rows)
             self._writes.note(rows)
@@ -306,7 +305,7 @@ class Session:
     def _settle_held(self, held: Sequence[int]) -> None:
         """Weights that others hold too are new before step() returns, in the order of the compute stream."""
         if held:
-            self.engine.wait(held)
+            self._wait(held)
             self.nodes.gradients.let_go(held)
             self.copies.fill(held)
             self._writes.watch(held)
@@ -324,7 +323,7 @@ class Session:
         self.planning.after_step(
             FinishedStep(self.steps_done, tuple(self.step_us), foresight.will_go_ahead, foresight.awaits_factors))
         if self._clock.step_ends():
-            self.resources.full_speed(self.states.placement, [self.states[row] for row in range(len(self.table))])
+            self.resources.full_speed()
 
     @property
     def _at_full_speed(self) -> bool:
@@ -336,6 +335,11 @@ class Session:
     def startup(self) -> Startup:
         """Time from `compile()` to the first full-speed step, by phase, so far."""
         return self._clock.report()
+
+    @property
+    def unit_of_rows(self) -> dict[int, int]:
+        """The unit of each row of the engine that is in use."""
+        return {row: self.nodes.unit_of[self.states.pieces.parameter(row)] for row in self.states.placement}
 
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""
@@ -351,7 +355,7 @@ class Session:
                 for parameter in group["params"]:
                     set_grad(parameter, None)
             self.nodes.gradients.parts.open.clear()
-            self.engine.discard(self._all_rows)
+            self.engine.discard(range(self.engine.rows))
             self.nodes.gradients.taken.update(self._all_rows)
             self.foresight.dropped()
 
@@ -360,14 +364,14 @@ class Session:
     def drain(self) -> None:
         """Return when every committed weight is on the device and every state at rest."""
         if not self.closed:
-            self.engine.drain(range(len(self.table)))
+            self.engine.drain(range(self.engine.rows))
 
     @in_turn
     @whole()
     def settle(self) -> None:
         """Return when every committed update is done and every weight on the device; states rest where their updates have left them."""
         if not self.closed:
-            self.engine.settle(range(len(self.table)))
+            self.engine.settle(range(self.engine.rows))
             self.copies.fill(self._all_rows)
 
     @whole()
@@ -379,10 +383,10 @@ class Session:
         if self.turns.is_elsewhere:
             self.turns.read()
             self.copies.before_eager_code()  # from now on all fp32 memory stays: the next read may come while a graph runs
-            self.engine.settle([row])
+            self.engine.settle(self.states.pieces.of(row))
         else:
             with self.marks.held("read"):
-                self.engine.settle([row])
+                self.engine.settle(self.states.pieces.of(row))
         self.copies.fill([row])
 
     @whole()
@@ -409,19 +413,22 @@ class Session:
         self.drain()
         self.follow_written_weights()  # or a master that moves to the device would be written over them
         self.nodes.gradients.before_move()
-        self.engine.discard(range(len(self.table)))  # gradients that were dropped by hand still count as there
-        wanted = self.planning.units.placement_of(plan)
-        if wanted != self.states.placement:
+        self.engine.discard(range(self.engine.rows))  # gradients that were dropped by hand still count as there
+        wanted = self.planning.units.pieces_of(plan)
+        if wanted != self.states.placed:
             self.resources.announce(wanted)
-        for place in (Placement.GPU, Placement.STREAM, Placement.CPU):  # host memory is given back before any is taken
-            with self.held.ours(), self._clock.phase(Phase.MOVE), without_torch_function():
-                self.states.move([row for row, want in enumerate(wanted) if want is place], place, self.config.host_memory)
+        with self.held.ours(), self._clock.phase(Phase.MOVE), without_torch_function():
+            self.states.move(wanted, self.config.host_memory)
         self._set_transit(wanted)
         self.copies.moved()
 
-    def _set_transit(self, placement: Sequence[Placement]) -> None:
+    def _wait(self, parameters: Sequence[int]) -> None:
+        """The compute stream is to see the committed weights of these parameters."""
+        self.engine.wait(self.states.pieces.rows(parameters))
+
+    def _set_transit(self, placed: Sequence[PlacedPiece]) -> None:
         """What streaming does not need of the device's memory is lent to gradients on their way."""
-        streams = Placement.STREAM in placement
+        streams = any(of.placement.visits_device for of in placed)
         self.engine.set_transit(self._ring_bytes(streams), streams)
 
     def probe_device_update_us_per_param(self) -> float:

@@ -173,17 +173,15 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
     if (own := _own_entries(session)) is not None:
         own.load(row, saved)
         return
-    states, parameter = session.states.in_memory(row), session.table.parameters[row]
+    parameter, table = session.table.parameters[row], session.states.table(row)
     if saved is None:
         session.builder.steps[row] = 0
-        for flat in states.states:
-            flat.zero_()
-        session.states.take_weight(row)  # as fresh as they are
+        session.states.clear(row)
         return
     session.builder.steps[row] = int(saved["step"])
     master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
-    loaded = tuple(_flat(saved[name], parameter) for name in states.table.names)
-    session.states.write(row, RowStates(states.table, _flat(master, parameter), loaded))
+    loaded = tuple(_flat(saved[name], parameter) for name in table.names)
+    session.states.write(row, RowStates(table, _flat(master, parameter), loaded))
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
@@ -192,7 +190,7 @@ def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping
     if (own := _own_entries(session)) is not None:
         own.check(row, saved, group)
         return
-    table = session.states[row].table
+    table = session.states.table(row)
     needed = table.names
     missing = [name for name in ("step", *needed) if name not in saved]
     if missing:

@@ -20,7 +20,6 @@ from torch import fx, nn
 from hytrain_fx.capture.casts import CastRows
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.copied_weights import owns_memory
 from hytrain_fx.runtime.states.store import StateStore
@@ -74,13 +73,14 @@ class AutocastCopies:
     def of(self, found: CastRows, rows: Collection[int]) -> dict[int, torch.Tensor]:
         """The copies that this graph, of these rows, is to read in the place of parameters; made where there are none yet."""
         new = [row for row in sorted(found.in_bf16 & found.trained) if row not in self._copies and self._may_begin(row)]
-        self._read_in_fp32 |= found.trained - found.in_bf16
+        self._read_in_fp32 |= found.trained - found.in_bf16 | (found.trained & self._states.pieces.cut.keys())
         if new and self._wanted and not self._stays:
             self._begin(new)
         return {row: self._copies[row].copy for row in found.in_bf16 if row in self._copies and row in rows}
 
     def _may_begin(self, row: int) -> bool:
-        return row not in self._read_in_fp32 and row not in self._copies and owns_memory(self._table.parameters[row])
+        cut = self._states.pieces.cut
+        return row not in self._read_in_fp32 and row not in self._copies and row not in cut and owns_memory(self._table.parameters[row])
 
     def _begin(self, rows: list[int]) -> None:
         with torch.no_grad(), without_torch_function():
@@ -139,7 +139,7 @@ class AutocastCopies:
         """The updates of these rows have begun: copies are written, and fp32 memory of rows on the host is out of date."""
         mine = [row for row in rows if row in self._copies]
         if mine:
-            self._copies.updated(row for row in mine if self._states.placement[row] is not Placement.GPU)
+            self._copies.updated(row for row in mine if not self._states.placement[row].rests_on_device)
             increment_versions([self._copies[row].copy for row in mine])
 
     def moved(self) -> None:
@@ -166,7 +166,7 @@ class AutocastCopies:
                 f"({params / everything:.1%} of the parameters)")
 
     def _give_back(self, rows: Iterable[int]) -> None:
-        there = [row for row in rows if self._states.placement[row] is not Placement.GPU and self._copies[row].has_memory]
+        there = [row for row in rows if not self._states.placement[row].rests_on_device and self._copies[row].has_memory]
         parameters = self._table.parameters
         mine = [row for row in there if not self._stays and owns_memory(parameters[row])]
         alone = [row for row in mine if _is_held_alone(parameters[row])]

@@ -74,7 +74,7 @@ class OutsideWrites:
                     continue
                 if row not in self._watched:
                     if not self._is_ours(row):
-                        self._engine.drain([row])
+                        self._engine.drain(self._states.pieces.of(row))
                         self._states.follow_weight(row)
                     self._states.keep_weight(row, True)
                 self._watched[row] = 0
@@ -105,11 +105,11 @@ class OutsideWrites:
             moved = [row for row, (a, b) in enumerate(zip(zip(*now, strict=True), zip(*self._memory, strict=True), strict=True)) if a != b]
             for row in moved:
                 self._require_form(row)
-            self._engine.drain(moved)
+            self._engine.drain(self._states.pieces.rows(moved))
             with self._held.ours():
                 for row in moved:
                     if row not in self._states.copies:
-                        self._engine.set_weight(row, self._table.parameters[row].detach())
+                        self._states.pieces.set_weight(row, self._table.parameters[row].detach())
                     self._states.follow_memory(row)
             self._memory = now
             self._moved.update(moved)
@@ -126,7 +126,7 @@ class OutsideWrites:
             if self._table.device.type == "cpu":
                 written.update(touched)
             if written:
-                self._engine.drain(sorted(written))
+                self._engine.drain(self._states.pieces.rows(sorted(written)))
             for row in written:
                 self._states.follow_weight(row)
             self.note(written)

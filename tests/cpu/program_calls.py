@@ -24,6 +24,7 @@ from hytrain_fx.errors import HytrainError
 from hytrain_fx.ir.plan import Placement
 
 from .program_models import Side, quick_compiling
+from .test_cut_parameters import cut_plan
 from .test_placements import plan_of
 
 _LIBRARY: Final = str(Path(hytrain_fx.__file__).parent)
@@ -264,13 +265,16 @@ def _interrupted_step(side: Side, at: int) -> None:
 
 
 def _place(side: Side, at: int) -> None:
-    """States move, as a new plan has it; there are no gradients then."""
+    """States move, as a new plan has it, which may cut parameters; there are no gradients then."""
     side.optimizer.zero_grad()
     if side.is_ours:
         session = side.session
         possible = [place for place in Placement if session.engine.can_stream or place is not Placement.STREAM]
         places = [possible[(at >> shift) % len(possible)] for shift in range(4)]
-        session.place(plan_of(session, places))
+        if at % 2:
+            session.place(cut_plan(session, [at, 1 + at // 3], places))
+        else:
+            session.place(plan_of(session, places))
     else:
         side.optimizer.state_dict()  # both look at written weights now
 

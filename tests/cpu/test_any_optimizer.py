@@ -66,7 +66,7 @@ def test_training_has_the_plain_loops_bits(name: str) -> None:
             model.compile()
         results.append((clipped(model, optimizer, batches), weights(model), optimizer.state_dict()))
         if is_ours:
-            assert {Placement.CPU, Placement.GPU} == set(session_of(model).states.placement)
+            assert {Placement.CPU, Placement.GPU} == set(session_of(model).states.placement.values())
             assert name.split()[0] in str(hytrain_fx.explain(model))
             hytrain_fx.close(model)
     (expected, plain_weights, plain_saved), (found, our_weights, our_saved) = results
@@ -169,7 +169,7 @@ def test_states_move_between_host_and_device() -> None:
             session = session_of(model)
             units = session.planning.units()
             session.place(prefix_plan(units, len(units), source="by hand", reason=lambda unit: "moved"))
-            assert set(session.states.placement) == {Placement.GPU}
+            assert set(session.states.placement.values()) == {Placement.GPU}
         losses += plain_loop(3)(model, optimizer, batches)
         results.append((losses, weights(model)))
         if is_ours:

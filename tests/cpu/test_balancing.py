@@ -257,8 +257,8 @@ def test_shares_move_towards_the_kind_that_ends_early(
     assert seen == sorted(seen, reverse=not grows)
     assert any(note.startswith("the streamed share was balanced") for note in planning.plan.notes)
     assert planning.controller.standing.why in planning.plan.notes
-    assert planning.units.placement_of(planning.plan) == twins.session.states.placement
-    assert Placement.GPU not in twins.session.states.placement
+    assert planning.units.pieces_of(planning.plan) == twins.session.states.placed
+    assert Placement.GPU not in twins.session.states.placement.values()
 
 
 @pytest.mark.parametrize("gain_us", [-1e3, 1.0, 1e9])

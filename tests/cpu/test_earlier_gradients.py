@@ -15,7 +15,7 @@ from torch import nn
 
 from hytrain_fx.capture.parameters import build_table
 from hytrain_fx.gradients.ahead import SlotReader
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Placement, whole_pieces
 from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.fallback.engine import TorchEngine
@@ -72,7 +72,7 @@ def test_gradients_of_any_form_share_one_block_of_memory() -> None:
         for parameter in table.parameters:
             engine.add_row(RowSpec(parameter.numel(), 0, parameter.detach()))
         states = StateStore(table.parameters, [0] * len(table), [ADAMW_DEFAULT] * len(table), engine)
-        states.allocate([Placement.CPU] * len(table), None)
+        states.allocate(whole_pieces([p.numel() for p in table.parameters], [Placement.CPU] * len(table)), None)
         grads = [torch.randn_like(p) for p in table.parameters]
         engine.set_delay(Stage.D2H, 2_000)
         engine.grad_offload(range(len(table)), grads)

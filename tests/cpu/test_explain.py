@@ -77,7 +77,7 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
         assert found.guesses == session.engine.guess_counts()
         assert found.measured.finish is not None
         assert found.node_runs["wait"] == len(session.table) * (WARMUP + 5)
-        on_host = [row for row, place in enumerate(session.states.placement) if place is Placement.CPU]
+        on_host = [row for row, place in session.states.placement.items() if place is Placement.CPU]
         assert found.memory.host_bytes == session.states.host_bytes(on_host)
         assert [place.source for place in found.history] == ["first steps", found.plan.source]
         _check_text(found)

@@ -220,7 +220,7 @@ def test_gradients_are_read_across_a_new_plan(engine: str, dtype: str) -> None:
                 optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            placements.add(tuple(made.session.states.placement))
+            placements.add(tuple(made.session.states.placement.values()))
         return found
 
     made.agree(loop)

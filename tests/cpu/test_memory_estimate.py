@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Placement, whole_pieces
 from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, StateTable
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
 from hytrain_fx.runtime.native.engine import NativeEngine
@@ -73,12 +73,12 @@ def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, spl
     assert store.out_bytes(0) == (padded_bytes(200) if apart else 0)
     estimate = estimate_memory([RowSize(100, 2, out_bytes=store.out_bytes(0))], [Placement.CPU], ring_bytes=0, pinned=True)
     assert estimate.host_bytes == store.host_bytes([0])
-    store.allocate([Placement.CPU], None)
+    store.allocate(whole_pieces([100], [Placement.CPU]), None)
     out, slot = store[0].out, store[0].slot
     assert slot is not None
     assert (out is not None) == apart
     assert out is None or (out.dtype == dtype and out.numel() == 100 and out.data_ptr() >= slot.data_ptr() + slot.nbytes)
-    store.move([0], Placement.STREAM, None)
+    store.move(whole_pieces([100], [Placement.STREAM]), None)
     assert store[0].slot is None
     assert store[0].out is None
 
@@ -88,7 +88,7 @@ def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, spl
 def test_it_is_what_is_allocated(rows: Rows) -> None:
     """The tensors of every row, padded as slabs pad them, add up to it; a state that is the weight itself counts once."""
     store, estimate = store_of(rows), estimate_of(rows)
-    store.allocate([place for _, place in rows], None)
+    store.allocate(whole_pieces([size.numel for size, _ in rows], [place for _, place in rows]), None)
     host = device = 0
     for row, (size, place) in enumerate(rows):
         states = store[row]

@@ -19,9 +19,9 @@ from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
 from ..null.profiles import prefix, profiles, uniform
 
 ROWS = (
-    InspectedRow("h.0.up", "h.0", 600, "cpu", 300),
-    InspectedRow("h.0.down", "h.0", 200, "stream", 100),
-    InspectedRow("head", "head", 800, "gpu", 400),
+    InspectedRow("h.0.up", "h.0", 600, {Placement.CPU: 300}),
+    InspectedRow("h.0.down", "h.0", 200, {Placement.STREAM: 100}),
+    InspectedRow("head", "head", 800, {Placement.GPU: 400}),
 )
 TIMES = {
     "h.0": UnitTimes({"grad_offload": 6.0, "gpu_step": 3.0, "wait": 2.0}, {"wait": 2.5}, {"grad_offload": 7.0}),
@@ -35,7 +35,7 @@ def explained(profile: Profile, chosen: Plan, measured: Measured | None = None) 
 
 def rows_of(chosen: Plan) -> tuple[InspectedRow, ...]:
     """One row for each share of a plan."""
-    return tuple(InspectedRow(f"{share.unit_name}.{share.begin}", share.unit_name, 2 * share.numel, str(share.placement), share.numel)
+    return tuple(InspectedRow(f"{share.unit_name}.{share.begin}", share.unit_name, 2 * share.numel, {share.placement: share.numel})
                  for share in chosen.rows)
 
 

@@ -111,4 +111,4 @@ def test_streamed_rows_need_no_slot(twins: Twins) -> None:
     session.place(plan_of(session, [Placement.CPU, Placement.STREAM]))
     slots = [session.states[row].slot is not None for row in range(len(session.table))]
     assert any(slots)
-    assert slots == [place is Placement.CPU for place in session.states.placement]
+    assert slots == [place is Placement.CPU for place in session.states.placement.values()]

@@ -38,10 +38,11 @@ def measured(
                        (Mark.BACKWARD_END, -1)):
         marks.mark(kind, unit)
     marks.end_step()
-    units = [Unit(i, f"layer.{i}", 400, ("a", "b"), 800, param_numels=(100, 300)) for i in range(2)]
+    units = [Unit(i, f"layer.{i}", 400, ("a", "b"), 800, param_numels=(100, 300), grain_params=50) for i in range(2)]
     ends = tuple(STEP_US * i for i in range(steps + 1))
     read = ReadSteps(ends, list(records), launching_us)
-    return Measured(units, marks, read, [0, 0, 1, 1], [100, 300, 100, 300], placement, workers, torch.device(device))
+    numels, unit_of = dict(enumerate([100, 300, 100, 300])), dict(enumerate([0, 0, 1, 1]))
+    return Measured(units, marks, read, unit_of, numels, dict(enumerate(placement)), workers, torch.device(device))
 
 
 def record(stage: Stage, row: int, begin: float, us: float, worker: int = 0) -> TaskRecord:
@@ -60,6 +61,7 @@ def test_a_unit_takes_the_median_of_its_steps_in_full_size() -> None:
     assert [u.gpu_update_us for u in found.units] == [200.0, 200.0]  # no records: probed
     assert not found.can_stream
     assert found.units[0].param_numels == (100, 300)
+    assert found.units[0].grain_params == 50
 
 
 def test_what_did_not_run_keeps_its_time_as_the_others_changed() -> None:

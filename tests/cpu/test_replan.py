@@ -72,7 +72,7 @@ def test_the_plan_follows_a_host_that_becomes_slow(stage: Stage) -> None:
         assert planning.plan.k >= len(run.session.units) - 1
         assert planning.plan.k >= before.k
         assert len(run.session.capture.graphs) == graphs
-        placed = [place is Placement.GPU for place in run.session.states.placement]
+        placed = [place is Placement.GPU for place in run.session.states.placement.values()]
         assert sum(placed) >= len(placed) - 2
         run.train(3)
         losses, k = run.losses, 2
@@ -121,7 +121,7 @@ def test_records_are_taken_only_in_measured_steps(monkeypatch: pytest.MonkeyPatc
 def test_a_given_share_is_streamed_from_the_first_step_and_profiled() -> None:
     """`stream=0.5` streams about half of the parameters that are not resident, before and after the plan is solved; bits stay."""
     with running(stream=0.5, gpu_states=0) as run:
-        assert Placement.STREAM in run.session.states.placement
+        assert Placement.STREAM in run.session.states.placement.values()
         run.train(2 + WINDOW + 2)
         planning = run.session.planning
         assert planning.plan.source == "windowed"
@@ -130,7 +130,7 @@ def test_a_given_share_is_streamed_from_the_first_step_and_profiled() -> None:
         assert planning.profile.can_stream
         streamed = planning.plan.numel(Placement.STREAM)
         assert 0.3 < streamed / planning.profile.params < 0.7
-        rows = [row for row, place in enumerate(run.session.states.placement) if place is Placement.STREAM]
+        rows = [row for row, place in run.session.states.placement.items() if place is Placement.STREAM]
         assert streamed == sum(run.session.table.parameters[row].numel() for row in rows)
         assert planning.plan.predicted["stream_bytes"] >= 12 * streamed
         assert "streamed" in str(hytrain_fx.explain(run.model))
@@ -145,7 +145,7 @@ def test_a_fixed_k_streams_the_given_share_of_the_rest() -> None:
     with running(k=1, stream=1.0) as run:
         run.train(2 + WINDOW + 2)
         of_first = set(run.session.units[run.session.capture.unit_order[0]].rows)
-        assert [place for row, place in enumerate(run.session.states.placement) if row not in of_first] == [Placement.STREAM] * (
+        assert [place for row, place in run.session.states.placement.items() if row not in of_first] == [Placement.STREAM] * (
             len(run.session.table) - len(of_first))
         assert {run.session.states.placement[row] for row in of_first} == {Placement.GPU}
         assert run.session.planning.plan.source == "fixed k"
@@ -158,7 +158,7 @@ def test_on_a_cpu_nothing_is_streamed_that_was_not_asked_for() -> None:
         run.train(2 + WINDOW + 2)
         assert run.session.planning.profile is not None
         assert not run.session.planning.profile.can_stream
-        assert Placement.STREAM not in run.session.states.placement
+        assert Placement.STREAM not in run.session.states.placement.values()
 
 
 def test_an_engine_that_cannot_stream_says_so() -> None:

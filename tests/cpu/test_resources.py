@@ -12,7 +12,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Placement, whole_pieces
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.native.engine import NativeEngine
@@ -117,7 +117,8 @@ def test_the_estimate_follows_the_plan() -> None:
         session = session_of(model)
         before = hytrain_fx.explain(model).memory
         session.drain()
-        session.states.move(range(len(session.table)), Placement.GPU, None)
+        numels = [parameter.numel() for parameter in session.table.parameters]
+        session.states.move(whole_pieces(numels, [Placement.GPU] * len(numels)), None)
         after = hytrain_fx.explain(model).memory
     assert before.device_states_bytes == after.host_bytes == 0
     assert after.estimate is not None

@@ -191,9 +191,9 @@ def test_records_of_probes_and_of_earlier_steps_are_left_out() -> None:
     """Rows beyond the model's and times before the block are no part of a timeline; it starts at 0."""
     records = [TaskRecord(Stage.H2D, 0, 0, 0, 100.0, 110.0), TaskRecord(Stage.H2D, 5, 0, 0, 100.0, 110.0),
                TaskRecord(Stage.H2D, 0, 0, 0, 10.0, 20.0), TaskRecord(Stage.LANDING, 0, 0, 0, 100.0, 110.0)]
-    timeline = from_records(records, [], [3], ["a"] * 4, begin_us=50.0)
+    timeline = from_records(records, [], {0: 3}, ["a"] * 4, begin_us=50.0)
     assert timeline.spans == (Span("H2D", TaskKind.H2D, 3, 0.0, 10.0),)
-    assert from_records([], [], [], []).text() == "measured: nothing was recorded"
+    assert from_records([], [], {}, []).text() == "measured: nothing was recorded"
 
 
 def rounded(timeline: Timeline) -> Timeline:
@@ -285,7 +285,7 @@ def test_streamed_states_have_lanes_and_letters() -> None:
     assert set(LETTERS) == set(WORDS) == {*TaskKind, *LaunchKind}
     stages = (Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT)
     records = [TaskRecord(stage, 0, 0, 0, 10.0 * i, 10.0 * i + 5) for i, stage in enumerate(stages)]
-    measured = from_records(records, [], [0], ["layer"])
+    measured = from_records(records, [], {0: 0}, ["layer"])
     assert {lane: [span.label for span in spans] for lane, spans in measured.lanes.items()} == {
         "device updates": ["U0"], "D2H states": ["o0"], "H2D states": ["i0"]}
     profile = profile_of([unit(0, stream=5.0, gpu=2.0)])

@@ -36,8 +36,8 @@ def kernels_of_a_backward(places: list[Placement]) -> tuple[Counter[str], int, i
         if step == 1:
             session.place(plan_of(session, places))
     at = session.states.placement
-    host = {session.nodes.unit_of[row] for row, place in enumerate(at) if place is Placement.CPU}
-    device = {session.nodes.unit_of[row] for row, place in enumerate(at) if place is not Placement.CPU}
+    host = {session.nodes.unit_of[row] for row, place in at.items() if place is Placement.CPU}
+    device = {session.nodes.unit_of[row] for row, place in at.items() if place is not Placement.CPU}
     hytrain_fx.close(model)
     return Counter(event.name for event in seen.events()), len(host), len(device)
 

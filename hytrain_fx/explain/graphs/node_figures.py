@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,16 +34,30 @@ _PROFILED = {"grad_offload": "d2h_us", "cpu_step": "cpu_update_us", "gpu_step": 
 
 @dataclass(frozen=True, slots=True)
 class InspectedRow:
-    """One managed parameter: its name and its unit's, bytes of its gradient, where it is updated now ("cpu", "gpu", "stream"), elements,
-    and what updates move of its states.
+    """One managed parameter: its name and its unit's, bytes of its gradient, what updates move of its states.
+
+    placed   by where they are updated now: elements; a parameter that is cut has several places
     """
 
     name: str
     unit: str
     grad_bytes: int
-    placement: str
-    numel: int
+    placed: Mapping[Placement, int] = field(hash=False)
     traffic: StateTraffic = ADAMW_TRAFFIC
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return sum(self.placed.values())
+
+    @property
+    def placement(self) -> str:
+        """`cpu`, or `gpu + cpu`."""
+        return " + ".join(self.placed)
+
+    def params_in(self, places: Collection[Placement]) -> int:
+        """Its elements in these places."""
+        return sum(numel for place, numel in self.placed.items() if place in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +133,21 @@ def describe(
     """The node with its figures. `numbers` are its rows among `rows`; `times` by unit name, empty for a graph outside training."""
     own = [rows[number] for number in numbers]
     layers = tuple(dict.fromkeys(row.unit for row in own))
-    acting = [row for row in own if row.placement in _ACTS_FOR.get(op, _ANYWHERE)]
+    places = _ACTS_FOR.get(op, _ANYWHERE)
     elements: Counter[str] = Counter()
     for row in own:
-        elements[row.placement] += row.numel
+        elements.update(row.placed)
     total = max(sum(elements.values()), 1)
     updates = op in ("cpu_step", "gpu_step")
     return InspectedNode(
         graph, op, tuple(numbers), tuple(row.name for row in own), layers, {name: count / total for name, count in elements.items()},
-        sum(row.traffic.device_bytes(row.numel) if updates else row.grad_bytes for row in acting), line,
-        *(_sum_us(op, kind, acting, layers, rows, times) for kind in ("predicted", "measured", "profiled")),
+        sum(_moved_bytes(row, row.params_in(places), updates) for row in own), line,
+        *(_sum_us(kind, op, own, rows, times) for kind in ("predicted", "measured", "profiled")),
     )
+
+
+def _moved_bytes(row: InspectedRow, params: int, updates: bool) -> int:
+    return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // row.numel
 
 
 def unit_times(explanation: Explanation, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:
@@ -158,19 +176,20 @@ def _measured(measured: Measured, unit: int) -> dict[str, float]:
 
 def _acting_share(op: str, unit: str, rows: Sequence[InspectedRow]) -> float:
     own = [row for row in rows if row.unit == unit]
-    return sum(row.numel for row in own if row.placement in _ACTS_FOR[op]) / max(sum(row.numel for row in own), 1)
+    return sum(row.params_in(_ACTS_FOR[op]) for row in own) / max(sum(row.numel for row in own), 1)
 
 
 def _sum_us(
-    op: str, kind: str, acting: Sequence[InspectedRow], layers: Sequence[str], rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
+    kind: str, op: str, own: Sequence[InspectedRow], rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
 ) -> float | None:
     """Over the node's layers; a node that has only some of a layer's rows takes their part of its time."""
+    layers = dict.fromkeys(row.unit for row in own)
     known = {layer: getattr(times[layer], kind)[op] for layer in layers if layer in times and op in getattr(times[layer], kind)}
     if not known:
         return None
     places = _ACTS_FOR.get(op, _ANYWHERE)
     total = 0.0
     for layer, us in known.items():
-        whole = sum(row.numel for row in rows if row.unit == layer and row.placement in places)
-        total += us * sum(row.numel for row in acting if row.unit == layer) / whole if whole else 0.0
+        whole = sum(row.params_in(places) for row in rows if row.unit == layer)
+        total += us * sum(row.params_in(places) for row in own if row.unit == layer) / whole if whole else 0.0
     return total

@@ -90,7 +90,7 @@ def page_layers(inspection: Inspection) -> Iterator[PageLayer]:
     for unit in inspection.task_graph.units:
         rows = tuple(row for row in inspection.rows if row.unit == unit.name)
         own = tuple(node for node in nodes if unit.name in node.layers)
-        place = " + ".join(dict.fromkeys(row.placement for row in rows))
+        place = " + ".join(dict.fromkeys(place for row in rows for place in row.placed))
         waits = [node.times for node in own if node.op == "wait" and node.times][:1]
         parts = [f"{count_text(unit.params)} parameters", f"on {place}", f"nodes: {len(own)}", *(f"wait {times}" for times in waits)]
         yield PageLayer(unit.name, "; ".join(parts), rows, own)

@@ -56,7 +56,7 @@ def uses(task: TaskId, graph: TaskGraph, rows: Sequence[InspectedRow]) -> bool:
     """Whether the plan in force has any share of the task's layer go this way."""
     name = graph.units[task.unit].name
     wanted = _USED_BY.get(task.kind)
-    return wanted is None or any(row.placement in wanted for row in rows if row.unit == name)
+    return wanted is None or any(row.params_in(wanted) for row in rows if row.unit == name)
 
 
 def _box(graph: TaskGraph, task: TaskId, rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]) -> _Box:

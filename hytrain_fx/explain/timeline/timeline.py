@@ -127,14 +127,14 @@ class Timeline:
 
 
 def from_records(
-    records: Iterable[TaskRecord], marked: Iterable[Span], unit_of: Sequence[int], unit_names: Sequence[str], *, begin_us: float = 0.0,
+    records: Iterable[TaskRecord], marked: Iterable[Span], unit_of: Mapping[int, int], unit_names: Sequence[str], *, begin_us: float = 0.0,
     launches: Iterable[StepLaunch] = (),
 ) -> Timeline:
     """The measured timeline: the engine's records, and the spans between marks, on the engine's clock, from `begin_us` on.
 
-    unit_of    unit of each row; records of other rows (probes) are left out
+    unit_of    unit of each row of the engine; records of other rows (probes) are left out
     """
-    spans = [_span_of(record, unit_of) for record in records if record.stage.name in _STAGES and record.row < len(unit_of)]
+    spans = [_span_of(record, unit_of) for record in records if record.stage.name in _STAGES and record.row in unit_of]
     kept = [span for span in (*marked, *spans) if span.begin_us >= begin_us]
     first_us = min((span.begin_us for span in kept), default=0.0)
     inside = [launch.moved(-first_us) for launch in launches if launch.step_begin_us >= begin_us]
@@ -167,7 +167,7 @@ def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[Inte
     return share_inside([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
 
 
-def _span_of(record: TaskRecord, unit_of: Sequence[int]) -> Span:
+def _span_of(record: TaskRecord, unit_of: Mapping[int, int]) -> Span:
     kind = _STAGES[record.stage.name]
     lanes: Mapping[TaskKind, str] = {
         TaskKind.CPU_UPDATE: f"CPU {record.worker}", TaskKind.GPU_UPDATE: "device updates",

@@ -98,6 +98,10 @@ class TorchEngine:
 
     # ---- the table of rows ----
 
+    @property
+    def rows(self) -> int:
+        return len(self._pipeline.rows)
+
     def add_row(self, spec: RowSpec) -> int:
         with self._locked(failures=False) as pipeline:
             pipeline.rows.append(Row.of(len(pipeline.rows), spec))
@@ -135,6 +139,10 @@ class TorchEngine:
 
     def place_streamed(self, row: int, states: RowStates) -> None:
         raise EngineError(f"the {self.name} engine does not stream optimizer states; use engine='native', or stream=0.0")
+
+    def retire(self, row: int) -> None:
+        with self._locked(failures=False):
+            self._row(row).states = None
 
     def send_weight(self, row: int, on: bool) -> None:
         raise EngineError(f"the {self.name} engine does not stream optimizer states")

@@ -22,7 +22,7 @@ from hytrain_fx.ir.limits import LONGEST_WAIT_S
 from hytrain_fx.runtime.engine import RowStates, Stage, TaskRecord
 from hytrain_fx.runtime.fallback.host_updates import HostUpdate
 from hytrain_fx.runtime.fallback.lanes import Event, Lane, copy, make_lanes, now_us, start_all
-from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row, part_of
+from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row
 
 Key = tuple[int, int, int]
 """Unit, row, chunk: the order in which work is due."""
@@ -168,7 +168,7 @@ class Pipeline:
         """Update the next grain of a chunk; the chunk where it was the last."""
         chunk = row.chunks[number]
         end = min(chunk.updated_to + self.update.grain_params, chunk.end)
-        part = part_of(row.placed_states(), chunk.updated_to, end)
+        part = row.placed_states().part(chunk.updated_to, end)
         _require_finite(row, part)
         self.update(part, row.scalars_with_factors())
         with self.lock:

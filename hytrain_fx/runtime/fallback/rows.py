@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -85,7 +85,7 @@ class Row:
             raise EngineError(f"row {self.index} is moved while in use")
         self.generation += 1  # a dropped gradient of the old place may yet be noted as landed
         self.landing = None
-        self.states = changed(states, flat_alias)
+        self.states = states.changed(flat_alias)
         self.on_host = on_host
 
     def set_weight(self, weight: torch.Tensor) -> None:
@@ -198,20 +198,9 @@ def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch
     return found
 
 
-def changed(states: RowStates, change: Callable[[torch.Tensor], torch.Tensor]) -> RowStates:
-    """The same with every tensor changed; `own` states stay."""
-    slot, out = (None if tensor is None else change(tensor) for tensor in (states.slot, states.out))
-    return replace(states, master=change(states.master), states=tuple(map(change, states.states)), slot=slot, out=out)
-
-
-def part_of(states: RowStates, begin: int, end: int) -> RowStates:
-    """The same range of every state."""
-    return changed(states, lambda tensor: tensor[begin:end])
-
-
 def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: AdamScalars) -> None:
     """`adamw_` on states, gradient and weight of one length, a chunk at a time: its temporaries take ten times a part's gradient."""
     for begin in range(0, grad.numel(), CHUNK_PARAMS):
         end = begin + CHUNK_PARAMS
-        part, out = part_of(states, begin, end), None if weight is None else weight[begin:end]
+        part, out = states.part(begin, end), None if weight is None else weight[begin:end]
         adamw_(grad[begin:end], part.master, part.states, scalars, out)

@@ -148,6 +148,10 @@ class NativeEngine:
     def _stream(self) -> c_void_p:
         return c_void_p(self._stream_handle())
 
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
     def add_row(self, spec: RowSpec) -> int:
         self._rows.append(spec)
         self._call("add_row", byref(CRowSpec(spec.numel, spec.unit, _DTYPES[spec.weight.dtype], spec.weight.data_ptr())))
@@ -178,6 +182,9 @@ class NativeEngine:
         self._require_staging(staging_shape(states.master.numel(), states.table.tensors))
         self._states[row] = states
         self._call("place_streamed", row, byref(host_states(states)))
+
+    def retire(self, row: int) -> None:
+        self._states.pop(row, None)
 
     def send_weight(self, row: int, on: bool) -> None:
         self._call("send_weight", row, int(on))

@@ -30,6 +30,7 @@ class RowSize:
 
     copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
     out_bytes    of the new weight on the host, where it has memory of its own there (`RowStates.out`)
+    gradient_stays    on the device, though the CPU updates it: it is a piece of a parameter that is cut
     """
 
     numel: int
@@ -37,6 +38,7 @@ class RowSize:
     table: StateTable = ADAMW_DEFAULT
     copied: bool = False
     out_bytes: int = 0
+    gradient_stays: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -122,7 +124,8 @@ def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, 
     return MemoryEstimate(
         weights_bytes=sum(row.weight_bytes for row in rows),
         device_states_bytes=sum(row.device_bytes for row in of[Placement.GPU]),
-        device_gradients_bytes=sum(row.gradient_bytes for row in (*of[Placement.GPU], *of[Placement.STREAM])),
+        device_gradients_bytes=sum(row.gradient_bytes for row, place in zip(rows, placement, strict=True)
+                                   if row.gradient_stays or not place.updates_on_cpu),
         ring_bytes=ring_bytes,
         staging_bytes=staging_bytes(of[Placement.STREAM]),
         host_states_bytes=host_states,

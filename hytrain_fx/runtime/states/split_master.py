@@ -57,8 +57,11 @@ def halved(states: RowStates, device: torch.device) -> RowStates:
 
 
 def copy_states(source: RowStates, target: RowStates, device: torch.device) -> None:
-    """Write every state of `source` into `target`, at most one of which has its master in halves; computes on `device`."""
-    if source.low is not None:
+    """Write every state of `source` into `target`, wherever they have their masters in halves; computes on `device`."""
+    if source.low is not None and target.low is not None:
+        for to, half in ((target.master, source.master), (target.low, source.low), (target.marked(), source.marked())):
+            to.copy_(half)
+    elif source.low is not None:
         _join_into(target, source, device)
     elif target.low is not None:
         split_into(target, source, device)

@@ -1,0 +1,109 @@
+"""Which rows of the engine each parameter has: one where it is whole, one for each piece where it is cut.
+
+    parameter 3, whole                  row 3
+    parameter 3, cut into two pieces    row 3 rests; rows 41 and 42, made when the cut was first seen
+
+A row keeps its range for good, so a cut that comes back finds its rows again. Who speaks of parameters has their
+numbers turned into rows here; where nothing is cut the two are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hytrain_fx.ir.plan import Piece
+from hytrain_fx.runtime.engine import Engine, RowSpec
+
+
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory, as a flat view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class PieceRows:
+    """The rows of one engine, whose first ones are the parameters as a whole.
+
+    cut       by number of a parameter that is cut: its rows, in the order of their ranges
+    piece_of  by row that was made for a piece: which one
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], unit_of: Sequence[int], engine: Engine) -> None:
+        self.cut: dict[int, tuple[int, ...]] = {}
+        self.piece_of: dict[int, Piece] = {}
+        self._rows: dict[Piece, int] = {}
+        self._names = tuple(names)
+        self._unit_of = list(unit_of)
+        self._engine = engine
+        self._numels = [parameter.numel() for parameter in parameters]
+        self._expanded: dict[Sequence[int], tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._numels)
+
+    def of(self, parameter: int) -> tuple[int, ...]:
+        """The rows of one parameter."""
+        return self.cut.get(parameter, (parameter,))
+
+    def rows(self, parameters: Sequence[int]) -> Sequence[int]:
+        """The rows of these parameters, in their order."""
+        if not self.cut:
+            return parameters
+        key = tuple(parameters)
+        found = self._expanded.get(key)
+        if found is None:
+            found = self._expanded[key] = tuple(row for parameter in key for row in self.of(parameter))
+        return found
+
+    def piece(self, row: int) -> Piece:
+        """What the row updates."""
+        return self.piece_of[row] if row in self.piece_of else Piece(row, 0, self._numels[row])
+
+    def parameter(self, row: int) -> int:
+        """Whose row it is."""
+        return self.piece_of[row].parameter if row in self.piece_of else row
+
+    def unit(self, row: int) -> int:
+        """The unit of the row's parameter."""
+        return self._unit_of[self.parameter(row)]
+
+    def set_unit(self, parameter: int, unit: int) -> None:
+        """Units are numbered in another order: of all rows of the parameter, those at rest too."""
+        self._unit_of[parameter] = unit
+        for row in (parameter, *(row for row, piece in self.piece_of.items() if piece.parameter == parameter)):
+            self._engine.set_unit(row, unit)
+
+    def set_cut(self, pieces: Sequence[Piece], weight: torch.Tensor) -> tuple[int, ...]:
+        """Cut one parameter so, or make it whole with a single piece; its rows. All of its rows must be idle.
+
+        `weight` is what the engine writes new weights to.
+        """
+        parameter = pieces[0].parameter
+        self._expanded.clear()
+        if len(pieces) == 1:
+            self.cut.pop(parameter, None)
+        else:
+            self.cut[parameter] = tuple(self._row_of(piece, flat_memory(weight)) for piece in pieces)
+        return self.of(parameter)
+
+    def restore(self, cut: dict[int, tuple[int, ...]]) -> None:
+        """Cut the parameters as they were at some time before."""
+        self.cut = cut
+        self._expanded.clear()
+
+    def set_weight(self, parameter: int, weight: torch.Tensor) -> None:
+        """The parameter has other memory: of all its rows, those at rest too."""
+        self._engine.set_weight(parameter, weight)
+        for row, piece in self.piece_of.items():
+            if piece.parameter == parameter:
+                self._engine.set_weight(row, flat_memory(weight)[piece.begin : piece.end])
+
+    def _row_of(self, piece: Piece, weight: torch.Tensor) -> int:
+        row = self._rows.get(piece)
+        if row is None:
+            name = f"{self._names[piece.parameter]}[{piece.begin}:{piece.end}]"
+            spec = RowSpec(piece.numel, self._unit_of[piece.parameter], weight[piece.begin : piece.end], name)
+            row = self._rows[piece] = self._engine.add_row(spec)
+            self.piece_of[row] = piece
+        return row

@@ -1,0 +1,338 @@
+"""Where the optimizer states of every parameter rest, and moving them between host and device.
+
+    CPU      fp32 states on the host, a slot for the gradient, and memory for a 16-bit weight that no half of its master is
+    STREAM   fp32 states on the host, no slot: the gradient stays on the device
+    GPU      fp32 states on the device
+
+A parameter may be cut: each of its pieces is a row of the engine and rests by itself (`pieces.py`).
+On the host the masters of bf16 rows are in two halves, one of them the weight, where the engine has it so. So are those of
+fp32 rows that the device has in 16 bits (`copied_weights.py`): their weight here is the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
+from hytrain_fx.ir.states import Kernel, StateTable, StateTraffic
+from hytrain_fx.runtime.engine import Engine, RowStates
+from hytrain_fx.runtime.states.copied_weights import CopiedWeights
+from hytrain_fx.runtime.states.pieces import PieceRows, flat_memory
+from hytrain_fx.runtime.states.row_form import RowForm
+from hytrain_fx.runtime.states.slabs import HostSlab, require_host_memory
+from hytrain_fx.runtime.states.split_master import copy_states, load_masters
+from hytrain_fx.runtime.states.unit_slabs import UnitSlabs
+
+
+class PlacedStates:
+    """Master weights and states; slabs by unit, those of slots apart from those of states, so that rows change between CPU and
+    STREAM where they are.
+
+    weights   the parameters' own tensors, by number
+    unit_of   unit of each parameter: the rows of a unit share one slab
+    tables    by parameter: the states that it has
+    names     of the parameters, for messages
+
+    pieces       the rows of each parameter
+    placement    by row that is in use
+    arrangement  counts up whenever a row rests elsewhere, or a parameter is cut otherwise
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        unit_of: Sequence[int],
+        tables: Sequence[StateTable],
+        engine: Engine,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._weights = list(weights)
+        self.copies = CopiedWeights()
+        self.pieces = PieceRows(weights, names or [""] * len(self._weights), unit_of, engine)
+        self.placement: dict[int, Placement] = dict.fromkeys(range(len(self._weights)), Placement.CPU)
+        self.arrangement = 0
+        self._tables = tuple(tables)
+        self._engine = engine
+        self._states: dict[int, RowStates] = {}
+        self._slabs = UnitSlabs(self._weights[0].device, engine.workers, self._form, self._place_of)
+        self._unit_of = tuple(unit_of)
+        self._kept: set[int] = set()  # parameters whose masters have their half that is the weight at home, wherever they are updated
+
+    def __getitem__(self, row: int) -> RowStates:
+        return self._states[row]
+
+    def in_memory(self, row: int) -> RowStates:
+        """The states, for whoever reads or writes their values. Raises EngineError in a forked child that does not have them."""
+        if row in self._slabs.states:
+            self._slabs.states[row].require_here()
+        return self._states[row]
+
+    def __iter__(self) -> Iterator[tuple[int, RowStates]]:
+        """The rows in use with their states, in order of the parameters."""
+        return ((row, self._states[row]) for row in self._rows(range(len(self._weights))))
+
+    # ---- of one parameter ----
+
+    def table(self, parameter: int) -> StateTable:
+        """The states that it has."""
+        return self._tables[parameter]
+
+    def is_whole(self, parameter: int) -> bool:
+        """Whether it may not be cut: its update is not elementwise, or the device has a copy of it."""
+        return self._tables[parameter].kernel is Kernel.NONE or parameter in self.copies
+
+    def gradient_leaves(self, parameter: int) -> bool:
+        """Whether its gradient goes to a slot on the host, and none stays on the device."""
+        return parameter not in self.pieces.cut and self.placement[parameter].updates_on_cpu
+
+    def host_pieces(self, parameter: int) -> dict[int, Piece]:
+        """By row: the pieces of a parameter that is cut whose updates the CPU does."""
+        return {row: self.pieces.piece(row) for row in self.pieces.cut.get(parameter, ()) if self.placement[row].updates_on_cpu}
+
+    def params_by_place(self, parameter: int) -> dict[Placement, int]:
+        """How many of its elements are updated where, in the order of its memory."""
+        found: dict[Placement, int] = {}
+        for row in self.pieces.of(parameter):
+            found[self.placement[row]] = found.get(self.placement[row], 0) + self.pieces.piece(row).numel
+        return found
+
+    # ---- memory ----
+
+    @property
+    def slabs(self) -> list[HostSlab]:
+        """All host memory that states and slots take."""
+        return self._slabs.all
+
+    def host_bytes(self, rows: Iterable[int], place: Placement = Placement.CPU) -> int:
+        """Bytes of host memory the states of these rows take under `place`, with their slots where it is CPU."""
+        forms = list(map(self._form, rows))
+        slots = sum(form.slot_bytes for form in forms) if place.updates_on_cpu else 0
+        return slots + sum(form.slab_bytes + form.table.own_bytes for form in forms)
+
+    def device_bytes(self, rows: Iterable[int]) -> int:
+        """Bytes of device memory the states of these rows take there (fp32 weights are their own masters)."""
+        return sum(self._form(row).device_bytes for row in rows)
+
+    def travelling_bytes(self, row: int) -> int:
+        """Bytes of a row's gradient on its way to the host, as a rule, and of its new weight on its way back."""
+        form = self._form(row)
+        return form.numel * form.dtype.itemsize
+
+    def out_bytes(self, row: int) -> int:
+        """Bytes of host memory for the new weight of a row updated by the CPU, beside master and slot."""
+        return self._form(row).out_bytes
+
+    def traffic(self, rows: Sequence[int]) -> StateTraffic:
+        """What updates of these rows move of their states."""
+        forms = list(map(self._form, rows))
+        params = sum(form.numel for form in forms)
+        return StateTraffic(sum(form.table_bytes for form in forms) / params, all(form.table.tie is not None for form in forms))
+
+    @property
+    def of_other_optimizer(self) -> bool:
+        """Whether they are of an optimizer without a kernel."""
+        return any(table.kernel is Kernel.NONE for table in self._tables)
+
+    def form_of(self, piece: Piece) -> RowForm:
+        """What a piece takes of memory, whether or not the parameter is cut so."""
+        table = self._tables[piece.parameter]
+        splits = table.tie is not None and self._engine.splits_masters
+        return RowForm(piece.numel, self._weights[piece.parameter].dtype, table, piece.parameter in self.copies, splits)
+
+    def _form(self, row: int) -> RowForm:
+        return self.form_of(self.pieces.piece(row))
+
+    def _weight(self, row: int) -> torch.Tensor:
+        """What the engine writes to, flat. For the guard of a parameter this is a touch, unless it is off."""
+        piece = self.pieces.piece(row)
+        return flat_memory(self._weights[piece.parameter])[piece.begin : piece.end]
+
+    # ---- where they rest ----
+
+    @property
+    def placed(self) -> tuple[PlacedPiece, ...]:
+        """Every piece and its placement, in order of the parameters."""
+        return tuple(PlacedPiece(self.pieces.piece(row), self.placement[row]) for row in self._rows(range(len(self._weights))))
+
+    def allocate(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
+        """Allocate every piece where it is placed, masters from the weights, states zero. Raises HostMemoryError."""
+        self.placement = {}
+        for pieces in _by_parameter(placed).values():
+            self._cut(pieces)
+        rows = list(self.placement)
+        on_host = [row for row in rows if not self.placement[row].rests_on_device]
+        require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
+        self._states |= self._slabs.allocate(on_host)
+        for row in rows:
+            if self.placement[row].rests_on_device:
+                self._states[row] = self._device_states(row)
+        load_masters((self._states[row].master, self._weight(row)) for row in rows)
+        self._tell_engine({*rows, *self._slabs.arrange_slots(rows, self.placement, self._states)})
+
+    def move(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
+        """Move the states of idle parameters to where these pieces are to rest; their bits do not change.
+
+        Raises HostMemoryError, torch.OutOfMemoryError, and EngineError where memory cannot be pinned. What has not been moved by then
+        is where it was.
+        """
+        now, wanted = _by_parameter(self.placed), _by_parameter(placed)
+        changed = {parameter: pieces for parameter, pieces in wanted.items() if now[parameter] != pieces}
+        cut_otherwise = [parameter for parameter, pieces in changed.items() if _ranges(pieces) != _ranges(now[parameter])]
+        rows = {row: of.placement for parameter in changed.keys() - cut_otherwise
+                for row, of in zip(self.pieces.of(parameter), changed[parameter], strict=True)}
+        # Host memory is given back before any is taken.
+        self._move_rows([row for row in sorted(rows) if rows[row].rests_on_device], Placement.GPU, limit_bytes)
+        for parameter in cut_otherwise:
+            self._recut(changed[parameter], limit_bytes)
+        for place in (Placement.STREAM, Placement.CPU):
+            self._move_rows([row for row in sorted(rows) if rows[row] is place], place, limit_bytes)
+
+    def _move_rows(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
+        """Those that are elsewhere; where it raises all are where they were."""
+        rows = [row for row in rows if self.placement[row] is not place]
+        if not rows:
+            return
+        for row in rows:
+            self._bring_weight_home(row)
+        before = {row: self._states[row] for row in rows if place.rests_on_device or self.placement[row].rests_on_device}
+        if not place.rests_on_device:
+            new_slots = sum(self._form(row).slot_bytes for row in rows) if place.updates_on_cpu else 0
+            require_host_memory(self.host_bytes(before, Placement.STREAM) + new_slots, limit_bytes)
+        with self._undone_on_error(to_tell := set(rows)):
+            if not place.rests_on_device:
+                self._states |= self._slabs.allocate(before)
+            for row in rows:
+                self.placement[row] = place
+            for row, states in before.items():
+                if place.rests_on_device:
+                    self._states[row] = self._device_states(row)
+                self._fill(row, states)
+            to_tell.update(self._slabs.arrange_slots(rows, self.placement, self._states))
+            self._tell_engine(to_tell)
+        if place.rests_on_device:
+            for row in rows:
+                self._slabs.states.pop(row)  # the last row of a slab frees it
+
+    def _recut(self, pieces: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
+        """Give one parameter rows for other pieces, and their states the bits that it has; where it raises all is as before."""
+        parameter = pieces[0].piece.parameter
+        old = self.pieces.of(parameter)
+        for row in old:
+            self._bring_weight_home(row)
+        before = [(self.pieces.piece(row), self._states[row]) for row in old]
+        with self._undone_on_error(to_tell := set(old)):
+            for row in old:
+                del self.placement[row]
+            new = self._cut(pieces)
+            for row in set(old) - set(new):
+                self._slabs.states.pop(row, None)
+                del self._states[row]
+            on_host = [row for row in new if not self.placement[row].rests_on_device]
+            require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
+            self._states |= self._slabs.allocate(on_host)
+            for row in new:
+                if self.placement[row].rests_on_device:
+                    self._states[row] = self._device_states(row)
+                    self._slabs.states.pop(row, None)
+                self._fill_from(row, before)
+            to_tell = {*new, *self._slabs.arrange_slots({*old, *new}, self.placement, self._states)}
+            self._tell_engine(to_tell)
+            if self._engine.can_stream:
+                for row in new:
+                    self._engine.send_weight(row, parameter in self._kept)
+        for row in set(old) - set(new):
+            self._engine.retire(row)
+
+    def _cut(self, pieces: Sequence[PlacedPiece]) -> tuple[int, ...]:
+        parameter = pieces[0].piece.parameter
+        rows = self.pieces.set_cut([of.piece for of in pieces], self._weights[parameter])
+        self.placement.update(zip(rows, (of.placement for of in pieces), strict=True))
+        self.arrangement += 1
+        return rows
+
+    def _fill(self, row: int, states: RowStates) -> None:
+        """Write what the row had into where it rests now."""
+        target = self._states[row]
+        if self.placement[row].rests_on_device and target.master.dtype == self._weight(row).dtype and row not in self.copies:
+            # It is the weight, which has these bits: written, it would end the backward of a forward from before the move.
+            states = replace(states, master=target.master)
+        copy_states(states, target, self._weight(row).device)
+        if row in self.copies and self.placement[row].rests_on_device:
+            self.copies[row].current = True
+
+    def _fill_from(self, row: int, before: Iterable[tuple[Piece, RowStates]]) -> None:
+        """The same from pieces that overlap it."""
+        mine, target, weight = self.pieces.piece(row), self._states[row], self._weight(row)
+        is_weight = target.master.data_ptr() == weight.data_ptr()
+        for piece, states in before:
+            begin, end = max(mine.begin, piece.begin), min(mine.end, piece.end)
+            if begin >= end:
+                continue
+            source = states.part(begin - piece.begin, end - piece.begin)
+            into = target.part(begin - mine.begin, end - mine.begin)
+            if is_weight:
+                source = replace(source, master=into.master)
+            copy_states(source, into, weight.device)
+
+    @contextlib.contextmanager
+    def _undone_on_error(self, rows: set[int]) -> Iterator[None]:
+        """Around a move of these rows, and of those that are added meanwhile."""
+        held = (self.placement.copy(), self._states.copy(), self._slabs.copy())
+        cut = self.pieces.cut.copy()
+        self.arrangement += 1
+        try:
+            yield
+        except BaseException:
+            self.placement, self._states, self._slabs = held
+            self.pieces.restore(cut)
+            self.arrangement += 1
+            with contextlib.suppress(EngineError):  # an engine that has failed says so at every later call
+                self._tell_engine(rows & self.placement.keys())  # some of them may have been told of the new places
+            raise
+        # `held` until here: dropped gradients may be on their way to the old slots while the engine has not been told.
+
+    def _rows(self, parameters: Iterable[int]) -> Iterator[int]:
+        return (row for parameter in parameters for row in self.pieces.of(parameter))
+
+    # ---- told and made ----
+
+    def _leaves_weight(self, row: int) -> bool:
+        """Whether the half of the master that is the weight is on the device alone: 2 bytes a parameter less on the way to the host."""
+        kept = self.pieces.parameter(row) in self._kept
+        return self.placement[row].visits_device and self._states[row].low is not None and not kept
+
+    def _bring_weight_home(self, row: int) -> None:
+        if self._leaves_weight(row):
+            self.in_memory(row).master.copy_(self._weight(row))
+
+    def _tell_engine(self, rows: Iterable[int]) -> None:
+        place = {Placement.CPU: self._engine.place_on_host, Placement.GPU: self._engine.place_on_device,
+                 Placement.STREAM: self._engine.place_streamed}
+        for row in rows:
+            place[self.placement[row]](row, self._states[row])
+
+    def _device_states(self, row: int) -> RowStates:
+        weight = self._weight(row)
+        if row in self.copies:
+            self.copies[row].take_memory()
+            weight = flat_memory(self.copies[row].weight)
+        return self._form(row).on_device(weight.device, weight)
+
+    def _place_of(self, row: int) -> tuple[int, Piece]:
+        piece = self.pieces.piece(row)
+        return self._unit_of[piece.parameter], piece
+
+
+def _by_parameter(placed: Iterable[PlacedPiece]) -> Mapping[int, tuple[PlacedPiece, ...]]:
+    ordered = sorted(placed)
+    return {parameter: tuple(of) for parameter, of in groupby(ordered, key=lambda of: of.piece.parameter)}
+
+
+def _ranges(placed: Iterable[PlacedPiece]) -> list[Piece]:
+    return [of.piece for of in placed]
