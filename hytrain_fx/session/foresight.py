@@ -9,7 +9,7 @@ at clipping's or a loss scale's factor from `step()` on. (A plain loop on a GPU 
 And each step had every gradient that went to its slot taken from there, made by one backward, with the hyper-parameters that its group had
 during that backward. A step that undoes updates makes the next harder to earn.
 
-A wrong guess costs time and nothing else: the engine puts back what it has updated (csrc/engine_early.cpp).
+A wrong guess costs time and nothing else: the engine puts back what it has updated (csrc/early_updates.h).
 """
 
 from __future__ import annotations

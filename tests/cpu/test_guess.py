@@ -24,7 +24,7 @@ from .engine_loop import GROUP, assert_same_states, host_states
 
 # Rows of several chunks, of several granules, of one, and one too small for a guess.
 SIZES = (4_500_000, 700_000, 262_144, 70_000, 900)
-SLOT_BYTES = 3 * (FP32_BYTES * GRANULE_PARAMS + SHADOW_APART_BYTES)  # without amsgrad (csrc/engine_shadow.cpp)
+SLOT_BYTES = 3 * (FP32_BYTES * GRANULE_PARAMS + SHADOW_APART_BYTES)  # without amsgrad (csrc/shadow_arena.cpp)
 LATE_US = 100_000
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 //   session `calls`    Python (session/turns.py): a thread is in the compiled call, or in step()
 //   session `compiles` Python (session/turns.py): a graph is compiled
 //   session `state`    Python (session/turns.py): a thread changes or reads what the session keeps
-//   kEngine            Engine::mutex_: rows, chunks and their queues
+//   kEngine            EngineState::mutex: rows, chunks and their queues
 //   kQueue             WorkQueue::mutex_: what a lane of the CPU device has to do
 //   kEvent             CpuEvent::mutex_: whether the event has fired
 //   kEventPool         EventPool::mutex_: CUDA events that are free
@@ -69,5 +69,8 @@ using OrderedMutex = std::mutex;
 using Condition = std::condition_variable;
 
 #endif
+
+using EngineMutex = OrderedMutex<LockOrder::kEngine>;
+using EngineLock = std::unique_lock<EngineMutex>;
 
 }  // namespace hytrain_fx

@@ -51,8 +51,10 @@ from hytrain_fx.runtime.native.structs import (
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
 
-SOURCES = ("engine_c.cpp", "engine.cpp", "engine_nodes.cpp", "engine_commit.cpp", "engine_threads.cpp", "engine_guess.cpp",
-           "engine_early.cpp", "engine_shadow.cpp", "engine_upload.cpp", "engine_flagged.cpp", "cpu_device.cpp", "cuda_device.cpp")
+SOURCES = ("engine_c.cpp", "engine.cpp", "engine_state.cpp", "row.cpp", "guess.cpp", "step_clock.cpp", "records.cpp", "shadow_arena.cpp",
+           "staging_area.cpp", "factor_slots.cpp", "host_update.cpp", "updates.cpp", "guesses.cpp", "early_updates.cpp", "homeward.cpp",
+           "flagged_tail.cpp", "streamed_visits.cpp", "device_updates.cpp", "lander.cpp", "workers.cpp", "uploader.cpp", "grad_offload.cpp",
+           "grad_fetches.cpp", "commit.cpp", "waits.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
 _RECORD_CAPACITY = 1 << 16

@@ -1,0 +1,75 @@
+#include "device_updates.h"
+
+#include <map>
+
+namespace hytrain_fx {
+namespace {
+
+constexpr int64_t kLaunchParams = 16 << 20;  // a launch of so many takes the device longer than the host
+
+}  // namespace
+
+void DeviceUpdates::launch(const std::vector<const CommitItem*>& items, const EventPtr& end, const float* skip) {
+  for (const Launch& together : launches(items)) launch_together(together, end, skip);
+}
+
+// By launch and in the order of the launches. A unit's rows of one kernel go together, the last
+// unit first: its gradients come first. Rows whose release came with those of other units, at the
+// end of a backward graph, go apart (they would hold back the large weights of their unit until
+// then), after the others, and lowest unit first, being due in that order now.
+std::vector<DeviceUpdates::Launch> DeviceUpdates::launches(const std::vector<const CommitItem*>& items) const {
+  std::map<const Event*, std::set<int>> units;
+  for (const CommitItem* item : items) units[row_of(item).released.get()].insert(row_of(item).spec.unit);
+  std::map<std::pair<int, int>, Launch> early, late;  // by -unit and dtype, by dtype and unit
+  for (const CommitItem* item : items) {
+    const Row& row = row_of(item);
+    const int unit = row.spec.unit, dtype = 2 * row.spec.dtype + row.has_copy();
+    if (units[row.released.get()].size() > 1) {
+      late[{dtype, unit}].push_back(item);
+    } else {
+      early[{-unit, dtype}].push_back(item);
+    }
+  }
+  std::vector<Launch> found;
+  for (auto& [key, group] : early) found.push_back(std::move(group));
+  int64_t params = kLaunchParams;  // of the last launch; small ones are joined to it
+  int joined_dtype = -1;
+  for (auto& [key, group] : late) {
+    if (key.first != joined_dtype || params >= kLaunchParams) {
+      found.emplace_back();
+      params = 0;
+    }
+    joined_dtype = key.first;
+    for (const CommitItem* item : group) params += row_of(item).spec.numel;
+    found.back().insert(found.back().end(), group.begin(), group.end());
+  }
+  return found;
+}
+
+// After one event: queues of streams are short, and a full one blocks the launching thread.
+void DeviceUpdates::launch_together(const Launch& items, const EventPtr& end, const float* skip) {
+  Device& device = *state_.device;
+  std::set<EventPtr> awaited;
+  std::vector<DeviceUpdate> updates;
+  for (const CommitItem* item : items) {
+    const Row& row = row_of(item);
+    awaited.insert(item->at_end || !row.ready || skip ? end : row.ready);
+    awaited.insert(row.released);
+    updates.push_back({item->grad, row.device_grad_dtype(), row.weight_dtype(), row.device.master, nullptr, row.device.exp_avg,
+                       row.device.exp_avg_sq, row.device.max_exp_avg_sq, row.weight_bytes() == 2 ? row.spec.weight : nullptr,
+                       row.spec.numel, item->scalars, state_.nonfinite_of(item->row), skip});
+  }
+  for (const EventPtr& event : awaited) device.wait(Lane::UPDATE, event);
+  EventPtr before = state_.records.on() ? device.record(Lane::UPDATE) : nullptr;
+  device.update(Lane::UPDATE, updates);
+  EventPtr after = device.record(Lane::UPDATE);
+  if (before) state_.records.note_lane(kDeviceUpdate, items[0]->row, 0, before, after);
+  for (const CommitItem* item : items) {
+    Row& row = state_.rows[item->row];
+    row.give_weight(after);
+    row.phase = Phase::PENDING;
+    row.issued = row.size();
+  }
+}
+
+}  // namespace hytrain_fx

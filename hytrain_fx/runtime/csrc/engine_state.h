@@ -1,0 +1,93 @@
+// What the parts of the engine share: the table of rows, the queues between its threads, and
+// whether it has failed. One mutex guards it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "device.h"
+#include "locks.h"
+#include "native_structs.h"
+#include "records.h"
+#include "row.h"
+#include "shadow_arena.h"
+#include "step_clock.h"
+
+namespace hytrain_fx {
+
+// What tests provoke.
+struct Provoked {
+  std::atomic<double> worker_delay_us{0}, lander_delay_us{0}, uploader_delay_us{0};
+  std::atomic<int> update_fails_in{-1}, copy_fails_in{-1};  // rows
+};
+
+inline void sleep_us(double mean_us) {  // delays that tests set
+  if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
+}
+
+// Streamed rows of the last commit.
+struct StreamQueue {
+  std::set<Key> rows;                   // those with chunks to be sent, by chunk 0
+  int64_t params = 0, sent_params = 0;  // in all, and those that were sent on their way
+  int64_t left() const { return params - sent_params; }
+};
+
+struct EngineState {
+  explicit EngineState(const EngineOptions& options);
+
+  // Of the table; an error where it has no such row.
+  Row& row(int index);
+  Row& row(const Key& key) { return rows[key.row]; }
+  Chunk& chunk(const Key& key) { return rows[key.row].chunks[key.chunk]; }
+  NonFinite nonfinite_of(int row) const { return {options.nonfinite, row + 1}; }
+  static std::string nonfinite_message(int row);
+
+  // Workers get the row's chunks, or this one, where all that they wait for is there.
+  void queue_ready(Row& row);
+  void queue_ready(Row& row, int chunk);
+
+  void fail(const std::string& message);  // no call succeeds from now on
+  void note_failure(const std::string& message);  // as fail(), with the lock held
+  bool has_failed() const { return !failure.empty(); }
+  void throw_if_failed();
+  // So that no stream waits for ever. What the lane carries then are old weights, or parts of new
+  // ones.
+  void raise_all_flags();
+  void notify_all();
+
+  // Until `done`, of what is said when it was not in time: "WHAT after 20 s".
+  template <class Done>
+  void await(EngineLock& lock, const char* what, Done done) {
+    if (issued_cv.wait_for(lock, std::chrono::duration<double>(options.timeout_s), done)) return;
+    throw std::runtime_error(std::string(what) + " after " + std::to_string(options.timeout_s) + " s");
+  }
+
+  EngineOptions options;
+  std::unique_ptr<Device> device;
+  Provoked provoked;
+
+  EngineMutex mutex;  // guards everything below, except the contents of slabs
+  Condition landed_cv, work_cv, upload_cv, issued_cv;
+  Rows rows;
+  std::set<Key> ready;    // workers take their granules
+  std::set<Key> updated;  // the uploader sends their new weights
+  std::set<Key> ahead;    // as `updated`, by guessed factors
+  StreamQueue streaming;
+  int waiting = 0;        // threads in wait()
+  int flagged_rows = 0;   // with FLAGGED chunks
+  uint64_t commits = 0;
+  uint64_t issues = 0;    // copies of new weights
+  uint64_t marks = 0;     // events of the compute stream
+  StepClock clock;
+  Records records;
+  ShadowArena shadows;
+  std::string failure;
+  bool stop = false;
+};
+
+}  // namespace hytrain_fx

@@ -1,0 +1,66 @@
+// The rest of a step, put on the lane to the device at once: new weights that are not updated, each
+// chunk after a flag that its update raises, and states of streamed rows, each visit after the one
+// that leaves the staging memory it takes.
+//
+// The launching thread can leave wait() only when the copies of a row's new weight are on the lane:
+// there is nothing to make the compute stream wait for before. So after the last wait() of a
+// forward it launches a whole backward while every worker and the link are idle, and only then
+// step() gives them work. With the rest of a step on the lane it goes on while that is worked off,
+// and the next commit comes that much earlier. Streamed updates are held back for that until they
+// take no longer than launching does: what comes next is then decided when the lane has room.
+//
+// What stands on the lane waits for workers alone, and they call no driver: so also a launching
+// thread that is blocked in the driver, in a synchronisation or before a full queue, is waited for
+// by nobody. (Were the compute stream to wait for copies that are not issued, loss.item() would
+// never return: while it waits, the driver lets no other thread issue a copy. Seen with driver 580
+// on an H200.) For the same reason no call of the driver that may block is made with the lock held
+// while chunks are flagged: workers take it.
+//
+// A row whose wait() has passed stays PASSED until its last chunk is updated. What the launching
+// thread does to it meanwhile is of the next step: release() and arms hold from then on, its
+// gradient is noted (NEXT_GRAD), and cannot land before the flags are up, since the compute stream
+// makes it after them. Whoever else asks for the row waits for its end, commit() for that of all
+// rows.
+#pragma once
+
+#include <set>
+#include <vector>
+
+#include "engine_state.h"
+#include "upload.h"
+
+namespace hytrain_fx {
+
+struct Barrier {  // a flag that the lane waits for
+  EventPtr before;  // done: the lane has come so far; null: at once
+  const uint32_t* flag;
+  uint32_t raised;
+};
+
+class FlaggedTail {
+ public:
+  explicit FlaggedTail(EngineState& state) : state_(state) {}
+
+  // Whether the rest of the step can be put on the lane as soon as the compute stream is so far:
+  // someone waits for it, and nothing is between except what the engine does by itself.
+  bool is_near() const;
+  bool may_be_sent() const;  // whether that is known to be so
+  // What is to be put on the lane, in its order. Chunks that are not updated are FLAGGED from here
+  // on.
+  std::vector<Upload> take();
+  // By the uploader, until the last streamed states are on the device, for FinishTimes.
+  void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock);
+  bool is_followed() const { return following_; }
+  void set_followed(bool on) { following_ = on; }
+  // Returns when no chunk is flagged, or when the engine has failed.
+  void await_end(EngineLock& lock) const;
+
+ private:
+  bool streams_long() const;
+  std::set<Key> flag();
+
+  EngineState& state_;
+  bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
+};
+
+}  // namespace hytrain_fx

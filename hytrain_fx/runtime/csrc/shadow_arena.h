@@ -1,0 +1,44 @@
+// Other memory for the states of rows that are updated on a guess: shadow slots, of one granule
+// each.
+//
+// Such an update reads the states where they are and writes them to the other place: from home to
+// the slot, and in a later step from the slot home. A right guess makes that the place where they
+// are, a wrong one leaves them where they were. So nothing is copied to be kept, nothing is copied
+// back, and an update moves as many bytes as in place. Only masters stay at home, as weights leave
+// from there: what they were is kept in the slot meanwhile. drain() carries all states home, for
+// whoever reads them there (homeward.h).
+#pragma once
+
+#include <vector>
+
+#include "native_structs.h"
+#include "row.h"
+
+namespace hytrain_fx {
+
+class ShadowArena {
+ public:
+  void set(const ShadowMemory& memory);  // once
+
+  // Whether the row can be updated on a guess, and that is worth its shadows.
+  bool suits(const Row& row) const;
+  bool is_empty() const { return free_.empty(); }
+  char* take();
+  void give(char* slot) { free_.push_back(slot); }
+  // All granules of the chunk were updated, or none counts.
+  void settle(Chunk& chunk, bool updated);
+  int64_t most_bytes() const { return most_bytes_; }  // that were taken at once
+
+ private:
+  int64_t slot_bytes() const;
+
+  std::vector<char*> free_;
+  size_t slots_ = 0;
+  int32_t arrays_ = 0;  // in each
+  int64_t most_bytes_ = 0;
+};
+
+// The arrays in a slot of the row; at its begin what masters were, whole or their upper half.
+HostArrays arrays_in(const Row& row, char* slot);
+
+}  // namespace hytrain_fx

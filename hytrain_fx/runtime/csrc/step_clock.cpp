@@ -1,0 +1,47 @@
+#include "step_clock.h"
+
+#include <algorithm>
+
+namespace hytrain_fx {
+namespace {
+
+constexpr double kLongestLaunchUs = 5000;  // of one unit: what takes longer waited for a full queue, or for the device
+
+}  // namespace
+
+void StepClock::begin_step(double called_us, double now_us, bool has_ended) {
+  if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) {
+    finish_.launching_us = launching_us_ + launched_since(called_us);
+  }
+  last_launching_us_ = finish_.launching_us;
+  last_finish_ = has_ended ? finish_ : FinishTimes{};
+  finish_ = {};
+  first_update_us_ = workers_busy_us_ = 0;
+  commit_us_ = now_us;
+}
+
+double StepClock::launched_since(double now_us) const { return std::min(now_us - launched_us_, kLongestLaunchUs); }
+
+void StepClock::passed(double now_us) {
+  passed_us_ = launched_us_ = now_us;
+  launching_us_ = 0;
+}
+
+void StepClock::released(double now_us) {
+  launching_us_ += launched_since(now_us);
+  launched_us_ = now_us;
+}
+
+void StepClock::worked(double begin_us, double end_us, int workers) {
+  begin_us = std::max(begin_us, commit_us_);  // one ahead of its commit, or late after the one before
+  if (workers_busy_us_ == 0) first_update_us_ = begin_us;
+  workers_busy_us_ += (end_us - begin_us) / workers;
+}
+
+void StepClock::updated(double now_us) {
+  finish_.cpu_us = now_us - commit_us_;
+  finish_.cpu_paused_us = now_us - first_update_us_ - workers_busy_us_;
+  finish_.cpu_begun_us = std::max(first_update_us_ - commit_us_, 0.0);  // before the commit: on a guess
+}
+
+}  // namespace hytrain_fx

@@ -1,0 +1,44 @@
+// The times of a step: when its updates began and ended, and how long launching took (FinishTimes).
+//
+// A step counts from its commit to the next. All times are of the device's clock, in microseconds.
+#pragma once
+
+#include "native_structs.h"
+
+namespace hytrain_fx {
+
+class StepClock {
+ public:
+  // A commit: it was called at `called_us` and begins at `now_us`. The times of the step before
+  // count where all its updates have ended.
+  void begin_step(double called_us, double now_us, bool has_ended);
+  // The launching thread: a wait() for an update has returned, a release() was called after it.
+  void passed(double now_us);
+  void released(double now_us);
+  // Workers: one of `workers` was busy; an update by the CPU has ended.
+  void worked(double begin_us, double end_us, int workers);
+  void updated(double now_us);
+  // The uploader: the last states are on the device, or on their way; the lane stood still before
+  // them.
+  void streamed(double now_us) { finish_.streamed_us = now_us - commit_us_; }
+  void held(double us) { finish_.streamed_held_us += us; }
+  void ran_ahead() { ++finish_.ahead; }
+  void sent_at_once(int64_t params) { finish_.at_once += params; }
+
+  double since_commit_us(double now_us) const { return now_us - commit_us_; }
+  double last_launching_us() const { return last_launching_us_; }
+  const FinishTimes& last() const { return last_finish_; }
+
+ private:
+  double launched_since(double now_us) const;
+
+  double commit_us_ = 0;                     // of the last commit
+  double passed_us_ = 0, launched_us_ = 0;   // of the last wait() for an update, and of it or the last release() after it
+  double launching_us_ = 0;                  // from the one to the other, without what the launching thread was held up for
+  double last_launching_us_ = 0;             // FinishTimes::launching_us of the last commit
+  double first_update_us_ = 0;               // since the last commit: begin of the first update by the CPU
+  double workers_busy_us_ = 0;               // since then: workers' time over their number
+  FinishTimes finish_{}, last_finish_{};     // of the last commit, as far as it has come; of the one before
+};
+
+}  // namespace hytrain_fx

@@ -1,0 +1,105 @@
+#include "streamed_visits.h"
+
+namespace hytrain_fx {
+
+void StreamedVisits::begin(Row& row, const CommitItem& item, const EventPtr& end, const float* skip) {
+  row.begin_update(item, state_.commits);
+  row.streamed.grad = item.grad;
+  row.streamed.skip = skip;
+  if (item.at_end || !row.ready || skip) {
+    row.ready = end;
+    row.open_at(end, state_.marks);
+  }
+  row.issued = row.streamed.chunks = 0;
+  state_.streaming.rows.insert(row.key(0));
+  state_.streaming.params += row.spec.numel;
+}
+
+// Where no row may be updated, that which may first: updates run in the order in which their states
+// are sent, and one that has to wait for the end of the backward, as a norm's, would hold up all
+// others.
+int StreamedVisits::next(bool& ready) const {
+  const Row* first = nullptr;
+  for (const Key& key : state_.streaming.rows) {
+    const Row& row = state_.row(key);
+    ready = row.open->known_done();
+    if (ready) return key.row;
+    if (!first || row.open_mark < first->open_mark) first = &row;
+  }
+  return first ? first->index : -1;
+}
+
+StreamedVisits::Arrays StreamedVisits::arrays_of(const HostStates& host) {
+  return {{host.low ? Array{host.low, 2} : Array{host.master, 4}, {host.exp_avg, 4}, {host.exp_avg_sq, 4}, {host.max_exp_avg_sq, 4}}};
+}
+
+InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
+  Row& row = state_.rows[upload.row];  // its phase is PENDING: nobody else changes what is read here
+  const Chunk& chunk = row.chunks[upload.chunk];
+  if (++row.streamed.chunks == row.size()) state_.streaming.rows.erase(row.key(0));
+  state_.streaming.sent_params += chunk.params();
+  staging_.begin_visit(*upload.slot);
+  const bool recording = state_.records.on();
+  int64_t bytes = 0;
+  for (const auto& [home, width] : arrays_of(row.host)) bytes += home ? chunk.params() * width : 0;
+  const bool sends_weight = row.host.low && row.streamed.sends_weight;
+  lock.unlock();
+  const Lanes lanes = visit(row, upload, sends_weight, recording);
+  lock.lock();
+  upload.slot->stored = lanes.out;
+  if (recording) {
+    state_.records.note_lane(kStatesIn, upload.row, upload.chunk, lanes.in_begin, lanes.in);
+    state_.records.note_lane(kDeviceUpdate, upload.row, upload.chunk, lanes.update_begin, lanes.updated);
+    state_.records.note_lane(kStatesOut, upload.row, upload.chunk, lanes.out_begin, lanes.out);
+  }
+  row.give_weight(lanes.updated);
+  state_.clock.streamed(state_.device->now_us());
+  ++row.issued;
+  if (row.is_issued()) {
+    row.streamed.stored = lanes.out;
+    state_.issued_cv.notify_all();
+  }
+  return {lanes.in, bytes, nullptr};
+}
+
+// Without the lock.
+StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload, bool sends_weight, bool recording) {
+  Device& device = *state_.device;
+  const Chunk& chunk = row.chunks[upload.chunk];
+  const HostStates& host = row.host;
+  const Arrays arrays = arrays_of(host);
+  const std::array<float*, 4>& at = upload.slot->at;
+  const int64_t n = chunk.params(), weight_width = row.weight_bytes(), grad_width = bytes_of(row.device_grad_dtype());
+  void* const weight = offset(row.spec.weight, chunk.begin * weight_width);
+  auto record = [&](Lane lane) { return recording ? device.record(lane) : nullptr; };
+  Lanes lanes;
+
+  if (upload.slot->stored) device.wait(Lane::H2D, upload.slot->stored);
+  if (row.streamed.stored) device.wait(Lane::H2D, row.streamed.stored);  // the last step's way home
+  lanes.in_begin = record(Lane::H2D);
+  for (size_t a = 0; a < arrays.size(); ++a) {
+    const auto& [home, width] = arrays[a];
+    if (home) device.copy(Lane::H2D, at[a], offset(home, chunk.begin * width), n * width);
+  }
+  lanes.in = device.record(Lane::H2D);
+
+  for (const EventPtr& event : {lanes.in, row.ready, row.released}) device.wait(Lane::STREAM_UPDATE, event);
+  lanes.update_begin = record(Lane::STREAM_UPDATE);
+  device.update(Lane::STREAM_UPDATE,
+                {{offset(row.streamed.grad, chunk.begin * grad_width), row.device_grad_dtype(), row.weight_dtype(),
+                  host.low ? nullptr : at[0], host.low ? reinterpret_cast<uint16_t*>(at[0]) : nullptr, at[1], at[2],
+                  host.max_exp_avg_sq ? at[3] : nullptr, weight, n, row.scalars, state_.nonfinite_of(upload.row), row.streamed.skip}});
+  lanes.updated = device.record(Lane::STREAM_UPDATE);
+
+  device.wait(Lane::STREAM_OUT, lanes.updated);
+  lanes.out_begin = record(Lane::STREAM_OUT);
+  for (size_t a = 0; a < arrays.size(); ++a) {
+    const auto& [home, width] = arrays[a];
+    if (home) device.copy(Lane::STREAM_OUT, offset(home, chunk.begin * width), at[a], n * width);
+  }
+  if (sends_weight) device.copy(Lane::STREAM_OUT, offset(host.master, chunk.begin * weight_width), weight, n * weight_width);
+  lanes.out = device.record(Lane::STREAM_OUT);
+  return lanes;
+}
+
+}  // namespace hytrain_fx

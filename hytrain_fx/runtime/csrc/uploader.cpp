@@ -1,0 +1,177 @@
+#include "uploader.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace hytrain_fx {
+namespace {
+
+// Bytes on their way to the device at once: enough to keep the link busy, few enough to let an
+// urgent layer pass soon.
+constexpr int64_t kBytesInFlight = 48 << 20;
+constexpr auto kPoll = std::chrono::microseconds(100);
+
+}  // namespace
+
+void Uploader::run() {
+  state_.device->bind_thread();
+  EngineLock lock(state_.mutex);
+  while (true) {
+    state_.upload_cv.wait(lock, [this] {
+      return state_.stop || !state_.updated.empty() || !state_.ahead.empty() || !state_.streaming.rows.empty() || tail_.is_near();
+    });
+    if (state_.stop) return;
+    ask_events(lock);
+    if (tail_.may_be_sent()) {
+      send_rest(lock);
+    } else if (bytes_ >= kBytesInFlight) {
+      await_first(lock);
+    } else if (const Upload next = next_upload(); next.row < 0) {
+      state_.upload_cv.wait_for(lock, kPoll);  // what is updated is still being read, or no staging slot is free: ask again soon
+    } else if (const InFlight sent = send(next, lock); sent.end) {
+      in_flight_.push_back(sent);
+      bytes_ += sent.bytes;
+    }
+  }
+}
+
+void Uploader::await_first(EngineLock& lock) {
+  const InFlight first = in_flight_.front();
+  in_flight_.pop_front();
+  bytes_ -= first.bytes;
+  lock.unlock();
+  first.end->sync();
+  lock.lock();
+}
+
+// Asks for the events that the choice of what comes next goes by, as far as it does. Without the
+// lock: the driver may take milliseconds, and whoever launches would wait for the lock meanwhile.
+// The choice itself is made with the lock, by what is known: an event that a row was given in
+// between counts as one that has not come, and is asked for the next time.
+void Uploader::ask_events(EngineLock& lock) const {
+  enum { kRest, kReleased, kOpen, kStored, kChoices };
+  std::array<std::vector<EventPtr>, kChoices> asked;
+  auto add = [&asked](int choice, const EventPtr& event) {  // rows that come one after the other often share an event
+    std::vector<EventPtr>& events = asked[choice];
+    if (!event->known_done() && (events.empty() || events.back() != event)) events.push_back(event);
+    return event->known_done();
+  };
+  const std::set<Key>& streamed = state_.streaming.rows;
+  if (tail_.is_near()) {
+    for (const Key& key : streamed) add(kRest, state_.row(key).open);
+    for (const Row& row : state_.rows) {
+      if (row.awaits_copies()) add(kRest, row.released);
+    }
+  }
+  for (const Key& key : state_.updated.empty() ? state_.ahead : state_.updated) {
+    const Row& row = state_.row(key);
+    if (row.is_armed(Arm::RELOAD) && row.released && add(kReleased, row.released)) break;
+  }
+  for (const Key& key : streamed) {
+    if (add(kOpen, state_.row(key).open)) break;
+  }
+  for (const StagingSlot& slot : staging_.slots()) {
+    if (streamed.empty() || !slot.stored || add(kStored, slot.stored)) break;
+  }
+  if (std::all_of(asked.begin(), asked.end(), [](const auto& events) { return events.empty(); })) return;
+  lock.unlock();
+  for (int choice = 0; choice < kChoices; ++choice) {
+    for (const EventPtr& event : asked[choice]) {
+      if (event->done() == (choice != kRest)) break;  // of the rest all must have come, else the first that has is taken
+    }
+  }
+  lock.lock();
+}
+
+Upload Uploader::next_upload() {
+  bool ready = false;
+  StagingSlot* slot = state_.streaming.rows.empty() ? nullptr : staging_.free_slot();
+  const int streamed = slot ? visits_.next(ready) : -1;
+  const Key* weight = next_of(state_.updated);
+  const bool is_before = weight && ready && std::tie(state_.rows[streamed].spec.unit, streamed) < std::tie(weight->unit, weight->row);
+  if (streamed >= 0 && (!weight || is_before)) return {streamed, state_.rows[streamed].streamed.chunks, Load::STATES, slot};
+  const Key* ahead = weight ? nullptr : next_of(state_.ahead);
+  if (ahead) return {ahead->row, ahead->chunk, Load::AHEAD};
+  return weight ? Upload{weight->row, weight->chunk} : Upload{};
+}
+
+// The first whose weight nobody reads any more.
+const Key* Uploader::next_of(const std::set<Key>& keys) const {
+  for (const Key& key : keys) {
+    const Row& row = state_.row(key);
+    if (row.is_armed(Arm::RELOAD) && row.released && row.released->known_done()) return &key;
+  }
+  return nullptr;
+}
+
+InFlight Uploader::send(const Upload& upload, EngineLock& lock) {
+  if (upload.load == Load::STATES) return visits_.send(upload, lock);
+  return upload.load == Load::AHEAD ? send_ahead(upload, lock) : send_weight(upload, lock);
+}
+
+InFlight Uploader::send_weight(const Upload& upload, EngineLock& lock) {
+  Row& row = state_.rows[upload.row];
+  Chunk& chunk = row.chunks[upload.chunk];
+  state_.updated.erase(row.key(upload.chunk));
+  const bool recording = state_.records.on();
+  lock.unlock();
+  sleep_us(state_.provoked.uploader_delay_us);
+  if (state_.provoked.copy_fails_in == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
+  if (upload.load == Load::FLAGGED) state_.device->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
+  const InFlight sent = copy_weight(row, upload, recording);
+  lock.lock();
+  note_copy(upload, sent);
+  if (upload.load == Load::WEIGHT) chunk.set_state(ChunkState::SENT);
+  updates_.count_sent(row, sent.end, ++state_.issues);
+  return sent;
+}
+
+// With the lock held: the factors must not come meanwhile. Nothing, where they have come before.
+InFlight Uploader::send_ahead(const Upload& upload, EngineLock& lock) {
+  lock.unlock();
+  sleep_us(state_.provoked.uploader_delay_us);
+  lock.lock();
+  Row& row = state_.rows[upload.row];
+  if (!state_.ahead.erase(row.key(upload.chunk))) return {};
+  const InFlight sent = copy_weight(row, upload, state_.records.on());
+  note_copy(upload, sent);
+  Chunk& chunk = row.chunks[upload.chunk];
+  chunk.ahead = sent.end;
+  chunk.ahead_issue = ++state_.issues;
+  guesses_.count_sent(chunk);
+  return sent;
+}
+
+InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool recording) {
+  const Chunk& chunk = row.chunks[upload.chunk];
+  const int64_t size = row.weight_bytes(), at = chunk.begin * size, bytes = chunk.params() * size;
+  EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
+  state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
+  return {state_.device->record(Lane::H2D), bytes, before};
+}
+
+void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
+  if (copy.begin) state_.records.note_lane(kToDevice, upload.row, upload.chunk, copy.begin, copy.end);
+}
+
+// Where streamed rows are among the rest, all that was put on the lane has come when this returns.
+void Uploader::send_rest(EngineLock& lock) {
+  const uint64_t commit = state_.commits;
+  EventPtr last, before;
+  std::vector<Barrier> barriers;
+  tail_.set_followed(!state_.streaming.rows.empty());
+  for (Upload& upload : tail_.take()) {
+    const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
+    state_.clock.sent_at_once(chunk.params());
+    if (upload.load == Load::FLAGGED) barriers.push_back({before, chunk.flag, chunk.raised});
+    if (upload.load == Load::STATES) upload.slot = staging_.next_slot();
+    before = send(upload, lock).end;
+    if (upload.load == Load::STATES) last = before;
+  }
+  if (!last) return;
+  tail_.follow(*last, barriers, commit, lock);
+  in_flight_.clear();
+  bytes_ = 0;
+}
+
+}  // namespace hytrain_fx

@@ -1,0 +1,100 @@
+#include "waits.h"
+
+#include <exception>
+
+namespace hytrain_fx {
+
+void Waits::wait(const int32_t* rows, int n, void* stream) {
+  EventPtr reloaded;
+  uint64_t issue = 0;
+  std::set<EventPtr> updated;
+  {
+    EngineLock lock(state_.mutex);
+    state_.throw_if_failed();
+    for (int i = 0; i < n; ++i) {
+      Row& row = state_.row(rows[i]);
+      finish(row, lock);
+      // The stream reads the weight from here on: a release before this point is not its last one,
+      // and commit() makes up for it.
+      row.released = nullptr;
+      // Another thread may have settled the row: then nobody has made this stream wait for what
+      // that thread still waits for.
+      if (!row.weight || row.awaited_on == stream) continue;
+      row.awaited_on = stream;
+      if (row.weight->known_done()) continue;
+      if (!row.on_host()) {
+        updated.insert(row.weight);
+        // The caller may write to the weight, which still goes home.
+        if (row.streamed.sends_weight && row.streamed.stored) updated.insert(row.streamed.stored);
+      } else if (!reloaded || row.issue > issue) {
+        reloaded = row.weight;
+        issue = row.issue;
+      }
+    }
+  }
+  if (reloaded) state_.device->compute_wait(stream, reloaded);
+  for (const EventPtr& event : updated) state_.device->compute_wait(stream, event);
+  std::lock_guard lock(state_.mutex);
+  state_.throw_if_failed();  // flags go up then, too: where the calling thread is the compute stream it has waited for them
+}
+
+void Waits::drain(const int32_t* rows, int n) {
+  std::exception_ptr failed;
+  try {
+    settle(rows, n);
+  } catch (...) {
+    failed = std::current_exception();
+  }
+  EngineLock lock(state_.mutex);
+  homeward_.bring(rows, n, lock);
+  if (failed) std::rethrow_exception(failed);
+}
+
+void Waits::settle(const int32_t* rows, int n) {
+  {
+    EngineLock lock(state_.mutex);
+    early_.withdraw(rows, n, lock);
+    tail_.await_end(lock);
+  }
+  for (int i = 0; i < n; ++i) {
+    EngineLock lock(state_.mutex);
+    state_.throw_if_failed();
+    Row& row = state_.row(rows[i]);
+    finish(row, lock);
+    // Also where a wait() has passed: that made the compute stream wait, not the host. Of a step
+    // that was left out it is the old weight's, sent back, or of a step before; and states may
+    // still be on their way home.
+    EventPtr weight = row.weight, stored = row.streamed.stored;
+    lock.unlock();
+    if (weight) weight->sync();
+    if (stored) stored->sync();
+    lock.lock();
+    state_.throw_if_failed();  // flags go up then, too: what has come is an old weight, or a part of a new one
+  }
+}
+
+// Several threads may wait for one row. The first that wakes ends the step for it, and the
+// launching thread may begin the next one before the others wake: they leave the row as they find
+// it.
+void Waits::finish(Row& row, EngineLock& lock) {
+  if (row.phase != Phase::PENDING) return;
+  const uint64_t commit = row.commit;
+  auto is_over = [&] { return row.phase != Phase::PENDING || row.commit != commit; };
+  auto issued = [&] { return is_over() || row.is_issued() || state_.has_failed(); };
+  ++state_.waiting;
+  state_.upload_cv.notify_one();
+  const bool in_time = state_.issued_cv.wait_for(lock, std::chrono::duration<double>(state_.options.timeout_s), issued);
+  --state_.waiting;
+  if (!in_time) {
+    throw std::runtime_error(row.name() + ": " + std::to_string(row.issued) + " of " + std::to_string(row.size()) +
+                             " chunks of its new weight were on their way after " + std::to_string(state_.options.timeout_s) + " s");
+  }
+  state_.throw_if_failed();
+  if (is_over()) return;
+  row.released = row.ready = row.open = nullptr;
+  row.streamed.grad = nullptr;
+  state_.clock.passed(state_.device->now_us());
+  row.phase = row.flagged > 0 ? Phase::PASSED : Phase::IDLE;
+}
+
+}  // namespace hytrain_fx

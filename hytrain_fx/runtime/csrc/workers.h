@@ -1,0 +1,27 @@
+// The workers: threads that update granules, lowest unit first, and carry states home where nothing
+// is to be updated.
+#pragma once
+
+#include <vector>
+
+#include "homeward.h"
+#include "updates.h"
+
+namespace hytrain_fx {
+
+class Workers {
+ public:
+  Workers(EngineState& state, Updates& updates, Homeward& homeward);
+
+  void run(int worker);  // its thread's
+
+ private:
+  void update(int worker, const Key& key, EngineLock& lock);
+
+  EngineState& state_;
+  Updates& updates_;
+  Homeward& homeward_;
+  std::vector<int32_t> cores_;  // by worker; empty: not pinned
+};
+
+}  // namespace hytrain_fx
