@@ -9,9 +9,12 @@ from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, record, settle
+    from hytrain_fx.passes.base import graph_pass
+    from hytrain_fx.passes.pipeline import DEFAULT_PASSES
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Config", "Plan", "close", "compile", "explain", "inspect", "record", "settle"]
+__all__ = ["DEFAULT_PASSES", "Config", "Plan", "close", "compile", "explain", "graph_pass", "inspect", "record", "settle"]
+_HOME = {"DEFAULT_PASSES": "hytrain_fx.passes.pipeline", "graph_pass": "hytrain_fx.passes.base"}  # of the others: hytrain_fx.api
 
 # The package `explain` puts itself here when it is imported; done now and taken out, it cannot cover the function of that name later.
 import_module("hytrain_fx.explain")
@@ -21,10 +24,10 @@ ask_for_long_queue()  # compile() would be too late: the model is on the GPU by 
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `api`, at first use: it imports torch, which reports and `--help` do without."""
+    """The functions and passes, at first use: they import torch, which reports and `--help` do without."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("hytrain_fx.api"), name)
+    value = getattr(import_module(_HOME.get(name, "hytrain_fx.api")), name)
     globals()[name] = value
     return value
 

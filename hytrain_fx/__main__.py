@@ -25,7 +25,7 @@ from hytrain_fx.forecast.command import add_profile, add_report
 if TYPE_CHECKING:
     from torch import nn
 
-    from hytrain_fx.explain.graphs.text import Inspection
+    from hytrain_fx.explain.graphs.inspection import Inspection
 
 _STDOUT = Path("-")
 _SCRIPT_ONLY = ("html", "svg", "layer", "parameter")

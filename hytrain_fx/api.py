@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,14 @@ from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.units import unit_of_rows
 from hytrain_fx.config import Config, EngineName, Planner
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
+from hytrain_fx.explain.graphs.inspection import Inspection
 from hytrain_fx.explain.graphs.node_figures import InspectedRow, unit_times
-from hytrain_fx.explain.graphs.text import InspectedGraph, Inspection
-from hytrain_fx.explain.plan.report import Explanation, Measured
+from hytrain_fx.explain.plan.explained import Measured
+from hytrain_fx.explain.plan.report import Explanation
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
-from hytrain_fx.explain.timeline.timeline import Recording, Timeline, device_spans, from_records, from_schedule
+from hytrain_fx.explain.timeline.recording import Recording
+from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
@@ -54,6 +57,7 @@ def compile(
     ring_bytes: int | None = None,
     autocast_copies: bool = True,
     timeout_s: float = 120.0,
+    passes: Sequence[Callable[..., Any]] | None = None,
     dump: str | Path | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -82,6 +86,7 @@ def compile(
     ring_bytes       device memory for gradients on their way to the host
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     timeout_s        seconds after which a wait on a worker or a copy is an error
+    passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one of yours
     dump             folder for each graph's text before and after each pass
     dynamic          handed on to torch.compile
     options          Inductor's, handed on too; not together with mode
@@ -95,8 +100,8 @@ def compile(
     config = Config.from_options(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
-        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, timeout_s=timeout_s, dump=dump, dynamic=dynamic,
-        options=options, mode=mode, **unknown,
+        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, timeout_s=timeout_s, passes=passes,
+        dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     if isinstance(model, nn.Module) and find_session(model) is not None:

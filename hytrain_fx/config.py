@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -47,6 +47,7 @@ class Config:
     autocast_copies  fp32 weights that a model under autocast reads in bf16 alone rest on the device as bf16 copies; their fp32 memory is
                    there only while the loop looks at them, weights and gradients travel in 16 bits, no bit of training changes
     timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
+    passes         list of graph passes to run instead of `hytrain_fx.DEFAULT_PASSES`, ours and your own; None = the default ones
     dump           folder that receives each graph's text before and after each pass; one that cannot be written any more is a warning
     dynamic        handed on to torch.compile
     options        Inductor options handed on to torch.compile; not together with mode
@@ -71,6 +72,7 @@ class Config:
     ring_bytes: int | None = None
     autocast_copies: bool = True
     timeout_s: float = 120.0
+    passes: Sequence[Callable[..., Any]] | None = None
     dump: str | Path | None = None
     dynamic: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +101,9 @@ class Config:
         _require(isinstance(self.autocast_copies, bool), "autocast_copies", self.autocast_copies, "True or False")
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
+        _require(self.passes is None or isinstance(self.passes, list | tuple), "passes", self.passes,
+                 "None, or a list of passes such as [*hytrain_fx.DEFAULT_PASSES, my_pass]")
+        object.__setattr__(self, "passes", None if self.passes is None else tuple(self.passes))
         _require(self.dump is None or (isinstance(self.dump, str | Path) and str(self.dump) != ""), "dump", self.dump,
                  "None, or a folder as a str or a Path")
         _require(self.dynamic is None or isinstance(self.dynamic, bool), "dynamic", self.dynamic, "None, True or False")

@@ -4,7 +4,7 @@
     ├── ConfigError            an option has a wrong type, range or combination
     ├── UnsupportedError       the model, optimizer or torch version is outside what is supported
     ├── CaptureError           a captured graph does not have the shape the rewrite needs
-    ├── GraphInvariantError    a rewritten graph breaks a rule of `passes.verify`
+    ├── GraphInvariantError    a pass failed, or left a graph that is invalid or breaks a rule of `passes.verify`
     ├── PlanError              a plan does not fit the model, or no plan fits the memory
     ├── HostMemoryError        the host cannot hold the optimizer states
     ├── EngineError            the runtime failed: build, worker, copy, time-out
@@ -34,7 +34,7 @@ class CaptureError(HytrainError, RuntimeError):
 
 
 class GraphInvariantError(HytrainError, RuntimeError):
-    """A rewritten graph breaks a rule stated in `passes.verify`."""
+    """A pass failed, or left a graph that is invalid or breaks a rule stated in `passes.verify`; the message names the pass."""
 
 
 class PlanError(HytrainError, ValueError):

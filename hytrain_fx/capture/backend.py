@@ -19,18 +19,18 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind
-from hytrain_fx.capture.casts import CastRows, cast_rows, with_copies
+from hytrain_fx.capture.casts import InputCopies, with_copies
 from hytrain_fx.capture.dataflow import node_flops
 from hytrain_fx.capture.instance_graphs import RowsOfInputs, by_parameters
 from hytrain_fx.capture.units import Unit, unit_of_rows
@@ -38,7 +38,7 @@ from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.torch_private import tensors
 from hytrain_fx.torch_private.options import mode_options
-from hytrain_fx.torch_private.trace import look_at, traced_form
+from hytrain_fx.torch_private.trace import traced_form
 
 R = TypeVar("R")
 
@@ -52,22 +52,6 @@ class _Pair:
     saved_views: dict[str, int] = field(default_factory=dict)
 
 
-class InputCopies(Protocol):
-    """Which fp32 parameters have bf16 copies that graphs read in their place."""
-
-    def looks(self, gm: fx.GraphModule, rows: Iterable[int]) -> bool:
-        """Whether to look at a graph that has these rows among its inputs."""
-
-    def of(self, found: CastRows, rows: Collection[int]) -> Mapping[int, torch.Tensor]:
-        """The copies, by row, that a graph of which this was found is to read."""
-
-    def before_graph(self, direct: Collection[int]) -> None:
-        """A compiled graph that reads these rows' parameters themselves is about to run."""
-
-    def copy_of(self, row: int) -> torch.Tensor:
-        """The copy of a row that has one."""
-
-
 class Capture(Generic[R]):
     """The backend of one compiled model and the record of its graphs.
 
@@ -76,7 +60,8 @@ class Capture(Generic[R]):
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
     around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
     timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten
-    copies               bf16 copies that graphs are to read in the place of fp32 parameters; None: there are none
+    copies_for           says, of a graph with its example inputs and their rows, which inputs are to be read in bf16 copies;
+                         None: none ever are
     """
 
     def __init__(
@@ -87,7 +72,7 @@ class Capture(Generic[R]):
         rewrite: Callable[[CapturedGraph], R],
         around_backward: Callable[[int], AbstractContextManager[tensors.Edit | None]] = lambda _: contextlib.nullcontext(),
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
-        copies: InputCopies | None = None,
+        copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies] | None = None,
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
@@ -96,7 +81,7 @@ class Capture(Generic[R]):
         self._rewrite = rewrite
         self._around_backward = around_backward
         self._timed = timed
-        self._copies = copies
+        self._copies_for = copies_for
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
         self._unit_of = unit_of_rows(units)
         self._used: dict[int, None] = {}
@@ -129,7 +114,7 @@ class Capture(Generic[R]):
         self._pairs += 1
         alive = self._alive
         with self._timed(Phase.COMPILE_FORWARD):
-            copies = self._copies_for(gm, example_inputs, pair)
+            copies = None if self._copies_for is None else self._copies_for(gm, example_inputs, rows)
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
@@ -149,9 +134,9 @@ class Capture(Generic[R]):
                 return inner_compile(graph, inputs, **kwargs)
 
         with self._timed(Phase.COMPILE_FORWARD), tensors.autograd_cache_off():
-            compiled = tensors.compile_fx(gm, _traced_with(example_inputs, copies), timed_compile, patches)
-        made: Callable[..., Any] = compiled
-        return made if self._copies is None else self._called_with(made, pair, copies)
+            traced = example_inputs if copies is None else _traced_with(example_inputs, copies.copies)
+            compiled: Callable[..., Any] = tensors.compile_fx(gm, traced, timed_compile, patches)
+        return compiled if copies is None else with_copies(compiled, copies)
 
     @property
     def _alive(self) -> Callable[[], Capture[R]]:
@@ -165,27 +150,6 @@ class Capture(Generic[R]):
             return capture
 
         return alive
-
-    def _copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], pair: _Pair) -> dict[int, torch.Tensor]:
-        """By position among the inputs: the copies that this graph reads in the place of parameters."""
-        rows = frozenset(pair.row_of_input.values())
-        if self._copies is None or not self._copies.looks(gm, rows):
-            return {}
-        of_row = self._copies.of(look_at(gm, example_inputs, partial(cast_rows, row_of_input=pair.row_of_input)), rows)
-        return {i: of_row[row] for i, row in pair.row_of_input.items() if row in of_row}
-
-    def _called_with(self, compiled: Callable[..., Any], pair: _Pair, copies: Mapping[int, torch.Tensor]) -> Callable[..., Any]:
-        alive = self._alive
-        rows = {i: row for i, row in pair.row_of_input.items() if i in copies}
-        direct = tuple(row for i, row in pair.row_of_input.items() if i not in copies)
-
-        def copies_now() -> Sequence[torch.Tensor]:
-            of = alive()._copies
-            assert of is not None
-            of.before_graph(direct)
-            return [of.copy_of(row) for row in rows.values()]
-
-        return with_copies(compiled, tuple(rows), copies_now)
 
     def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
         graph = self._captured_graph(module, pair, kind)

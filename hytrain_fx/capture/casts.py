@@ -100,13 +100,21 @@ class _Copies(torch.autograd.Function):
         return (None, *(None if grad is None else grad.float() for grad in grads))
 
 
-def with_copies(
-    compiled: Callable[..., Any], positions: tuple[int, ...], copies_now: Callable[[], Sequence[torch.Tensor]]
-) -> Callable[..., Any]:
-    """What a torch.compile backend has made, called with copies instead of the inputs at these positions.
+@dataclass(frozen=True, slots=True)
+class InputCopies:
+    """The bf16 copies that one graph reads instead of fp32 parameters among its inputs.
 
-    `copies_now` runs before each call and gives them: the call itself holds none.
+    copies    by position among the inputs, as the graph is traced
+    now       runs before each call of the graph, and gives them in this order; also of a graph that reads none
     """
+
+    copies: Mapping[int, torch.Tensor]
+    now: Callable[[], Sequence[torch.Tensor]]
+
+
+def with_copies(compiled: Callable[..., Any], read: InputCopies) -> Callable[..., Any]:
+    """What a torch.compile backend has made, called with copies instead of parameters. The call itself holds none."""
+    positions, copies_now = tuple(read.copies), read.now
 
     def exchanged(args: Sequence[Any]) -> list[Any]:
         copies = copies_now()

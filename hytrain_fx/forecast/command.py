@@ -6,10 +6,9 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hytrain_fx.forecast.shapes import ModelShape
+from hytrain_fx.forecast.shapes import ModelShape
 
 _PYTHON_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 

@@ -1,4 +1,8 @@
-"""Graph passes: each takes a valid FX graph and returns a valid FX graph, and decides nothing."""
+"""Our nodes go in, and a user's.
+
+Is given a captured graph and a list of passes. Returns the same graph with their nodes in it, checked after each pass, and
+a record of what each did. Never decides what is updated where: the nodes ask that at run time.
+"""
 
 # The link `passes` at the top of the repository leads here; through it every module would load, and register its ops, a second time.
 if __name__ != "hytrain_fx.passes":

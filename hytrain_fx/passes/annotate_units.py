@@ -11,35 +11,29 @@ A node that touches no weight belongs to the unit of the node before it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.passes.base import NOTE_KEY, Fact, NodeNote, Notes, PassContext, PassContract
+from hytrain_fx.ir.pass_record import NodeNote
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
+from hytrain_fx.passes.node_notes import NOTE_KEY, note
 
 
-@dataclass(frozen=True)
-class AnnotateUnits:
-    """Sets `node.meta["hytrain_fx"]`, a `NodeNote`, on every node; changes nothing else."""
-
-    name: ClassVar[str] = "annotate_units"
-    contract: ClassVar[PassContract] = PassContract(provides=frozenset({Fact.ANNOTATED}), conflicts=frozenset(Fact))
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Annotate in graph order."""
-        holds = {holder: row for row in context.graph.held_rows for holder in context.graph.holders(row)}
-        reads = _rows_read(context)
-        makes = _rows_made(context)
-        unit: int | None = None
-        for node in module.graph.nodes:
-            touched = (*reads.get(node, ()), *makes.get(node, ()))
-            if touched and node.op != "output":
-                unit = context.unit_of[touched[0]]
-            own = context.unit_of[holds[node]] if node in holds else unit
-            node.meta[NOTE_KEY] = NodeNote(own, holds.get(node), reads.get(node, ()), makes.get(node, ()))
-        return (f"{len(holds)} placeholders hold weights, {len(reads)} nodes read them, {len(makes)} make gradients",)
+@graph_pass(needs=(), gives=Fact.ANNOTATED)
+def annotate_units(module: fx.GraphModule, context: PassContext) -> str:
+    """Set `node.meta["hytrain_fx"]`, a `NodeNote`, on every node, in graph order; change nothing else."""
+    holds = {holder: row for row in context.graph.held_rows for holder in context.graph.holders(row)}
+    reads = _rows_read(context)
+    makes = _rows_made(context)
+    unit: int | None = None
+    for node in module.graph.nodes:
+        touched = (*reads.get(node, ()), *makes.get(node, ()))
+        if touched and node.op != "output":
+            unit = context.unit_of[touched[0]]
+        own = context.unit_of[holds[node]] if node in holds else unit
+        node.meta[NOTE_KEY] = NodeNote(own, holds.get(node), reads.get(node, ()), makes.get(node, ()), note(node).made_by)
+    return f"{len(holds)} placeholders hold weights, {len(reads)} nodes read them, {len(makes)} make gradients"
 
 
 def _rows_read(context: PassContext) -> Mapping[fx.Node, tuple[int, ...]]:

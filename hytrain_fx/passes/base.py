@@ -1,70 +1,52 @@
-"""What a pass is: a frozen value with a name, a contract and one call that edits a graph in place.
+"""What a pass is: a function that edits one graph in place, and a contract.
 
-A pass decides nothing. It finds nodes by target and by `meta`, gives each new node `meta["val"]`, and leaves lint, verification,
-timing and text to the pipeline.
+    @graph_pass(needs=Fact.GRADS_OFFLOADED, gives=Fact.STEPS_INSERTED, kinds="backward")
+    def insert_steps(module, context):
+        ...
+        return "updates armed after 4 offloads"
+
+A pass decides nothing. It finds nodes by target and by their note (`note`), inserts and removes nodes, and leaves fake
+results, lint, rules, timing and text to the pipeline. A function without a contract is a pass too: it needs annotated
+nodes, gives nothing, and runs on every graph.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-import torch
 from torch import fx
 
-from hytrain_fx.capture.captured_graph import CapturedGraph
+from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit, unit_of_rows
-
-NOTE_KEY = "hytrain_fx"  # where node.meta holds a NodeNote
-Notes = tuple[str, ...]
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.ir.pass_record import Notes
 
 
 class Fact(StrEnum):
-    """What holds of a graph once some pass has run."""
+    """What holds of a graph once some pass has run. A contract may name other facts too, as text."""
 
     ANNOTATED = "nodes are annotated"
     GRADS_OFFLOADED = "every managed gradient is offloaded"
-    STEPS_INSERTED = "updates stand behind each offload"
-    RELOADS_INSERTED = "reloads stand behind each update"
+    STEPS_INSERTED = "updates follow each offload"
+    RELOADS_INSERTED = "reloads follow each update"
     RELEASED = "weights that can be shown to be read are released"
     BACKWARD_ENDED = "the end of the backward releases the rest"
     OUTPUTS_DROPPED = "offloaded gradients are no outputs"
-    WAITS_INSERTED = "every reader of a weight is behind a wait"
+    WAITS_INSERTED = "every reader of a weight comes after a wait"
 
 
 @dataclass(frozen=True)
 class PassContract:
-    """Facts that must hold before a pass, that hold after it, and that must not hold yet."""
+    """Facts that must hold before a pass, facts that it makes true, and the kinds of graph it is for."""
 
-    requires: frozenset[Fact] = frozenset()
-    provides: frozenset[Fact] = frozenset()
-    conflicts: frozenset[Fact] = frozenset()
-
-
-@dataclass(frozen=True)
-class NodeNote:
-    """What the first pass says of a node; later passes act on it. Rows are in ascending order.
-
-    unit    the unit whose work the node is (None before the first unit's)
-    holds   row whose weight, or a saved view of it, this placeholder holds
-    reads   rows whose weight the node reads
-    makes   rows whose gradient is this node's result
-    """
-
-    unit: int | None = None
-    holds: int | None = None
-    reads: tuple[int, ...] = ()
-    makes: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [f"unit {self.unit}" if self.unit is not None else ""]
-        parts += [f"{word} {rows}" for word, rows in (("reads", self.reads), ("makes", self.makes)) if rows]
-        parts.append(f"holds {self.holds}" if self.holds is not None else "")
-        return ", ".join(part for part in parts if part)
+    needs: frozenset[str] = frozenset({Fact.ANNOTATED})
+    gives: frozenset[str] = frozenset()
+    kinds: frozenset[GraphKind] = frozenset(GraphKind)
 
 
 @dataclass(frozen=True)
@@ -81,64 +63,73 @@ class PassContext:
         return unit_of_rows(self.units)
 
 
+Edit = Callable[[fx.GraphModule, PassContext], object]
+"""Edits the graph; returns None, a line for people, or several."""
+
+
 @dataclass(frozen=True)
-class PassRecord:
-    """What one pass did to one graph. `before` and `after` are the graph's Python text."""
+class GraphPass:
+    """A rewrite of one graph, in place, with its name and contract. A call returns what was done, for people."""
 
     name: str
-    notes: Notes
-    added: Mapping[str, int] = field(default_factory=dict)
-    duration_us: float = 0.0
-    rules: tuple[str, ...] = ()
-    before: str = ""
-    after: str = ""
-
-
-class Pass(Protocol):
-    """A rewrite of one graph, in place."""
-
-    name: ClassVar[str]
-    contract: ClassVar[PassContract]
+    contract: PassContract
+    edit: Edit
 
     def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Edit the graph; the notes say what was done, for people."""
+        """Edit the graph."""
+        said = self.edit(module, context)
+        lines = () if said is None else (said,) if isinstance(said, str) else said
+        if not isinstance(lines, tuple | list) or not all(isinstance(line, str) for line in lines):
+            raise TypeError(f"it returned {type(said).__name__}; expected None, a line of text or several: a pass edits the graph in place")
+        return tuple(lines)
 
 
-def note(node: fx.Node) -> NodeNote:
-    """The node's annotation; an empty one where it has none."""
-    found = node.meta.get(NOTE_KEY)
-    return found if isinstance(found, NodeNote) else NodeNote()
+def graph_pass(
+    *, needs: str | Iterable[str] = Fact.ANNOTATED, gives: str | Iterable[str] = (), kinds: str | Iterable[str] = tuple(GraphKind)
+) -> Callable[[Edit], GraphPass]:
+    """Make a function `(module, context)` a pass with this contract, under the function's name.
+
+    needs    facts that must hold before it: of `hytrain_fx.passes.base.Fact`, or any text that another pass gives
+    gives    facts that hold after it, each given by one pass of a list only
+    kinds    the graphs it runs on, of "forward", "backward" and "inference"
+
+    Raises ConfigError for another kind of graph, or for what is not such a function.
+    """
+    try:
+        known = frozenset(map(GraphKind, _several(kinds)))
+    except ValueError as error:
+        raise ConfigError(f"graph_pass(kinds={kinds!r}): {error}; expected some of {', '.join(GraphKind)}") from None
+    contract = PassContract(_several(needs), _several(gives), known)
+    return lambda edit: as_pass(edit, contract)
 
 
-def rows_of(node: fx.Node) -> tuple[int, ...]:
-    """The rows argument of an inserted node: its last one."""
-    return tuple(node.args[-1])  # type: ignore[arg-type]
+def as_pass(given: Any, contract: PassContract | None = None) -> GraphPass:
+    """A pass of what a list of passes holds: a pass, a function, or an object that is called like one.
+
+    An object may state its `contract`. Raises ConfigError for anything else.
+    """
+    if isinstance(given, GraphPass):
+        return given
+    name = getattr(given, "name", None) or getattr(given, "__name__", None) or type(given).__name__
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(f"passes: {given!r} has no name (found {name!r}); expected a function with a name, or an object with `name`")
+    if not callable(given) or isinstance(given, type) or not _takes_module_and_context(given):
+        raise ConfigError(f"passes: {name} is {given!r}; expected a function of two arguments, `def {name}(module, context)`")
+    own = getattr(given, "contract", None)
+    if own is not None and not isinstance(own, PassContract):
+        raise ConfigError(f"passes: {name}.contract is {own!r}; expected a hytrain_fx.passes.base.PassContract")
+    return GraphPass(name, contract or own or PassContract(), given)
 
 
-def by_unit(rows: Sequence[int], unit_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Rows grouped by unit, ascending in both."""
-    groups: dict[int, list[int]] = {}
-    for row in sorted(rows, key=lambda r: (unit_of[r], r)):
-        groups.setdefault(unit_of[row], []).append(row)
-    return {unit: tuple(found) for unit, found in groups.items()}
+def _several(names: str | Iterable[str]) -> frozenset[str]:
+    return frozenset({names}) if isinstance(names, str) else frozenset(names)
 
 
-# ---- How a node of ours gets into a graph: where, with which meta, under which fake tensors ----
-
-
-def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], unit: int | None, value: torch.Tensor | None = None) -> fx.Node:
-    """Call `target` at the graph's insertion point. `value` is the fake result, None for an operator without one."""
-    node = graph.call_function(target, args)
-    node.meta["val"] = value
-    node.meta[NOTE_KEY] = NodeNote(unit)
-    return node
-
-
-@contextlib.contextmanager
-def after_last(graph: fx.Graph, nodes: Iterable[fx.Node]) -> Iterator[None]:
-    """Insert right behind the last of `nodes` in graph order, and behind all placeholders."""
-    last = max(nodes)
-    while last.next.op == "placeholder":
-        last = last.next
-    with graph.inserting_after(last):
-        yield
+def _takes_module_and_context(edit: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(edit).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C that does not say what it takes
+        return True
+    return True

@@ -8,37 +8,24 @@ What the output node's meta says of each output goes with it: on CUDA, Inductor'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 
 _POSITIONS = "user_visible_output_idxs"  # positions of outputs whose strides Inductor must keep
 _PER_OUTPUT = ("output_stack_traces", "original_output_strides")  # one entry for each output; "desc" keeps its entries: it tells callers
 
 
-@dataclass(frozen=True)
-class DropGradOutputs:
-    """Offloaded gradients become None among the outputs."""
-
-    name: ClassVar[str] = "drop_grad_outputs"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.GRADS_OFFLOADED, Fact.BACKWARD_ENDED}),
-        provides=frozenset({Fact.OUTPUTS_DROPPED}),
-        conflicts=frozenset({Fact.OUTPUTS_DROPPED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Edit the output node and its meta."""
-        gone = set(context.graph.grads.values())
-        output = module.graph.output_node()
-        values = [None if i in gone else value for i, value in enumerate(context.graph.outputs)]
-        output.args = (tuple(values),)
-        if _POSITIONS in output.meta:
-            output.meta[_POSITIONS] = [i for i in output.meta[_POSITIONS] if i not in gone]
-        for key in _PER_OUTPUT:
-            if key in output.meta:
-                output.meta[key] = [None if i in gone else entry for i, entry in enumerate(output.meta[key])]
-        return (f"{len(gone)} of {len(values)} outputs are None now",)
+@graph_pass(needs={Fact.GRADS_OFFLOADED, Fact.BACKWARD_ENDED}, gives=Fact.OUTPUTS_DROPPED, kinds="backward")
+def drop_grad_outputs(module: fx.GraphModule, context: PassContext) -> str:
+    """Make offloaded gradients None among the outputs, and in the output node's meta."""
+    gone = set(context.graph.grads.values())
+    output = module.graph.output_node()
+    values = [None if i in gone else value for i, value in enumerate(context.graph.outputs)]
+    output.args = (tuple(values),)
+    if _POSITIONS in output.meta:
+        output.meta[_POSITIONS] = [i for i in output.meta[_POSITIONS] if i not in gone]
+    for key in _PER_OUTPUT:
+        if key in output.meta:
+            output.meta[key] = [None if i in gone else entry for i, entry in enumerate(output.meta[key])]
+    return f"{len(gone)} of {len(values)} outputs are None now"

@@ -10,39 +10,27 @@ so it comes after each kernel, whatever Inductor has inlined where.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, insert, rows_of
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 from hytrain_fx.passes.insert_release import released_rows
+from hytrain_fx.passes.node_notes import insert, rows_of
 from hytrain_fx.passes.ops import BACKWARD_END, GPU_STEP, RELEASE
 
 
-@dataclass(frozen=True)
-class InsertBackwardEnd:
-    """One `backward_end`, before the output node."""
-
-    name: ClassVar[str] = "insert_backward_end"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.RELEASED, Fact.STEPS_INSERTED, Fact.RELOADS_INSERTED}),
-        provides=frozenset({Fact.BACKWARD_ENDED}),
-        conflicts=frozenset({Fact.BACKWARD_ENDED, Fact.OUTPUTS_DROPPED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Insert it; a graph without managed rows stays as it is."""
-        rows = released_rows(context)
-        early = {row for node in module.graph.find_nodes(op="call_function", target=RELEASE) for row in rows_of(node)}
-        left = [row for row in rows if row not in early]
-        if not rows:
-            return ("no managed row",)
-        with module.graph.inserting_before(module.graph.output_node()):
-            args = (_last_nodes(module.graph, context), context.session, context.graph.index, left)
-            insert(module.graph, BACKWARD_END, args, None)
-        return (f"{len(left)} rows are released by the end of the backward",)
+@graph_pass(needs={Fact.RELEASED, Fact.STEPS_INSERTED, Fact.RELOADS_INSERTED}, gives=Fact.BACKWARD_ENDED, kinds="backward")
+def insert_backward_end(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert one `backward_end` before the output node; a graph without managed rows stays unchanged."""
+    rows = released_rows(context)
+    early = {row for node in module.graph.find_nodes(op="call_function", target=RELEASE) for row in rows_of(node)}
+    left = [row for row in rows if row not in early]
+    if not rows:
+        return "no managed row"
+    with module.graph.inserting_before(module.graph.output_node()):
+        args = (_last_nodes(module.graph, context), context.session, context.graph.index, left)
+        insert(module.graph, BACKWARD_END, args, None)
+    return f"{len(left)} rows are released by the end of the backward"
 
 
 def _last_nodes(graph: fx.Graph, context: PassContext) -> list[fx.Node]:

@@ -9,36 +9,24 @@ One node for each parameter would tear Inductor's fusions of bias and norm gradi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import fx
 
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, after_last, by_unit, insert, note, rows_of
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
+from hytrain_fx.passes.node_notes import after_last, by_unit, insert, note, rows_of
 from hytrain_fx.passes.ops import GRAD_OFFLOAD
 
 
-@dataclass(frozen=True)
-class InsertGradOffload:
-    """One `grad_offload` for each unit that has gradients in this graph."""
-
-    name: ClassVar[str] = "insert_grad_offload"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.ANNOTATED}),
-        provides=frozenset({Fact.GRADS_OFFLOADED}),
-        conflicts=frozenset({Fact.GRADS_OFFLOADED, Fact.OUTPUTS_DROPPED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Insert in the order of units."""
-        maker = {row: node for node in module.graph.nodes for row in note(node).makes}
-        groups = by_unit(tuple(maker), context.unit_of)
-        for unit, rows in groups.items():
-            grads = [maker[row] for row in rows]
-            with after_last(module.graph, grads):
-                insert(module.graph, GRAD_OFFLOAD, (grads, context.session, list(rows)), unit, _token(grads[0]))
-        return (f"{len(maker)} gradients of {len(groups)} units are offloaded",)
+@graph_pass(gives=Fact.GRADS_OFFLOADED, kinds="backward")
+def insert_grad_offload(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert one `grad_offload` for each unit that has gradients in this graph."""
+    maker = {row: node for node in module.graph.nodes for row in note(node).makes}
+    groups = by_unit(tuple(maker), context.unit_of)
+    for unit, rows in groups.items():
+        grads = [maker[row] for row in rows]
+        with after_last(module.graph, grads):
+            insert(module.graph, GRAD_OFFLOAD, (grads, context.session, list(rows)), unit, _token(grads[0]))
+    return f"{len(maker)} gradients of {len(groups)} units are offloaded"
 
 
 def offloading_calls(module: fx.GraphModule) -> tuple[tuple[int, ...], ...]:

@@ -12,44 +12,32 @@ What has an inlined reader (a norm's weight) is left to `backward_end`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, after_last, by_unit, insert, note
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
+from hytrain_fx.passes.node_notes import after_last, by_unit, insert, note
 from hytrain_fx.passes.ops import BACKWARD_END, GRAD_OFFLOAD, RELEASE
 
 NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END})  # they take tensors for order only
 
 
-@dataclass(frozen=True)
-class InsertRelease:
-    """One `release` for each unit that has rows which can be released before the end of the backward."""
-
-    name: ClassVar[str] = "insert_release"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.GRADS_OFFLOADED}),
-        provides=frozenset({Fact.RELEASED}),
-        conflicts=frozenset({Fact.RELEASED, Fact.BACKWARD_ENDED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Insert one node for each unit that has something to release here."""
-        tokens = {note(node).unit: node for node in module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)}
-        order = dataflow.Order.of(module.graph)
-        rows = released_rows(context)
-        shown = {row: dataflow.standalone_readers(context.graph.holders(row), NO_READERS) for row in rows}
-        released = 0
-        for unit, group in by_unit([row for row in rows if shown[row] is not None], context.unit_of).items():
-            readers = order.frontier([reader for row in group for reader in shown[row] or ()])
-            results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None]
-            results = results or [tokens[unit]]
-            with after_last(module.graph, results):
-                insert(module.graph, RELEASE, (results, context.session, list(group)), unit)
-            released += len(group)
-        return (f"{released} of {len(rows)} rows are released before the end of the backward",)
+@graph_pass(needs=Fact.GRADS_OFFLOADED, gives=Fact.RELEASED, kinds="backward")
+def insert_release(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert one `release` for each unit with rows that can be released before the backward ends."""
+    tokens = {note(node).unit: node for node in module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)}
+    order = dataflow.Order.of(module.graph)
+    rows = released_rows(context)
+    shown = {row: dataflow.standalone_readers(context.graph.holders(row), NO_READERS) for row in rows}
+    released = 0
+    for unit, group in by_unit([row for row in rows if shown[row] is not None], context.unit_of).items():
+        readers = order.frontier([reader for row in group for reader in shown[row] or ()])
+        results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None]
+        results = results or [tokens[unit]]
+        with after_last(module.graph, results):
+            insert(module.graph, RELEASE, (results, context.session, list(group)), unit)
+        released += len(group)
+    return f"{released} of {len(rows)} rows are released before the end of the backward"
 
 
 def released_rows(context: PassContext) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Arm the updates behind each offload; which of a unit's rows each one updates is read from the plan at run time.
+"""Arm the updates after each offload; which of a unit's rows each one updates is read from the plan at run time.
 
     Before:  grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6])
     After:   grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6])
@@ -7,38 +7,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, after_last, insert, note, rows_of
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
+from hytrain_fx.passes.node_notes import after_last, insert, note, rows_of
 from hytrain_fx.passes.ops import CPU_STEP, GPU_STEP, GRAD_OFFLOAD, RELOAD
 
 
-@dataclass(frozen=True)
-class InsertSteps:
-    """A `cpu_step` and a `gpu_step` behind each `grad_offload`, one token through all three."""
-
-    name: ClassVar[str] = "insert_steps"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.GRADS_OFFLOADED}),
-        provides=frozenset({Fact.STEPS_INSERTED}),
-        conflicts=frozenset({Fact.STEPS_INSERTED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Chain the two behind each token."""
-        offloads = module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)
-        for offload in offloads:
-            token, rows, unit = offload, list(rows_of(offload)), note(offload).unit
-            for target in (CPU_STEP, GPU_STEP):
-                with after_last(module.graph, [token]):
-                    token = insert(module.graph, target, (token, context.session, rows), unit, offload.meta["val"].new_empty(0))
-        return (f"updates armed behind {len(offloads)} offloads",)
+@graph_pass(needs=Fact.GRADS_OFFLOADED, gives=Fact.STEPS_INSERTED, kinds="backward")
+def insert_steps(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert a `cpu_step` and a `gpu_step` after each `grad_offload`, one token through all three."""
+    offloads = module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)
+    for offload in offloads:
+        token, rows, unit = offload, list(rows_of(offload)), note(offload).unit
+        for target in (CPU_STEP, GPU_STEP):
+            with after_last(module.graph, [token]):
+                token = insert(module.graph, target, (token, context.session, rows), unit, offload.meta["val"].new_empty(0))
+    return f"updates armed after {len(offloads)} offloads"
 
 
-# ---- Arm the copy of new weights to the device behind each unit's updates ----
+# ---- Arm the copy of new weights to the device after each unit's updates ----
 #
 #     Before:  gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6])
 #     After:   gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6]);  reload = hytrain_fx.reload(gpu_step, 0, [5, 6])
@@ -46,21 +34,11 @@ class InsertSteps:
 # The copy itself starts when the rows are updated and released.
 
 
-@dataclass(frozen=True)
-class InsertReload:
-    """A `reload` behind each `gpu_step`."""
-
-    name: ClassVar[str] = "insert_reload"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.STEPS_INSERTED}),
-        provides=frozenset({Fact.RELOADS_INSERTED}),
-        conflicts=frozenset({Fact.RELOADS_INSERTED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Insert behind each token."""
-        steps = module.graph.find_nodes(op="call_function", target=GPU_STEP)
-        for step in steps:
-            with after_last(module.graph, [step]):
-                insert(module.graph, RELOAD, (step, context.session, list(rows_of(step))), note(step).unit)
-        return (f"{len(steps)} reloads armed",)
+@graph_pass(needs=Fact.STEPS_INSERTED, gives=Fact.RELOADS_INSERTED, kinds="backward")
+def insert_reload(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert a `reload` after each `gpu_step`."""
+    steps = module.graph.find_nodes(op="call_function", target=GPU_STEP)
+    for step in steps:
+        with after_last(module.graph, [step]):
+            insert(module.graph, RELOAD, (step, context.session, list(rows_of(step))), note(step).unit)
+    return f"{len(steps)} reloads armed"

@@ -4,40 +4,28 @@
     After:   wait = hytrain_fx.wait([primals_3, primals_5], 0, [1, 3])
              mul_1 = aten.mul(mul, primals_3);  ...;  permute = aten.permute(primals_5, [1, 0]);  addmm = ...
 
-`wait` says that it writes the weights; that alone keeps every reader behind it. It may say so only because it comes before every
-reader, views included: Inductor compiles a write behind a pointwise reader wrongly.
+`wait` says that it writes the weights; that alone keeps every reader after it. It may say so only because it comes before every
+reader, views included: Inductor compiles a write after a pointwise reader wrongly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.passes.base import Fact, Notes, PassContext, PassContract, by_unit, insert, note
+from hytrain_fx.passes.base import Fact, PassContext, graph_pass
+from hytrain_fx.passes.node_notes import by_unit, insert, note
 from hytrain_fx.passes.ops import WAIT
 
 
-@dataclass(frozen=True)
-class InsertWaits:
-    """One `wait` for each unit whose weights a forward or inference graph reads or hands on."""
-
-    name: ClassVar[str] = "insert_waits"
-    contract: ClassVar[PassContract] = PassContract(
-        requires=frozenset({Fact.ANNOTATED}),
-        provides=frozenset({Fact.WAITS_INSERTED}),
-        conflicts=frozenset({Fact.WAITS_INSERTED}),
-    )
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        """Insert each wait before the unit's first reader or view, in graph order."""
-        holder = {row: node for node in module.graph.find_nodes(op="placeholder") if (row := note(node).holds) is not None}
-        read = [row for row, node in holder.items() if dataflow.readers([node])]
-        groups = by_unit(read, context.unit_of)
-        for unit, rows in groups.items():
-            weights = [holder[row] for row in rows]
-            with module.graph.inserting_before(min(user for weight in weights for user in weight.users)):
-                insert(module.graph, WAIT, (weights, context.session, list(rows)), unit)
-        return (f"waits for {len(read)} weights of {len(groups)} units",)
+@graph_pass(gives=Fact.WAITS_INSERTED, kinds=("forward", "inference"))
+def insert_waits(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert one `wait` for each unit whose weights the graph reads or hands on, before the first reader or view."""
+    holder = {row: node for node in module.graph.find_nodes(op="placeholder") if (row := note(node).holds) is not None}
+    read = [row for row, node in holder.items() if dataflow.readers([node])]
+    groups = by_unit(read, context.unit_of)
+    for unit, rows in groups.items():
+        weights = [holder[row] for row in rows]
+        with module.graph.inserting_before(min(user for weight in weights for user in weight.users)):
+            insert(module.graph, WAIT, (weights, context.session, list(rows)), unit)
+    return f"waits for {len(read)} weights of {len(groups)} units"

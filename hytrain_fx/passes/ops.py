@@ -1,4 +1,4 @@
-"""The operators that the passes insert: schema, fake and real; what they do lives behind `StepNodes`.
+"""The operators that the passes insert: schema, fake and real; what they do is up to `StepNodes`.
 
     backward   grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor       token: 0 elements, orders what follows
                cpu_step(Tensor token, int session, int[] rows) -> Tensor

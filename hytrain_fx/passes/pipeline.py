@@ -1,65 +1,90 @@
-"""The passes in their order, and the one loop that runs them: contract, pass, lint, rules, record.
+"""The passes in their order, and the one loop that runs them: contract, pass, fake results, lint, rules, record.
 
     backward              annotate_units -> insert_grad_offload -> insert_steps -> insert_reload -> insert_release
                           -> insert_backward_end -> drop_grad_outputs
     forward, inference    annotate_units -> insert_waits
 
-With a dump folder each pass leaves its text before and after (`passes.graph_dump`).
+`DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for. What a pass leaves is checked at once,
+a user's pass like ours, and an error names the pass.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
-import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import ConfigError, GraphInvariantError
-from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import Fact, NodeNote, Pass, PassContext, PassRecord, note
-from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
-from hytrain_fx.passes.insert_backward_end import InsertBackwardEnd
-from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
-from hytrain_fx.passes.insert_release import InsertRelease
-from hytrain_fx.passes.insert_steps import InsertReload, InsertSteps
-from hytrain_fx.passes.insert_waits import InsertWaits
-from hytrain_fx.passes.ops import ALL_OPS
-from hytrain_fx.passes.verify import verify
+from hytrain_fx.ir.pass_record import PassRecord, PipelineRecord
+from hytrain_fx.passes.annotate_units import annotate_units
+from hytrain_fx.passes.base import GraphPass, PassContext, as_pass
+from hytrain_fx.passes.drop_grad_outputs import drop_grad_outputs
+from hytrain_fx.passes.graph_dump import GraphDump
+from hytrain_fx.passes.insert_backward_end import insert_backward_end
+from hytrain_fx.passes.insert_grad_offload import insert_grad_offload
+from hytrain_fx.passes.insert_release import insert_release
+from hytrain_fx.passes.insert_steps import insert_reload, insert_steps
+from hytrain_fx.passes.insert_waits import insert_waits
+from hytrain_fx.passes.new_nodes import Before, finish_new_nodes
+from hytrain_fx.passes.node_notes import note
+from hytrain_fx.passes.verify import facts_asked_of, verify
 
-DEFAULT_BACKWARD_PASSES: tuple[Pass, ...] = (
-    AnnotateUnits(),
-    InsertGradOffload(),
-    InsertSteps(),
-    InsertReload(),
-    InsertRelease(),
-    InsertBackwardEnd(),
-    DropGradOutputs(),
+DEFAULT_PASSES: tuple[GraphPass, ...] = (
+    annotate_units,
+    insert_grad_offload,
+    insert_steps,
+    insert_reload,
+    insert_release,
+    insert_backward_end,
+    drop_grad_outputs,
+    insert_waits,
 )
-DEFAULT_FORWARD_PASSES: tuple[Pass, ...] = (
-    AnnotateUnits(),
-    InsertWaits(),
-)
+"""What `compile` runs; `passes=` takes a list like this one."""
 
 
-@dataclass(frozen=True)
-class PipelineRecord:
-    """What the passes did to one graph, in their order, and what is noted of each node after the last, by name in graph order."""
+def chosen_passes(given: Sequence[Any] | None) -> tuple[GraphPass, ...]:
+    """The passes that a user chose, checked for every kind of graph; without a choice the default ones.
 
-    passes: tuple[PassRecord, ...]
-    nodes: Mapping[str, NodeNote] = field(default_factory=dict)
+    Raises ConfigError for what is no pass, where a pass would not find what it needs, and where the list lacks a pass
+    without which a graph would train wrongly.
+    """
+    passes = DEFAULT_PASSES if given is None else tuple(map(as_pass, given))
+    for kind in GraphKind:
+        facts = check_order(passes, kind)
+        lacking = sorted(facts_asked_of(kind) - facts)
+        if lacking:
+            own = next((one for one in DEFAULT_PASSES if lacking[0] in one.contract.gives), None)
+            raise ConfigError(
+                f"passes: for {kind} graphs no pass gives {str(lacking[0])!r}; those given are {_names(of_kind(passes, kind))}. "
+                f"Add {own.name if own else 'a pass that gives it'}, as hytrain_fx.DEFAULT_PASSES has it")
+    return passes
 
-    @property
-    def texts(self) -> tuple[tuple[str, str], ...]:
-        """The graph's Python text as captured ("captured") and after each pass, by pass name."""
-        first = (("captured", self.passes[0].before),) if self.passes else ()
-        return first + tuple((record.name, record.after) for record in self.passes)
+
+def of_kind(passes: Sequence[GraphPass], kind: GraphKind) -> tuple[GraphPass, ...]:
+    """Those that are for this kind of graph, in order."""
+    return tuple(one for one in passes if kind in one.contract.kinds)
+
+
+def check_order(passes: Sequence[GraphPass], kind: GraphKind) -> frozenset[str]:
+    """The facts that the passes for this kind of graph give in all.
+
+    Raises ConfigError, naming pass and fact, where one does not find what it needs or gives what holds already.
+    """
+    facts: set[str] = set()
+    chosen = of_kind(passes, kind)
+    for number, one in enumerate(chosen):
+        missing = sorted(one.contract.needs - facts)
+        again = sorted(one.contract.gives & facts)
+        if missing or again:
+            state = f"needs that {missing[0]}" if missing else f"must not run when {again[0]}"
+            raise ConfigError(f"passes: for {kind} graphs pass {one.name} {state}; before it come: {_names(chosen[:number])}. "
+                              "Change the order of passes")
+        facts |= one.contract.gives
+    return frozenset(facts)
 
 
 def rewrite(
@@ -67,20 +92,20 @@ def rewrite(
     *,
     session: int,
     units: Sequence[Unit],
+    passes: Sequence[GraphPass] = DEFAULT_PASSES,
     dump: GraphDump | None = None,
-    passes: Sequence[Pass] | None = None,
 ) -> PipelineRecord:
-    """Run the passes (by default those for this kind of graph) on `graph.module`, in place.
+    """Run the passes that are for this kind of graph on `graph.module`, in place.
 
-    Raises GraphInvariantError where a pass's contract or a rule of `passes.verify` does not hold; nothing is compiled then.
+    Raises ConfigError where a contract does not hold, before anything runs; GraphInvariantError, naming the pass, where
+    one fails or leaves a graph that is invalid or breaks a rule of `passes.verify`. Nothing is compiled then.
     """
-    chosen = default_passes(graph.kind) if passes is None else passes
-    check_contracts(chosen)
+    check_order(passes, graph.kind)
     context = PassContext(graph, tuple(units), session)
     records: list[PassRecord] = []
-    facts: set[Fact] = set()
+    facts: set[str] = set()
     text = readable(graph.module)
-    for number, one in enumerate(chosen):
+    for number, one in enumerate(of_kind(passes, graph.kind)):
         record = _run(one, context, facts, text)
         text = record.after
         records.append(record)
@@ -90,79 +115,30 @@ def rewrite(
     return PipelineRecord(tuple(records), {node.name: note(node) for node in graph.module.graph.nodes})
 
 
-def default_passes(kind: GraphKind) -> tuple[Pass, ...]:
-    """The passes for a kind of graph, in order."""
-    return DEFAULT_BACKWARD_PASSES if kind is GraphKind.BACKWARD else DEFAULT_FORWARD_PASSES
-
-
-def check_contracts(passes: Sequence[Pass]) -> None:
-    """Check, before anything runs, that each pass finds what it needs. Raises GraphInvariantError naming pass and fact."""
-    facts: set[Fact] = set()
-    ran: list[str] = []
-    for one in passes:
-        missing = sorted(one.contract.requires - facts)
-        present = sorted(one.contract.conflicts & facts)
-        if missing or present:
-            state = f"needs that {missing[0]}" if missing else f"must not run when {present[0]}"
-            before = ", ".join(ran) or "no passes"
-            raise GraphInvariantError(f"pass {one.name} {state}; before it come: {before}. Change the order of passes")
-        facts |= one.contract.provides
-        ran.append(one.name)
-
-
 def readable(module: fx.GraphModule) -> str:
     """The graph as Python text, with dtypes and shapes."""
     return str(module.print_readable(print_output=False))
 
 
-def _run(one: Pass, context: PassContext, facts: set[Fact], before: str) -> PassRecord:
+def _run(one: GraphPass, context: PassContext, facts: set[str], text_before: str) -> PassRecord:
     module = context.graph.module
-    counts = _inserted(module)
+    before = Before.of(module.graph)
     started = time.perf_counter()
-    notes = one(module, context)
-    duration_us = (time.perf_counter() - started) * 1e6
-    module.graph.lint()
-    facts |= one.contract.provides
-    rules = verify(module, context, facts, f" after {one.name}")
-    return PassRecord(one.name, notes, _inserted(module) - counts, duration_us, rules, before, readable(module))
+    try:
+        notes = one(module, context)
+        duration_us = (time.perf_counter() - started) * 1e6
+        module.graph.lint()
+        added = finish_new_nodes(module.graph, before, one.name)
+        facts |= one.contract.gives
+        rules = verify(module, context, facts)
+        return PassRecord(one.name, notes, added, duration_us, rules, text_before, readable(module))
+    except Exception as error:
+        said = str(error) if isinstance(error, GraphInvariantError) else f"{type(error).__name__}: {error}"
+        raise GraphInvariantError(
+            f"graph {context.graph.name} after {one.name}: {said}. This is a fault of the pass {one.name}, not of the model; "
+            "where the pass is one of hytrain_fx, please report it with the dumped graph"
+        ) from error
 
 
-def _inserted(module: fx.GraphModule) -> Counter[str]:
-    """Inserted nodes by operator name (`grad_offload`)."""
-    return Counter(node.target.name().partition("::")[2] for node in module.graph.nodes if node.target in ALL_OPS)
-
-
-# ---- The folder that receives each graph's text before and after each pass (`Config.dump`) ----
-#
-#     01.backward.02.insert_steps.before.txt
-#     01.backward.02.insert_steps.after.txt       a sorted listing of the folder is the story
-#
-# A folder that cannot be written is an error when the model is compiled. One that cannot be written any more (the disk is full, the
-# folder was removed) ends the dump with one warning: it must not end the training.
-
-
-class GraphDump:
-    """Writes texts into a folder, which is made if it is missing. Raises ConfigError where it cannot be written."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._ended = False
-        try:
-            self.folder = Path(folder).absolute()  # the script may go to another one
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder) as probe:
-                probe.write(b"\n")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"option dump={str(folder)!r} cannot be written: {error}; expected a folder that is there or can be made, "
-                              "with room on its disk") from error
-
-    def write(self, graph: str, number: int, name: str, before: str, after: str) -> None:
-        """The two texts of pass `name`, the `number`th over `graph` (`01.backward`)."""
-        if self._ended:
-            return
-        try:
-            for side, text in (("before", before), ("after", after)):
-                (self.folder / f"{graph}.{number:02}.{name}.{side}.txt").write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            self._ended = True
-            warnings.warn(f"the dump in {str(self.folder)!r} ends before {graph}.{number:02}.{name}, training goes on: {error}",
-                          stacklevel=2)
+def _names(passes: Sequence[GraphPass]) -> str:
+    return ", ".join(one.name for one in passes) or "no passes"

@@ -1,6 +1,6 @@
 """The rules of a rewritten graph, each small and named; one that does not hold is a GraphInvariantError with its name.
 
-A rule says which facts must have been provided before it can be asked, so that the pipeline asks it after each pass from then on.
+A rule says which facts must have been given before it can be asked, so that the pipeline asks it after each pass from then on.
 The rules look at the graph itself and at what capture found in it, not at the passes' annotations.
 """
 
@@ -17,8 +17,9 @@ from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
-from hytrain_fx.passes.base import Fact, PassContext, rows_of
+from hytrain_fx.passes.base import Fact, PassContext
 from hytrain_fx.passes.insert_release import NO_READERS, released_rows
+from hytrain_fx.passes.node_notes import rows_of
 
 _BACKWARD = frozenset({GraphKind.BACKWARD})
 _FORWARD = frozenset({GraphKind.FORWARD, GraphKind.INFERENCE})
@@ -46,7 +47,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named rule: in which graphs it is asked, what must be provided first, and its complaints."""
+    """A named rule: in which graphs it is asked, which facts must be given first, and its complaints."""
 
     name: str
     kinds: frozenset[GraphKind]
@@ -54,17 +55,19 @@ class Rule:
     complaints: Callable[[Scene], Iterator[str]]
 
 
-def verify(module: fx.GraphModule, context: PassContext, facts: Iterable[Fact], when: str = "") -> tuple[str, ...]:
+def verify(module: fx.GraphModule, context: PassContext, facts: Iterable[str]) -> tuple[str, ...]:
     """Ask every rule whose needs are among `facts`; returns their names. Raises GraphInvariantError."""
     scene = Scene(context, module, dataflow.Order.of(module.graph))
     asked = [rule for rule in RULES if context.graph.kind in rule.kinds and rule.needs <= set(facts)]
     for rule in asked:
         for complaint in rule.complaints(scene):
-            raise GraphInvariantError(
-                f"graph {context.graph.name}{when}: rule '{rule.name}' does not hold: {complaint}. "
-                "This is a fault of hytrain_fx or of a pass given to it, not of the model; please report it with the dumped graph"
-            )
+            raise GraphInvariantError(f"rule '{rule.name}' does not hold: {complaint}")
     return tuple(rule.name for rule in asked)
+
+
+def facts_asked_of(kind: GraphKind) -> frozenset[str]:
+    """All that must hold of such a graph when its passes are done: then every rule can be asked."""
+    return frozenset(fact for rule in RULES if kind in rule.kinds for fact in rule.needs)
 
 
 def _one_session(scene: Scene) -> Iterator[str]:
@@ -99,14 +102,14 @@ def _offloaded_once(scene: Scene) -> Iterator[str]:
     yield from _exactly_once("offloaded", taken, graph.grads)
 
 
-def _behind_token(*targets: Any) -> Callable[[Scene], Iterator[str]]:
+def _after_token(*targets: Any) -> Callable[[Scene], Iterator[str]]:
     def complaints(scene: Scene) -> Iterator[str]:
         for target in targets:
             nodes = scene.nodes(target)
             for offload in scene.nodes(ops.GRAD_OFFLOAD):
-                behind = [n for n in nodes if scene.order.reaches(offload, n) and rows_of(n) == rows_of(offload)]
-                if len(behind) != 1:
-                    yield f"{len(behind)} {target.name()} nodes stand behind {offload.name}, expected 1"
+                after = [n for n in nodes if scene.order.reaches(offload, n) and rows_of(n) == rows_of(offload)]
+                if len(after) != 1:
+                    yield f"{len(after)} {target.name()} nodes come after {offload.name}, expected 1"
             yield from _exactly_once(target.name(), Counter(r for n in nodes for r in rows_of(n)), scene.context.graph.grads)
 
     return complaints
@@ -200,8 +203,8 @@ RULES: tuple[Rule, ...] = (
     Rule("nodes stand in their kind of graph", _BACKWARD | _FORWARD, frozenset(), _right_kind),
     Rule("a backward graph writes to no weight", _BACKWARD, frozenset(), _no_mutation),
     Rule("each gradient is offloaded once", _BACKWARD, frozenset({Fact.GRADS_OFFLOADED}), _offloaded_once),
-    Rule("updates stand behind their token", _BACKWARD, frozenset({Fact.STEPS_INSERTED}), _behind_token(ops.CPU_STEP, ops.GPU_STEP)),
-    Rule("reloads stand behind their token", _BACKWARD, frozenset({Fact.RELOADS_INSERTED}), _behind_token(ops.RELOAD)),
+    Rule("updates follow their token", _BACKWARD, frozenset({Fact.STEPS_INSERTED}), _after_token(ops.CPU_STEP, ops.GPU_STEP)),
+    Rule("reloads follow their token", _BACKWARD, frozenset({Fact.RELOADS_INSERTED}), _after_token(ops.RELOAD)),
     Rule("a release needs every reader", _BACKWARD, frozenset({Fact.RELEASED}), _released_after_readers),
     Rule("each weight is released once", _BACKWARD, frozenset({Fact.BACKWARD_ENDED}), _released_once),
     Rule("the end comes after everything", _BACKWARD, frozenset({Fact.BACKWARD_ENDED}), _end_after_all),

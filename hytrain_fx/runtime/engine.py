@@ -20,7 +20,7 @@ from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientEr
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.states.own_states import OwnStates
+from hytrain_fx.runtime.own_states import OwnStates
 
 _STAGING_ALIGN_PARAMS = 64
 

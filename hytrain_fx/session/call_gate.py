@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from hytrain_fx.errors import HytrainError
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.turns import Turns
+from hytrain_fx.torch_private.tensors import raised_in_backend
 from hytrain_fx.weights.places import Layout, ParameterPlaces
 
 MOST_LAYOUTS = 8
@@ -82,6 +84,11 @@ class CallGate:
                     if layout.places != self._places.compiled.places:
                         self.session.before_eager_code()  # what is there instead may share memory with any weight
                     return call(*args, **kwargs)
+                except Exception as error:
+                    ours = raised_in_backend(error)
+                    if isinstance(ours, HytrainError):  # its kind is part of what it says
+                        raise ours from None
+                    raise
                 finally:
                     gap.open = False
             finally:

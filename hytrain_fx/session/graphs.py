@@ -20,9 +20,12 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.destinations import GradDestinations, with_gradients
+from hytrain_fx.ir.pass_record import PipelineRecord
 from hytrain_fx.ir.startup import Phase
+from hytrain_fx.passes.base import GraphPass
+from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
-from hytrain_fx.passes.pipeline import GraphDump, PipelineRecord, rewrite
+from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.tensors import Edit, any_tensor_hooks, without_torch_function
@@ -35,6 +38,7 @@ class SessionGraphs:
     session    number by which the nodes find it
     plain      entered while a compiled backward runs: what it reads of weights is no touch by eager code
     phase      times the parts of a compilation
+    passes     run on each graph, those that are for its kind
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
     copies     whose 16-bit weights the graphs may read, None where they never do
     """
@@ -49,6 +53,7 @@ class SessionGraphs:
         plain: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
+        passes: Sequence[GraphPass],
         dump: str | Path | None,
     ) -> None:
         self._session = session
@@ -57,15 +62,17 @@ class SessionGraphs:
         self._pieces = pieces
         self._nodes = nodes
         self._plain = plain
+        self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
-            table.names, table.parameters, units, self._rewrite, self._around_backward, phase, copies)
+            table.names, table.parameters, units, self._rewrite, self._around_backward, phase,
+            None if copies is None else copies.copies_for)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
-        record = rewrite(graph, session=self._session, units=self._units, dump=self._dump)
+        record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
         if graph.kind is GraphKind.BACKWARD:
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
             self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)

@@ -11,7 +11,7 @@ import torch
 from hytrain_fx.ir.states import MASTER_ALONE
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.own_states import Entry, OwnStates, map_leaves
+from hytrain_fx.runtime.own_states import Entry, OwnStates, map_leaves
 from hytrain_fx.runtime.states.store import StateStore
 
 

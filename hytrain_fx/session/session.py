@@ -30,6 +30,7 @@ from hytrain_fx.errors import StatesError
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.startup import Phase, Startup, StartupClock
 from hytrain_fx.passes.ops import NODES
+from hytrain_fx.passes.pipeline import chosen_passes
 from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.planning.planning import Planning
 from hytrain_fx.planning.watches import FinishedStep
@@ -71,6 +72,7 @@ class Session:
         self._clock = StartupClock()
         self.turns = Turns()
         self.config = config
+        self._passes = chosen_passes(config.passes)
         self.table: ParameterTable = build_table(model, optimizer)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
         self._update = kernel_update(optimizer)
@@ -119,7 +121,7 @@ class Session:
         guarded = guard_type(if_alive(self.touch), if_alive(self.settle_one), self.turns.state, if_alive(self.may_lose_memory))
         self.plain = PlainWhileRunning(self.table.parameters, guarded)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
-                                    self._compiling, copies, self.config.dump)
+                                    self._compiling, copies, self._passes, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)

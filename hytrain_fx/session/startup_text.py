@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hytrain_fx.ir.figures import bytes_text, table, time_text
 from hytrain_fx.ir.startup import Phase, Startup
-
-if TYPE_CHECKING:
-    from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse
+from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse
 
 _NONE = "-"
 _LEAST_SHARE = 0.02  # of the start-up: shorter phases are not worth a word there

@@ -317,6 +317,30 @@ def fake_tensors() -> Any:
     return _private("torch._subclasses.fake_tensor", "FakeTensorMode")()
 
 
+def operator_name(target: Any) -> str | None:
+    """`aten.mul.Tensor`, without `.default`, of a function that a graph may call under Inductor; None of any other function."""
+    overload, higher_order = (_private("torch._ops", name) for name in ("OpOverload", "HigherOrderOperator"))
+    if isinstance(target, overload | higher_order):
+        return str(target).removesuffix(".default")
+    scalar = getattr(target, "__module__", "") in ("_operator", "math", "torch")  # of sizes: operator.mul, torch.sym_max
+    return str(target.__name__) if scalar else None
+
+
+def fake_result(node: fx.Node) -> Any:
+    """What a call in a traced graph gives for the fake results of its arguments; raises what the operator's fake kernel raises."""
+    mode = _private("torch._guards", "detect_fake_mode")([other.meta.get("val") for other in node.graph.nodes])
+
+    def value(argument: fx.Node) -> Any:
+        if argument.op != "get_attr":
+            return argument.meta["val"]
+        held = getattr(argument.graph.owning_module, str(argument.target))
+        return mode.from_tensor(held) if isinstance(held, Tensor) else held
+
+    call: Callable[..., Any] = node.target  # type: ignore[assignment]
+    with mode, torch.no_grad():
+        return call(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+
+
 @cache  # every inserted node asks for it
 def _graph_task_id() -> Callable[[], int]:
     return cast(Callable[[], int], _private("torch._C", "_current_graph_task_id"))
@@ -383,6 +407,12 @@ def compiled_call(model: nn.Module) -> Any:
 def set_compiled_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
     """Make `model(...)` call this instead; None makes it a plain model again."""
     model._compiled_call_impl = call
+
+
+def raised_in_backend(error: Exception) -> Exception | None:
+    """What a backend raised, of an error that Dynamo made of it; None where it is another error."""
+    made: type[Exception] = _private("torch._dynamo.exc", "BackendCompilerFailed")
+    return getattr(error, "inner_exception", None) if isinstance(error, made) else None
 
 
 def increment_versions(tensors: Sequence[Tensor]) -> None:

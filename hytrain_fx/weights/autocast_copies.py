@@ -11,20 +11,23 @@ memory of those that have one stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from hytrain_fx.capture.casts import CastRows
+from hytrain_fx.capture.casts import CastRows, InputCopies, cast_rows
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.copied_weights import owns_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import accumulator, get_grad, increment_versions, without_torch_function
-from hytrain_fx.torch_private.trace import is_held_alone, may_autocast
+from hytrain_fx.torch_private.trace import is_held_alone, look_at, may_autocast
 from hytrain_fx.weights.held import HeldWeights
 from hytrain_fx.weights.outside_writes import OutsideWrites
 
@@ -60,7 +63,19 @@ class AutocastCopies:
 
     # ---- while graphs are captured ----
 
-    def looks(self, gm: fx.GraphModule, rows: Iterable[int]) -> bool:
+    def copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies:
+        """What a graph is to read instead of parameters; `row_of_input` by position among its inputs.
+
+        What it gives holds nothing of this alive, as torch keeps it for as long as the compiled code lives.
+        """
+        rows, of_row = frozenset(row_of_input.values()), dict[int, torch.Tensor]()
+        if self._looks(gm, rows):
+            of_row = self._of(look_at(gm, example_inputs, partial(cast_rows, row_of_input=row_of_input)), rows)
+        copies = {i: of_row[row] for i, row in row_of_input.items() if row in of_row}
+        direct = tuple(row for i, row in row_of_input.items() if i not in copies)
+        return InputCopies(copies, partial(_now, weakref.ref(self), tuple(row_of_input[i] for i in copies), direct))
+
+    def _looks(self, gm: fx.GraphModule, rows: Iterable[int]) -> bool:
         """Whether a graph with these rows among its inputs has to be looked at: for new copies, or for those there are."""
         rows = set(rows)
         if any(row in self._copies for row in rows):
@@ -70,8 +85,8 @@ class AutocastCopies:
             self._read_in_fp32 |= rows
         return found
 
-    def of(self, found: CastRows, rows: Collection[int]) -> dict[int, torch.Tensor]:
-        """The copies that this graph, of these rows, is to read in the place of parameters; made where there are none yet."""
+    def _of(self, found: CastRows, rows: Collection[int]) -> dict[int, torch.Tensor]:
+        """The copies that this graph, of these rows, is to read instead of parameters; made where there are none yet."""
         new = [row for row in sorted(found.in_bf16 & found.trained) if row not in self._copies and self._may_begin(row)]
         self._read_in_fp32 |= found.trained - found.in_bf16 | (found.trained & self._states.pieces.cut.keys())
         if new and self._wanted and not self._stays:
@@ -106,14 +121,11 @@ class AutocastCopies:
             if learns:
                 self._give_back(self._copies)
 
-    def before_graph(self, direct: Collection[int]) -> None:
-        """A graph is about to run that reads these rows' parameters themselves."""
+    def before_graph(self, read: Sequence[int], direct: Collection[int]) -> list[torch.Tensor]:
+        """A graph is about to run that reads copies of rows, which are given, and `direct` rows' parameters themselves."""
         if self._copies:
             self.fill(direct)
-
-    def copy_of(self, row: int) -> torch.Tensor:
-        """The copy of a row that has one."""
-        return self._copies[row].copy
+        return [self._copies[row].copy for row in read]
 
     def may_give_back(self, row: int) -> bool:
         """Whether the fp32 memory of this row may go before the next training forward."""
@@ -176,6 +188,13 @@ class AutocastCopies:
             self._copies[row].give_memory_back()
         self._writes.note_all(alone)
         self.fill(set(there) - set(alone))
+
+
+def _now(found: weakref.ref[AutocastCopies], read: Sequence[int], direct: Collection[int]) -> Sequence[torch.Tensor]:
+    copies = found()
+    if copies is None:
+        raise EngineError("a graph of a model that was closed or dropped was called; compile the model again")
+    return copies.before_graph(read, direct)
 
 
 def _is_held_alone(parameter: nn.Parameter) -> bool:

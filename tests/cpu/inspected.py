@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.capture.captured_graph import CapturedGraph
-from hytrain_fx.explain.graphs.text import Inspection
-from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+from hytrain_fx.explain.graphs.inspection import Inspection
+from hytrain_fx.ir.pass_record import PipelineRecord
+from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.session import graphs
 
 from .explained import compiled

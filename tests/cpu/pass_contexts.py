@@ -9,7 +9,7 @@ from torch import fx
 
 from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.units import Unit
-from hytrain_fx.passes.base import Pass, PassContext
+from hytrain_fx.passes.base import GraphPass, PassContext
 from tests.cpu import models
 from tests.cpu.recording_nodes import capture_only, copy_captured
 
@@ -23,7 +23,7 @@ def context(kind: GraphKind, name: str = "gpt") -> PassContext:
     return PassContext(copy_captured(graph), units, SESSION)
 
 
-def apply(context: PassContext, *passes: Pass) -> tuple[str, ...]:
+def apply(context: PassContext, *passes: GraphPass) -> tuple[str, ...]:
     """Run passes; the notes of the last."""
     notes: tuple[str, ...] = ()
     for one in passes:

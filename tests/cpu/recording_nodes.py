@@ -18,8 +18,9 @@ from torch import fx, nn
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.captured_graph import CapturedGraph
 from hytrain_fx.capture.units import Unit, group_units
+from hytrain_fx.ir.pass_record import PipelineRecord
 from hytrain_fx.passes.ops import NODES
-from hytrain_fx.passes.pipeline import PipelineRecord, rewrite
+from hytrain_fx.passes.pipeline import rewrite
 
 from .interpreted import graphs_interpreted
 

@@ -6,8 +6,9 @@ import torch
 from torch import fx
 
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import NOTE_KEY, NodeNote, note
+from hytrain_fx.ir.pass_record import NodeNote
+from hytrain_fx.passes.annotate_units import annotate_units
+from hytrain_fx.passes.node_notes import NOTE_KEY, note
 from tests.cpu.pass_contexts import apply, context, rows_of_unit
 
 aten = torch.ops.aten
@@ -17,14 +18,14 @@ def test_it_changes_nothing_but_meta() -> None:
     """The graph's text is the same before and after."""
     ctx = context(GraphKind.BACKWARD)
     before = str(ctx.graph.module.graph)
-    apply(ctx, AnnotateUnits())
+    apply(ctx, annotate_units)
     assert str(ctx.graph.module.graph) == before
 
 
 def test_placeholders_hold_their_rows() -> None:
     """Each weight's placeholder, and no other, holds its row."""
     ctx = context(GraphKind.FORWARD)
-    apply(ctx, AnnotateUnits())
+    apply(ctx, annotate_units)
     held = {note(node).holds: node for node in ctx.graph.module.graph.nodes if note(node).holds is not None}
     assert held == dict(ctx.graph.weights)
 
@@ -32,7 +33,7 @@ def test_placeholders_hold_their_rows() -> None:
 def test_gradients_are_made_where_the_outputs_say() -> None:
     """The node that a gradient output names makes that row's gradient."""
     ctx = context(GraphKind.BACKWARD)
-    apply(ctx, AnnotateUnits())
+    apply(ctx, annotate_units)
     made = {row: node for node in ctx.graph.module.graph.nodes for row in note(node).makes}
     assert made == {row: ctx.graph.outputs[position] for row, position in ctx.graph.grads.items()}
 
@@ -40,7 +41,7 @@ def test_gradients_are_made_where_the_outputs_say() -> None:
 def test_readers_are_found_through_views() -> None:
     """A product with a transposed weight reads its row, the transposition does not."""
     ctx = context(GraphKind.FORWARD)
-    apply(ctx, AnnotateUnits())
+    apply(ctx, annotate_units)
     products = ctx.graph.module.graph.find_nodes(op="call_function", target=aten.mm.default)
     (head,) = (node for node in products if note(node).reads)
     assert note(head).reads == (rows_of_unit(ctx, "wte")[0],)
@@ -51,7 +52,7 @@ def test_readers_are_found_through_views() -> None:
 def test_a_node_without_weights_belongs_to_the_unit_before_it() -> None:
     """Attention between two layers' weights is the work of its own layer, and units follow each other in forward order."""
     ctx = context(GraphKind.FORWARD)
-    apply(ctx, AnnotateUnits())
+    apply(ctx, annotate_units)
     work = [note(node).unit for node in ctx.graph.module.graph.nodes if node.op == "call_function"]
     changes = [unit for i, unit in enumerate(work) if i == 0 or work[i - 1] != unit]
     names = [ctx.units[unit].name for unit in changes if unit is not None]
@@ -62,6 +63,7 @@ def test_a_note_reads_well() -> None:
     """A note's text says what is set and nothing else."""
     assert str(NodeNote(1, reads=(3,), makes=(4, 5))) == "unit 1, reads (3,), makes (4, 5)"
     assert str(NodeNote(2, holds=0)) == "unit 2, holds 0"
+    assert str(NodeNote(2, made_by="colour")) == "unit 2, made by colour"
     assert str(NodeNote()) == ""
 
 

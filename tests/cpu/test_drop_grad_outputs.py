@@ -7,15 +7,15 @@ import dataclasses
 from torch import fx
 
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.passes.drop_grad_outputs import DropGradOutputs
-from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES
+from hytrain_fx.passes.drop_grad_outputs import drop_grad_outputs
+from hytrain_fx.passes.pipeline import DEFAULT_PASSES, of_kind
 from tests.cpu.pass_contexts import apply, context
 
 
 def test_offloaded_gradients_are_none() -> None:
     """Positions of offloaded gradients are None; all others return what they returned."""
     ctx = context(GraphKind.BACKWARD)
-    apply(ctx, *DEFAULT_BACKWARD_PASSES)
+    apply(ctx, *of_kind(DEFAULT_PASSES, GraphKind.BACKWARD))
     values = ctx.graph.module.graph.output_node().args[0]
     gone = set(ctx.graph.grads.values())
     assert isinstance(values, tuple)
@@ -29,7 +29,7 @@ def test_visible_outputs_are_those_that_remain() -> None:
     output = ctx.graph.module.graph.output_node()
     visible = set(output.meta["user_visible_output_idxs"])
     assert set(ctx.graph.grads.values()) <= visible, "torch makes no gradient visible any more: the trap is gone"
-    apply(ctx, *DEFAULT_BACKWARD_PASSES)
+    apply(ctx, *of_kind(DEFAULT_PASSES, GraphKind.BACKWARD))
     left = output.meta["user_visible_output_idxs"]
     assert set(left) == visible - set(ctx.graph.grads.values())
     assert all(isinstance(output.args[0][i], fx.Node) for i in left)  # type: ignore[index]
@@ -42,7 +42,7 @@ def test_other_entries_for_each_output_keep_their_places() -> None:
     desc = list(meta["desc"])
     count = len(ctx.graph.outputs)
     meta["output_stack_traces"] = [f"trace {i}" for i in range(count)]
-    apply(ctx, *DEFAULT_BACKWARD_PASSES)
+    apply(ctx, *of_kind(DEFAULT_PASSES, GraphKind.BACKWARD))
     gone = set(ctx.graph.grads.values())
     assert meta["output_stack_traces"] == [None if i in gone else f"trace {i}" for i in range(count)]
     assert meta["desc"] == desc
@@ -53,5 +53,5 @@ def test_a_gradient_that_stays_is_still_visible() -> None:
     ctx = context(GraphKind.BACKWARD)
     row, position = next(iter(ctx.graph.grads.items()))
     ctx = dataclasses.replace(ctx, graph=dataclasses.replace(ctx.graph, grads={r: p for r, p in ctx.graph.grads.items() if r != row}))
-    apply(ctx, DropGradOutputs())
+    apply(ctx, drop_grad_outputs)
     assert position in ctx.graph.module.graph.output_node().meta["user_visible_output_idxs"]

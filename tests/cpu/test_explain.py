@@ -19,7 +19,8 @@ from hytrain_fx.cost_model.equation import uniform_k
 from hytrain_fx.cost_model.planner import compare, plan, predict, prefix_plan
 from hytrain_fx.cost_model.simulate import Discipline, simulate
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.explain.plan.report import Explanation, Measured
+from hytrain_fx.explain.plan.explained import Measured
+from hytrain_fx.explain.plan.report import Explanation
 from hytrain_fx.explain.plan.text import place_of, plan_text
 from hytrain_fx.explain.plan.unit_table import unit_groups
 from hytrain_fx.explain.plan.what_helps import KSensitivity, binding_constraint, k_sensitivity, what_helps

@@ -6,10 +6,10 @@ import torch
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import rows_of
-from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
-from hytrain_fx.passes.insert_release import InsertRelease, released_rows
+from hytrain_fx.passes.annotate_units import annotate_units
+from hytrain_fx.passes.insert_grad_offload import insert_grad_offload
+from hytrain_fx.passes.insert_release import insert_release, released_rows
+from hytrain_fx.passes.node_notes import rows_of
 from hytrain_fx.passes.ops import RELEASE
 from tests.cpu.pass_contexts import apply, calls, context, rows_of_unit
 
@@ -17,7 +17,7 @@ from tests.cpu.pass_contexts import apply, calls, context, rows_of_unit
 def released(kind_of_model: str = "gpt") -> set[int]:
     """Rows that get a release before the end of the backward."""
     ctx = context(GraphKind.BACKWARD, kind_of_model)
-    apply(ctx, AnnotateUnits(), InsertGradOffload(), InsertRelease())
+    apply(ctx, annotate_units, insert_grad_offload, insert_release)
     return {row for node in calls(ctx, RELEASE) for row in rows_of(node)}
 
 
@@ -34,7 +34,7 @@ def test_matrices_and_biases_are_released_norms_are_not() -> None:
 def test_it_stands_right_behind_its_last_reader() -> None:
     """The node before a release makes one of the results it takes, and the results need every reader of the rows."""
     ctx = context(GraphKind.BACKWARD)
-    apply(ctx, AnnotateUnits(), InsertGradOffload(), InsertRelease())
+    apply(ctx, annotate_units, insert_grad_offload, insert_release)
     order = dataflow.Order.of(ctx.graph.module.graph)
     for node in calls(ctx, RELEASE):
         assert node.prev in node.all_input_nodes
@@ -46,7 +46,7 @@ def test_it_stands_right_behind_its_last_reader() -> None:
 def test_a_chain_of_readers_costs_one_operand() -> None:
     """A layer's four products form a chain in the backward, so only the last result is held on to."""
     ctx = context(GraphKind.BACKWARD)
-    apply(ctx, AnnotateUnits(), InsertGradOffload(), InsertRelease())
+    apply(ctx, annotate_units, insert_grad_offload, insert_release)
     layer = set(rows_of_unit(ctx, "h.1"))
     (node,) = (node for node in calls(ctx, RELEASE) if set(rows_of(node)) <= layer)
     assert len(node.all_input_nodes) == 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import note, rows_of
-from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
-from hytrain_fx.passes.insert_steps import InsertReload, InsertSteps
+from hytrain_fx.passes.annotate_units import annotate_units
+from hytrain_fx.passes.insert_grad_offload import insert_grad_offload
+from hytrain_fx.passes.insert_steps import insert_reload, insert_steps
+from hytrain_fx.passes.node_notes import note, rows_of
 from hytrain_fx.passes.ops import GPU_STEP, RELOAD
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
 
@@ -14,7 +14,7 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context
 def test_a_reload_behind_each_gpu_step() -> None:
     """It takes the last token of its unit and the same rows, and has no result."""
     ctx = context(GraphKind.BACKWARD)
-    apply(ctx, AnnotateUnits(), InsertGradOffload(), InsertSteps(), InsertReload())
+    apply(ctx, annotate_units, insert_grad_offload, insert_steps, insert_reload)
     steps = calls(ctx, GPU_STEP)
     assert len(steps) == len(calls(ctx, RELOAD)) == 4
     for step in steps:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import note, rows_of
-from hytrain_fx.passes.insert_grad_offload import InsertGradOffload
-from hytrain_fx.passes.insert_steps import InsertSteps
+from hytrain_fx.passes.annotate_units import annotate_units
+from hytrain_fx.passes.insert_grad_offload import insert_grad_offload
+from hytrain_fx.passes.insert_steps import insert_steps
+from hytrain_fx.passes.node_notes import note, rows_of
 from hytrain_fx.passes.ops import CPU_STEP, GPU_STEP, GRAD_OFFLOAD
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
 
@@ -14,7 +14,7 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context
 def test_a_chain_behind_each_token() -> None:
     """offload -> cpu_step -> gpu_step, next to each other, with the offload's rows and unit."""
     ctx = context(GraphKind.BACKWARD)
-    apply(ctx, AnnotateUnits(), InsertGradOffload(), InsertSteps())
+    apply(ctx, annotate_units, insert_grad_offload, insert_steps)
     offloads = calls(ctx, GRAD_OFFLOAD)
     assert len(offloads) == 4
     for offload in offloads:
@@ -30,5 +30,5 @@ def test_nothing_to_do_without_offloads() -> None:
     """A graph without offloads stays as it is."""
     ctx = context(GraphKind.BACKWARD)
     before = str(ctx.graph.module.graph)
-    assert apply(ctx, AnnotateUnits(), InsertSteps()) == ("updates armed behind 0 offloads",)
+    assert apply(ctx, annotate_units, insert_steps) == ("updates armed after 0 offloads",)
     assert str(ctx.graph.module.graph) == before

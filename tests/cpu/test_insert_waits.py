@@ -6,9 +6,9 @@ import pytest
 from torch import fx
 
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.passes.annotate_units import AnnotateUnits
-from hytrain_fx.passes.base import rows_of
-from hytrain_fx.passes.insert_waits import InsertWaits
+from hytrain_fx.passes.annotate_units import annotate_units
+from hytrain_fx.passes.insert_waits import insert_waits
+from hytrain_fx.passes.node_notes import rows_of
 from hytrain_fx.passes.ops import WAIT
 from tests.cpu import models
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
@@ -16,9 +16,9 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context
 
 @pytest.mark.parametrize("name", models.CASES)
 def test_each_weight_is_waited_for_before_it_is_taken(name: str) -> None:
-    """One wait for each unit names its weights in row order; views, readers and the output come behind it."""
+    """One wait for each unit names its weights in row order; views, readers and the output come after it."""
     ctx = context(GraphKind.FORWARD, name)
-    apply(ctx, AnnotateUnits(), InsertWaits())
+    apply(ctx, annotate_units, insert_waits)
     waits = calls(ctx, WAIT)
     assert sorted(rows_of(node) for node in waits) == sorted(unit.rows for unit in ctx.units)
     for node in waits:
@@ -30,7 +30,7 @@ def test_each_weight_is_waited_for_before_it_is_taken(name: str) -> None:
 def test_it_stands_right_before_the_first_user() -> None:
     """The node behind each wait takes one of its weights: nothing is waited for earlier than needed."""
     ctx = context(GraphKind.FORWARD)
-    apply(ctx, AnnotateUnits(), InsertWaits())
+    apply(ctx, annotate_units, insert_waits)
     for node in calls(ctx, WAIT):
         assert set(node.next.all_input_nodes) & set(node.all_input_nodes)
 
@@ -41,7 +41,7 @@ def test_a_weight_that_is_only_saved_is_waited_for() -> None:
     row, weight = next((row, node) for row, node in ctx.graph.weights.items() if any(u.op == "output" for u in node.users))
     for user in [user for user in weight.users if user.op != "output"]:
         user.replace_input_with(weight, _other_of_same_shape(ctx.graph.module.graph, weight))
-    apply(ctx, AnnotateUnits(), InsertWaits())
+    apply(ctx, annotate_units, insert_waits)
     assert row in {row for node in calls(ctx, WAIT) for row in rows_of(node)}
 
 
@@ -50,7 +50,7 @@ def test_a_weight_that_nobody_takes_is_not_waited_for() -> None:
     ctx = context(GraphKind.FORWARD, "mlp")
     row, weight = next(iter(ctx.graph.weights.items()))
     weight.replace_all_uses_with(_other_of_same_shape(ctx.graph.module.graph, weight))
-    apply(ctx, AnnotateUnits(), InsertWaits())
+    apply(ctx, annotate_units, insert_waits)
     assert row not in {row for node in calls(ctx, WAIT) for row in rows_of(node)}
 
 

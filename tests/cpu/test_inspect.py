@@ -14,8 +14,8 @@ from hytrain_fx.__main__ import main
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.graphs.dump_folder import read_dump
+from hytrain_fx.explain.graphs.inspection import Inspection
 from hytrain_fx.explain.graphs.lines import annotated_text, inserted_lines
-from hytrain_fx.explain.graphs.text import Inspection
 from hytrain_fx.ir.task_graph import TaskId, TaskKind
 
 from .explained import compiled
@@ -56,8 +56,10 @@ def test_annotations_name_unit_parameters_bytes_and_placement(dumped: tuple[Insp
     assert plain == found[0].after.splitlines()
     assert text == found.annotated(found[0])
     notes = [line.partition("  # ")[2] for line in text.splitlines() if "torch.ops.hytrain_fx." in line]
-    assert notes == ["first: weight, bias; on gpu; 224 B of weights", "body.0: weight, bias; on cpu; 288 B of weights",
-                     "body.2: weight, bias; on cpu; 288 B of weights", "last: weight; on cpu; 32 B of weights"]
+    assert notes == ["first: weight, bias; on gpu; 224 B of weights; made by insert_waits",
+                     "body.0: weight, bias; on cpu; 288 B of weights; made by insert_waits",
+                     "body.2: weight, bias; on cpu; 288 B of weights; made by insert_waits",
+                     "last: weight; on cpu; 32 B of weights; made by insert_waits"]
     offloads = [node for node in found.nodes("01.backward") if node.op == "grad_offload"]
     assert {node.layers: node.size for node in offloads}[("first",)] == "nothing to do"
     assert {node.layers: node.size for node in offloads}[("body.0",)] == "288 B to the host"
@@ -123,4 +125,4 @@ def test_a_line_without_our_nodes_is_left_alone() -> None:
     """Names that only look like ours are no nodes of ours."""
     text = "x = torch.ops.aten.mm.default(a, b)\n# torch.ops.hytrain_fx is mentioned\ny = hytrain_fx(a, [1])"
     assert not list(inserted_lines(text))
-    assert annotated_text(text, lambda node: "note") == text
+    assert annotated_text(text, {}) == text

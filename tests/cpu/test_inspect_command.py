@@ -64,7 +64,7 @@ def test_a_layer_or_a_parameter_is_searched(script: Path, tmp_path: Path, capsys
     page = tmp_path / "page.html"
     assert main(["inspect", str(script), "--layer", "2", "--html", str(page), "--", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "00.forward  wait  # 2: weight, bias; on cpu; 36 B of weights" in lines
+    assert "00.forward  wait  # 2: weight, bias; on cpu; 36 B of weights; made by insert_waits" in lines
     assert not any("# 0: " in line for line in lines)
     assert 'value="2" placeholder' in page.read_text()
     assert main(["inspect", str(script), "--parameter", "0.bias", "--json", "--", "8"]) == 0

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hytrain_fx.explain.graphs.inspection import Inspection
 from hytrain_fx.explain.graphs.staged_code import code_lines
-from hytrain_fx.explain.graphs.text import Inspection
 
 from .inspected import LAYERS, Counted, inspected
 

@@ -13,7 +13,7 @@ import pytest
 
 import hytrain_fx
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.explain.graphs.text import Inspection
+from hytrain_fx.explain.graphs.inspection import Inspection
 from hytrain_fx.ir.task_graph import TaskKind
 
 from .explained import compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.planner import plan
-from hytrain_fx.explain.graphs.node_figures import TASKS, InspectedRow, UnitTimes, describe, unit_times
-from hytrain_fx.explain.plan.report import Explanation, Measured
+from hytrain_fx.explain.graphs.lines import InsertedLine
+from hytrain_fx.explain.graphs.node_figures import TASKS, InspectedNode, InspectedRow, UnitTimes, describe, unit_times
+from hytrain_fx.explain.plan.explained import Measured
+from hytrain_fx.explain.plan.report import Explanation
+from hytrain_fx.ir.pass_record import NodeNote
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF
@@ -33,6 +37,12 @@ def explained(profile: Profile, chosen: Plan, measured: Measured | None = None) 
     return Explanation(chosen, (chosen,), profile, measured, MemoryInUse(0, 0, 0), "native", 2, 9, "the CPU")
 
 
+def described(op: str, rows: tuple[int, ...], times: Mapping[str, UnitTimes] = TIMES, made_by: str = "insert") -> InspectedNode:
+    """An inserted node of these rows, with the figures it gets."""
+    line = InsertedLine(0, op, op, rows, "line")
+    return describe("01.backward", line, NodeNote(unit=1, made_by=made_by), ("h.0", "head"), ROWS, times)
+
+
 def rows_of(chosen: Plan) -> tuple[InspectedRow, ...]:
     """One row for each share of a plan."""
     return tuple(InspectedRow(f"{share.unit_name}.{share.begin}", share.unit_name, 2 * share.numel, {share.placement: share.numel})
@@ -44,29 +54,34 @@ def rows_of(chosen: Plan) -> tuple[InspectedRow, ...]:
 ])
 def test_bytes_are_those_of_the_rows_it_acts_for(op: str, expected: int) -> None:
     """Copies and CPU updates are of the rows placed on the CPU, device updates of resident and streamed ones, waits of all."""
-    node = describe("01.backward", op, (0, 1, 2), "line", ROWS, {})
+    node = described(op, (0, 1, 2), {})
     assert node.nbytes == expected
     assert node.shares == {"cpu": 300 / 800, "stream": 100 / 800, "gpu": 400 / 800}
     assert (node.predicted_us, node.measured_us, node.profiled_us) == (None, None, None)
-    assert node.note == f"h.0, head: h.0.up, h.0.down and 1 more; 38% cpu + 12% stream + 50% gpu; {node.size}"
+    assert node.note == f"h.0, head: h.0.up, h.0.down and 1 more; 38% cpu + 12% stream + 50% gpu; {node.size}; made by insert"
 
 
 def test_times_are_summed_over_layers_and_split_among_nodes_of_one() -> None:
     """A node of two layers has both times; one that has part of a layer's rows has their part of what it acts for."""
-    both = describe("00.forward", "wait", (0, 1, 2), "", ROWS, TIMES)
+    both = described("wait", (0, 1, 2))
     assert (both.predicted_us, both.measured_us, both.profiled_us) == (3.0, 3.0, None)
     assert both.times == "predicted 3 us, measured 3 us"
-    assert describe("00.forward", "wait", (0,), "", ROWS, TIMES).predicted_us == pytest.approx(2.0 * 300 / 400)
-    offload = describe("01.backward", "grad_offload", (0,), "", ROWS, TIMES)
+    assert described("wait", (0,)).predicted_us == pytest.approx(2.0 * 300 / 400)
+    offload = described("grad_offload", (0,))
     assert offload.times == "predicted 6 us, profiled 7 us"
     assert offload.place == "on cpu"
 
 
 def test_an_operator_that_the_plan_passes_over_has_nothing_to_do() -> None:
-    """A CPU update of a layer on the device moves no byte and takes no time; a node without rows is of no parameter."""
-    idle = describe("01.backward", "grad_offload", (2,), "", ROWS, TIMES)
+    """A CPU update of a layer on the device moves no byte and takes no time."""
+    idle = described("grad_offload", (2,))
     assert (idle.nbytes, idle.predicted_us, idle.size) == (0, 0.0, "nothing to do")
-    assert describe("01.backward", "backward_end", (), "", ROWS, TIMES).note == "no parameter"
+
+
+def test_a_node_without_rows_belongs_to_its_unit() -> None:
+    """A node of a user's operator has the layer that is noted of it and the pass that made it, and no bytes."""
+    node = described("demo.mark", (), made_by="colour")
+    assert (node.layers, node.nbytes, node.place, node.note) == (("head",), 0, "", "head; made by colour")
 
 
 @given(profile=profiles(), data=st.data())

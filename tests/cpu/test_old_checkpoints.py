@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hytrain_fx.api import session_of
-from hytrain_fx.runtime.states.own_states import leaves
+from hytrain_fx.runtime.own_states import leaves
 
 from .old_checkpoints import DATA, KINDS, STEPS, compiled, train
 

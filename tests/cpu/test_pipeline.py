@@ -2,73 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from torch import fx
 
 from hytrain_fx.capture.captured_graph import GraphKind
-from hytrain_fx.errors import GraphInvariantError
-from hytrain_fx.passes.base import Fact, Notes, Pass, PassContext, PassContract
+from hytrain_fx.errors import ConfigError, GraphInvariantError
+from hytrain_fx.passes.base import Fact, GraphPass, PassContext, graph_pass
+from hytrain_fx.passes.graph_dump import GraphDump
+from hytrain_fx.passes.node_notes import note
 from hytrain_fx.passes.ops import GRAD_OFFLOAD
-from hytrain_fx.passes.pipeline import DEFAULT_BACKWARD_PASSES, DEFAULT_FORWARD_PASSES, GraphDump, check_contracts, default_passes, rewrite
+from hytrain_fx.passes.pipeline import DEFAULT_PASSES, check_order, chosen_passes, of_kind, rewrite
+from hytrain_fx.passes.verify import facts_asked_of
 from tests.cpu.pass_contexts import SESSION, context
 
+BACKWARD = of_kind(DEFAULT_PASSES, GraphKind.BACKWARD)
 
-@dataclass(frozen=True)
-class LoseAnOffload:
+
+@graph_pass(needs=Fact.GRADS_OFFLOADED, kinds="backward")
+def lose_an_offload(module: fx.GraphModule, context: PassContext) -> None:
     """A wrong pass: deletes an offload."""
-
-    name: ClassVar[str] = "lose_an_offload"
-    contract: ClassVar[PassContract] = PassContract(requires=frozenset({Fact.GRADS_OFFLOADED}))
-
-    def __call__(self, module: fx.GraphModule, context: PassContext) -> Notes:
-        module.graph.erase_node(module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)[0])
-        return ()
+    module.graph.erase_node(module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)[0])
 
 
-def test_the_default_order_satisfies_the_contracts() -> None:
-    """Both lists of passes provide what each pass needs."""
-    check_contracts(DEFAULT_BACKWARD_PASSES)
-    check_contracts(DEFAULT_FORWARD_PASSES)
-    assert default_passes(GraphKind.INFERENCE) == default_passes(GraphKind.FORWARD) == DEFAULT_FORWARD_PASSES
+@pytest.mark.parametrize("kind", GraphKind)
+def test_the_default_passes_give_all_that_the_rules_ask_of(kind: GraphKind) -> None:
+    """Each pass finds what it needs, and no rule is left unasked at the end."""
+    assert check_order(DEFAULT_PASSES, kind) >= facts_asked_of(kind)
+    assert [one.name for one in of_kind(DEFAULT_PASSES, kind)][:1] == ["annotate_units"]
 
 
-@pytest.mark.parametrize("index", range(1, len(DEFAULT_BACKWARD_PASSES)))
+@pytest.mark.parametrize("index", range(1, len(BACKWARD)))
 def test_a_pass_that_is_lost_or_run_twice_is_noticed(index: int) -> None:
     """A pass before what it needs, or run twice, is refused before anything runs, naming the pass and what ran so far."""
-    lost = DEFAULT_BACKWARD_PASSES[1:]
-    with pytest.raises(GraphInvariantError, match="pass insert_grad_offload needs that nodes are annotated; before it come: no passes"):
-        check_contracts(lost)
-    twice: tuple[Pass, ...] = (*DEFAULT_BACKWARD_PASSES[: index + 1], DEFAULT_BACKWARD_PASSES[index])
-    with pytest.raises(GraphInvariantError, match=f"pass {DEFAULT_BACKWARD_PASSES[index].name} must not run when"):
-        check_contracts(twice)
+    with pytest.raises(ConfigError, match="pass insert_grad_offload needs that nodes are annotated; before it come: no passes"):
+        check_order(BACKWARD[1:], GraphKind.BACKWARD)
+    twice: tuple[GraphPass, ...] = (*BACKWARD[: index + 1], BACKWARD[index])
+    with pytest.raises(ConfigError, match=f"for backward graphs pass {BACKWARD[index].name} must not run when"):
+        check_order(twice, GraphKind.BACKWARD)
+
+
+@pytest.mark.parametrize("index", range(len(DEFAULT_PASSES)))
+def test_no_default_pass_can_be_left_out(index: int) -> None:
+    """A list without any one of them is refused, also where no other pass needs it: training would go wrong in silence."""
+    with pytest.raises(ConfigError, match=r"needs that|no pass gives"):
+        chosen_passes([*DEFAULT_PASSES[:index], *DEFAULT_PASSES[index + 1 :]])
+    with pytest.raises(ConfigError, match=r"for forward graphs no pass gives 'every reader .*Add insert_waits"):
+        chosen_passes(DEFAULT_PASSES[:-1])
 
 
 def test_contracts_are_checked_before_anything_runs() -> None:
-    """A wrong order leaves the graph as it was."""
+    """A wrong order leaves the graph unchanged."""
     ctx = context(GraphKind.BACKWARD)
     before = str(ctx.graph.module.graph)
-    with pytest.raises(GraphInvariantError, match="drop_grad_outputs"):
-        rewrite(ctx.graph, session=SESSION, units=ctx.units, passes=(DEFAULT_BACKWARD_PASSES[0], DEFAULT_BACKWARD_PASSES[-1]))
+    with pytest.raises(ConfigError, match="drop_grad_outputs"):
+        rewrite(ctx.graph, session=SESSION, units=ctx.units, passes=(BACKWARD[0], BACKWARD[-1]))
     assert str(ctx.graph.module.graph) == before
 
 
-def test_a_wrong_pass_is_caught_right_behind_it() -> None:
+def test_a_wrong_pass_is_caught_at_once() -> None:
     """Rules are asked after each pass; the complaint names graph, pass and rule."""
     ctx = context(GraphKind.BACKWARD)
-    passes = (*DEFAULT_BACKWARD_PASSES[:2], LoseAnOffload())
     with pytest.raises(GraphInvariantError, match=r"graph 01.backward after lose_an_offload: rule 'each gradient is offloaded once'"):
-        rewrite(ctx.graph, session=SESSION, units=ctx.units, passes=passes)
+        rewrite(ctx.graph, session=SESSION, units=ctx.units, passes=(*BACKWARD[:2], lose_an_offload))
 
 
 def test_each_pass_leaves_a_record() -> None:
     """Names, notes, nodes added, rules asked and texts: each pass starts from the text the one before it ended with."""
     ctx = context(GraphKind.BACKWARD)
     record = rewrite(ctx.graph, session=SESSION, units=ctx.units)
-    assert [one.name for one in record.passes] == [one.name for one in DEFAULT_BACKWARD_PASSES]
+    assert [one.name for one in record.passes] == [one.name for one in BACKWARD]
     assert {one.name: dict(one.added) for one in record.passes if one.added} == {
         "insert_grad_offload": {"grad_offload": 4},
         "insert_steps": {"cpu_step": 4, "gpu_step": 4},
@@ -82,6 +87,18 @@ def test_each_pass_leaves_a_record() -> None:
     assert "torch.ops.hytrain_fx.backward_end" in record.texts[-1][1]
     assert "torch.ops.hytrain_fx" not in record.texts[0][1]  # the name alone may be a folder's, in the path of a source file
     assert len(record.passes[-1].rules) > len(record.passes[0].rules)
+
+
+def test_a_node_knows_which_pass_made_it() -> None:
+    """Each inserted node, and no captured one; the record has the same notes."""
+    ctx = context(GraphKind.BACKWARD)
+    captured = set(ctx.graph.module.graph.nodes)
+    record = rewrite(ctx.graph, session=SESSION, units=ctx.units)
+    makers = {"grad_offload": "insert_grad_offload", "cpu_step": "insert_steps", "gpu_step": "insert_steps", "reload": "insert_reload",
+              "release": "insert_release", "backward_end": "insert_backward_end"}
+    for node in ctx.graph.module.graph.nodes:
+        expected = "" if node in captured else makers[str(node.target).split(".")[1]]
+        assert note(node).made_by == record.nodes[node.name].made_by == expected
 
 
 def test_texts_are_dumped_in_the_order_of_the_story(tmp_path: Path) -> None:
@@ -102,9 +119,7 @@ def test_texts_are_dumped_in_the_order_of_the_story(tmp_path: Path) -> None:
 
 def test_every_pass_shows_a_graph_before_and_after() -> None:
     """Each pass's module says what it does to a graph, with Before and After."""
-    import sys
-
-    for one in (*DEFAULT_BACKWARD_PASSES, *DEFAULT_FORWARD_PASSES):
-        text = sys.modules[type(one).__module__].__doc__ or ""
+    for one in DEFAULT_PASSES:
+        text = sys.modules[one.edit.__module__].__doc__ or ""
         assert "Before:" in text, one.name
         assert "After:" in text, one.name

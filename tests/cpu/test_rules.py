@@ -15,7 +15,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.states import MASTER_ALONE
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.own_states import OwnStates
+from hytrain_fx.runtime.own_states import OwnStates
 
 from .optimizers import EVERY, OP_BY_OP, TRACED, Around, GlobalNorm, Noisy, NormCounter, Sharp, make
 

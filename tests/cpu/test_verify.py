@@ -97,13 +97,13 @@ BACKWARD_BREAKS: dict[str, tuple[str, Break]] = {
         "each gradient is offloaded once",
         lambda g, c: set_arg(find(g, ops.GRAD_OFFLOAD), 2, [*find(g, ops.GRAD_OFFLOAD).args[2]][::-1]),  # type: ignore[misc]
     ),
-    "a cpu_step is deleted": ("updates stand behind their token", lambda g, c: erase(g, find(g, ops.CPU_STEP))),
-    "a gpu_step is doubled": ("updates stand behind their token", lambda g, c: duplicate(g, find(g, ops.GPU_STEP))),
+    "a cpu_step is deleted": ("updates follow their token", lambda g, c: erase(g, find(g, ops.CPU_STEP))),
+    "a gpu_step is doubled": ("updates follow their token", lambda g, c: duplicate(g, find(g, ops.GPU_STEP))),
     "a cpu_step loses its token": (
-        "updates stand behind their token",
+        "updates follow their token",
         lambda g, c: set_arg(find(g, ops.CPU_STEP), 0, g.find_nodes(op="placeholder")[0]),
     ),
-    "a reload is deleted": ("reloads stand behind their token", lambda g, c: erase(g, find(g, ops.RELOAD))),
+    "a reload is deleted": ("reloads follow their token", lambda g, c: erase(g, find(g, ops.RELOAD))),
     "a release is deleted": ("each weight is released once", lambda g, c: erase(g, find(g, ops.RELEASE))),
     "a release is doubled": ("each weight is released once", lambda g, c: duplicate(g, find(g, ops.RELEASE))),
     "a norm is released early": ("a release needs every reader", release_a_norm_early),

@@ -14,7 +14,7 @@ import pytest
 import hytrain_fx
 from hytrain_fx import Config, errors
 
-FUNCTIONS = ["close", "compile", "explain", "inspect", "record", "settle"]
+FUNCTIONS = ["close", "compile", "explain", "graph_pass", "inspect", "record", "settle"]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
     "HytrainError", "NonFiniteGradientError", "PlanError", "StatesError", "UnsupportedError",
@@ -22,8 +22,8 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds two value classes and six functions; `dir` shows them unloaded, and the version."""
-    assert hytrain_fx.__all__ == ["Config", "Plan", *FUNCTIONS]
+    """`__all__` holds the passes, two value classes and seven functions; `dir` shows them unloaded, and the version."""
+    assert hytrain_fx.__all__ == ["DEFAULT_PASSES", "Config", "Plan", *FUNCTIONS]
     assert dir(hytrain_fx) == sorted([*hytrain_fx.__all__, "__version__"])
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.explain.graphs.lines import InsertedLine, count_inserted, diff_text
+from hytrain_fx.explain.graphs.lines import count_inserted, diff_text, inserted_lines
 
 _NAME = re.compile(r"(?P<graph>\d+\.(?:forward|backward|inference))\.(?P<number>\d+)\.(?P<pass>\w+)\.after\.txt")
 
@@ -50,14 +50,17 @@ def dump_text(passes: tuple[DumpedPass, ...]) -> str:
 def dump_diff(passes: tuple[DumpedPass, ...]) -> str:
     """The inserted nodes of each graph after its last pass, in their context; parameters are known by row number only."""
     last = {dumped.graph: dumped for dumped in passes}
-    return "\n\n".join(f"{graph}\n{diff_text(dumped.after.read_text(), _rows_note)}" for graph, dumped in last.items())
+    return "\n\n".join(f"{graph}\n{_diff(dumped.after.read_text())}" for graph, dumped in last.items())
 
 
-def _rows_note(node: InsertedLine) -> str:
-    return f"{len(node.rows)} parameters"
+def _diff(text: str) -> str:
+    return diff_text(text, {node.line: f"{len(node.rows)} parameters" for node in inserted_lines(text)})
 
 
 def _added(after: Path) -> dict[str, int]:
     before = after.with_name(after.name.replace(".after.txt", ".before.txt"))
-    counts = count_inserted(after.read_text())
-    return dict(counts - (count_inserted(before.read_text()) if before.is_file() else Counter[str]()))
+    return dict(_counted(after) - _counted(before))
+
+
+def _counted(path: Path) -> Counter[str]:
+    return count_inserted(inserted_lines(path.read_text())) if path.is_file() else Counter()

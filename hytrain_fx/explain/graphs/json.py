@@ -1,4 +1,4 @@
-"""An `Inspection` as JSON: the unit of a figure is the end of its name, `null` is not known.
+"""Inspected graphs as JSON: the unit of a figure is the end of its name, `null` is not known.
 
     graphs        name, kind, node_count, counts; `texts` are the different texts of the graph, exact; each pass says which of them
                   it found (`before`) and left (`after`); `nodes` are the inserted ones
@@ -10,19 +10,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph, InspectedGraphs
+from hytrain_fx.explain.graphs.node_figures import InspectedNode
 from hytrain_fx.explain.graphs.task_graph_svg import uses
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
-    from hytrain_fx.explain.graphs.node_figures import InspectedNode
-    from hytrain_fx.explain.graphs.text import InspectedGraph, Inspection
-
-
-def inspection_json(inspection: Inspection) -> str:
+def inspection_json(inspection: InspectedGraphs) -> str:
     """The whole inspection as JSON text."""
     return json.dumps({
         "graphs": [_graph(inspection, graph) for graph in inspection],
@@ -38,7 +35,7 @@ def nodes_json(nodes: Iterable[InspectedNode]) -> str:
     return json.dumps([asdict(node) for node in nodes], indent=1)
 
 
-def _graph(inspection: Inspection, graph: InspectedGraph) -> dict[str, Any]:
+def _graph(inspection: InspectedGraphs, graph: InspectedGraph) -> dict[str, Any]:
     number_of = {text: number for number, text in enumerate(dict.fromkeys(graph.stages))}
     return {
         "name": graph.name, "index": graph.index, "kind": graph.kind, "node_count": len(graph.nodes), "counts": dict(graph.counts()),
@@ -50,7 +47,7 @@ def _graph(inspection: Inspection, graph: InspectedGraph) -> dict[str, Any]:
     }
 
 
-def _task_graph(inspection: Inspection) -> dict[str, Any]:
+def _task_graph(inspection: InspectedGraphs) -> dict[str, Any]:
     graph = inspection.task_graph
     return {
         "layers": [asdict(unit) for unit in graph.units],

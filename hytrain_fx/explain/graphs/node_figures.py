@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from hytrain_fx.explain.graphs.lines import InsertedLine
+from hytrain_fx.explain.plan.explained import Explained, Measured
 from hytrain_fx.ir.figures import bytes_text, shortened, time_text
+from hytrain_fx.ir.pass_record import NodeNote
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 from hytrain_fx.ir.task_graph import TaskId, TaskKind
-
-if TYPE_CHECKING:
-    from hytrain_fx.explain.plan.report import Explanation, Measured
-    from hytrain_fx.ir.schedule import Schedule
 
 _BY_CPU = frozenset({Placement.CPU})
 _ON_DEVICE = frozenset({Placement.GPU, Placement.STREAM})
@@ -79,7 +78,8 @@ class InspectedNode:
     """One inserted node.
 
     graph, op, line    "01.backward", "grad_offload", its line of code
-    rows, parameters, layers    whom it acts for
+    rows, parameters, layers    whom it acts for; a node of a user's operator has a layer only
+    made_by            the pass that inserted it
     shares             placement -> share 0..1 of its parameters' elements
     nbytes             bytes it moves, updates or guards under this placement (see the module's table)
     predicted_us, measured_us, profiled_us    as in `UnitTimes`, summed over its layers; None where nothing is known
@@ -93,6 +93,7 @@ class InspectedNode:
     shares: Mapping[str, float] = field(hash=False)
     nbytes: int
     line: str
+    made_by: str = ""
     predicted_us: float | None = None
     measured_us: float | None = None
     profiled_us: float | None = None
@@ -115,24 +116,28 @@ class InspectedNode:
     @property
     def size(self) -> str:
         """Its bytes and what happens to them; `nothing to do` where the plan has another operator act for its layers."""
+        if not self.rows:
+            return ""
         return f"{bytes_text(self.nbytes)} {_BYTES_WORDS.get(self.op, 'of weights')}" if self.nbytes else "nothing to do"
 
     @property
     def note(self) -> str:
-        """All of it in one line, behind the code."""
-        if not self.rows:
-            return "no parameter"
+        """All of it in one line, after the code."""
         one = f"{self.layers[0]}." if len(self.layers) == 1 else ""
         names = shortened([name.removeprefix(one) for name in self.parameters])
-        return "; ".join(part for part in (f"{shortened(self.layers)}: {names}", self.place, self.size, self.times) if part)
+        whom = [f"{shortened(self.layers)}: {names}", self.place] if self.rows else [*self.layers] or ["no parameter"]
+        return "; ".join(part for part in (*whom, self.size, self.times, f"made by {self.made_by}" if self.made_by else "") if part)
 
 
 def describe(
-    graph: str, op: str, numbers: Sequence[int], line: str, rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
+    graph: str, node: InsertedLine, noted: NodeNote, units: Sequence[str], rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
 ) -> InspectedNode:
-    """The node with its figures. `numbers` are its rows among `rows`; `times` by unit name, empty for a graph outside training."""
+    """The node with its figures. `units` are the units' names by number; `times` by name, empty for a graph outside training."""
+    op, numbers = node.op, node.rows
     own = [rows[number] for number in numbers]
     layers = tuple(dict.fromkeys(row.unit for row in own))
+    if not own and noted.unit is not None:
+        layers = (units[noted.unit],)
     places = _ACTS_FOR.get(op, _ANYWHERE)
     elements: Counter[str] = Counter()
     for row in own:
@@ -140,8 +145,8 @@ def describe(
     total = max(sum(elements.values()), 1)
     updates = op in ("cpu_step", "gpu_step")
     return InspectedNode(
-        graph, op, tuple(numbers), tuple(row.name for row in own), layers, {name: count / total for name, count in elements.items()},
-        sum(_moved_bytes(row, row.params_in(places), updates) for row in own), line,
+        graph, op, numbers, tuple(row.name for row in own), layers, {name: count / total for name, count in elements.items()},
+        sum(_moved_bytes(row, row.params_in(places), updates) for row in own), node.text.strip(), noted.made_by,
         *(_sum_us(kind, op, own, rows, times) for kind in ("predicted", "measured", "profiled")),
     )
 
@@ -150,7 +155,7 @@ def _moved_bytes(row: InspectedRow, params: int, updates: bool) -> int:
     return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // row.numel
 
 
-def unit_times(explanation: Explanation, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:
+def unit_times(explanation: Explained, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:
     """Times by unit name, from what `explain` has: the schedule of the plan in force, medians under it, the profile before it."""
     schedule, measured, profile = explanation.schedule, explanation.measured, explanation.profile
     found: dict[str, UnitTimes] = {}

@@ -1,4 +1,4 @@
-"""An `Inspection` as one HTML page without other files: the task graph, a fold for each layer, and each graph's code folded by layer.
+"""Inspected graphs as one HTML page without other files: the task graph, a fold for each layer, and each graph's code folded by layer.
 
 A graph's listing holds the lines of all its stages (`staged_code`); the page's script shows those of the chosen one. Without the script
 every line is there, and folds work.
@@ -10,17 +10,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hytrain_fx.explain.graphs.lines import inserted_lines
+from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph, InspectedGraphs
+from hytrain_fx.explain.graphs.node_figures import InspectedNode, InspectedRow
 from hytrain_fx.explain.graphs.staged_code import StagedLine, staged
-from hytrain_fx.explain.graphs.task_graph_svg import render
+from hytrain_fx.explain.graphs.task_graph_svg import render, task_graph_svg
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
-
-if TYPE_CHECKING:
-    from hytrain_fx.explain.graphs.node_figures import InspectedNode, InspectedRow
-    from hytrain_fx.explain.graphs.text import InspectedGraph, Inspection
-    from hytrain_fx.passes.base import NodeNote
+from hytrain_fx.ir.pass_record import NodeNote
 
 ARGUMENTS = "arguments"
 _NO_LAYER = "before any layer"
@@ -28,12 +24,12 @@ _NO_LAYER = "before any layer"
 
 @dataclass(frozen=True, slots=True)
 class PageLine:
-    """A line of code: what stands behind it, whether a pass inserted it, the stages that have it, the rows it is about."""
+    """A line of code: what is noted of it, the operator that a pass inserted with it, the stages that have it, the rows it is about."""
 
     text: str
     note: str
     origin: str
-    inserted: bool
+    op: str
     begin: int
     end: int | None
     rows: tuple[int, ...]
@@ -74,17 +70,18 @@ class PageLayer:
     nodes: tuple[InspectedNode, ...]
 
 
-def inspection_page(inspection: Inspection, search: str = "") -> str:
+def inspection_page(inspection: InspectedGraphs, search: str = "") -> str:
     """The page's text; `search` stands in its search field when it opens."""
     layers = list(page_layers(inspection))
     graphs = [page_graph(inspection, graph) for graph in inspection]
     names = {layer.name: [row.name for row in layer.rows] for layer in layers}
-    return render("inspection.html", graphs=graphs, layers=layers, names=names, search=search, svg=inspection.to_svg(),
+    svg = task_graph_svg(inspection.task_graph, inspection.rows, inspection.times)
+    return render("inspection.html", graphs=graphs, layers=layers, names=names, search=search, svg=svg,
                   rows=[row.name for row in inspection.rows], counts=_words(inspection.counts()), time_text=time_text,
                   bytes_text=bytes_text, count_text=count_text, overview=_overview(inspection))
 
 
-def page_layers(inspection: Inspection) -> Iterator[PageLayer]:
+def page_layers(inspection: InspectedGraphs) -> Iterator[PageLayer]:
     """The layers in forward order."""
     nodes = [node for graph in inspection for node in inspection.nodes(graph)]
     for unit in inspection.task_graph.units:
@@ -96,7 +93,7 @@ def page_layers(inspection: Inspection) -> Iterator[PageLayer]:
         yield PageLayer(unit.name, "; ".join(parts), rows, own)
 
 
-def page_graph(inspection: Inspection, graph: InspectedGraph) -> PageGraph:
+def page_graph(inspection: InspectedGraphs, graph: InspectedGraph) -> PageGraph:
     """The graph's lines at all stages, in folds by layer."""
     lines = staged(graph.stages)
     units = list(_titles(lines, graph.nodes, inspection.unit_names))
@@ -122,22 +119,22 @@ def _titles(lines: Sequence[StagedLine], notes: Mapping[str, NodeNote], names: S
 
 
 def _page_line(
-    inspection: Inspection, one: StagedLine, notes: Mapping[str, NodeNote], inserted: Mapping[str, InspectedNode]
+    inspection: InspectedGraphs, one: StagedLine, notes: Mapping[str, NodeNote], inserted: Mapping[str, InspectedNode]
 ) -> PageLine:
-    ours = inserted.get(one.line.name) if next(inserted_lines(one.line.text), None) else None
+    ours = inserted.get(one.line.name) if one.begin else None
     if ours is not None:
-        return PageLine(one.line.text, ours.note, "", True, one.begin, one.end, ours.rows)
+        return PageLine(one.line.text, ours.note, "", ours.op, one.begin, one.end, ours.rows)
     noted = notes.get(one.line.name)
     words: dict[str, tuple[int, ...]] = {}
     if noted is not None:
         words = {"holds": () if noted.holds is None else (noted.holds,), "reads": noted.reads, "makes the gradient of": noted.makes}
     note = "; ".join(f"{word} {', '.join(inspection.rows[row].name for row in rows)}" for word, rows in words.items() if rows)
     rows = tuple(dict.fromkeys(row for found in words.values() for row in found))
-    return PageLine(one.line.text, note, one.line.origin, False, one.begin, one.end, rows)
+    return PageLine(one.line.text, note, one.line.origin, "", one.begin, one.end, rows)
 
 
-def _segment(inspection: Inspection, title: str, lines: tuple[PageLine, ...]) -> Segment:
-    ops = Counter(node.op for line in lines if line.inserted and line.end is None for node in inserted_lines(line.text))
+def _segment(inspection: InspectedGraphs, title: str, lines: tuple[PageLine, ...]) -> Segment:
+    ops = Counter(line.op for line in lines if line.op and line.end is None)
     about = dict.fromkeys(inspection.rows[row].unit for line in lines for row in line.rows)
     own = (title,) if title not in (ARGUMENTS, _NO_LAYER) else ()
     return Segment(title, tuple(dict.fromkeys((*own, *about))), lines, ops)
@@ -151,7 +148,7 @@ def _words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {op}" for op, count in counts.items()) or "nothing inserted"
 
 
-def _overview(inspection: Inspection) -> str:
+def _overview(inspection: InspectedGraphs) -> str:
     nodes = sum(len(graph.nodes) for graph in inspection)
     elements = sum(row.numel for row in inspection.rows)
     layers, inserted = len(inspection.task_graph.units), sum(inspection.counts().values())

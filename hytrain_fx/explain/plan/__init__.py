@@ -1,1 +1,4 @@
-"""The report about the plan in force: values, then texts."""
+"""The plan in force as `explain` shows it.
+
+Is given plan, profile and measured times. Returns what they say, as values, text and JSON. Never changes the plan.
+"""

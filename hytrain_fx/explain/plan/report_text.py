@@ -1,13 +1,13 @@
-"""An `Explanation` as one page of plain text: head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest."""
+"""What `explain` knows as a page of text: head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.planner import STREAMED
+from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.explain.plan.text import SOURCE_WORDS, headline
 from hytrain_fx.explain.plan.unit_table import reasons_text, units_text
 from hytrain_fx.ir.figures import bytes_text, count_text, shortened, table, time_text
@@ -15,9 +15,6 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.session.startup_text import memory_text, startup_line
-
-if TYPE_CHECKING:
-    from hytrain_fx.explain.plan.report import Explanation
 
 # Where each measured figure comes from.
 SOURCES = {
@@ -50,7 +47,7 @@ _LITTLE = 0.005  # of the step: what gains less is only named
 _USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx before CUDA is first used"
 
 
-def explanation_text(e: Explanation) -> str:
+def explanation_text(e: Explained) -> str:
     """The page. Figures say whether they were profiled (before the plan was solved), predicted, measured (under it) or given."""
     parts: tuple[Callable[[], str], ...] = (
         partial(_head, e), partial(_step, e), partial(_helps, e), partial(_rules, e), partial(units_text, e),
@@ -66,7 +63,7 @@ def _told(part: Callable[[], str]) -> str:
         return f"(a part of this page could not be told: {type(error).__name__}: {error})"
 
 
-def _head(e: Explanation) -> str:
+def _head(e: Explained) -> str:
     params = sum(row.numel for row in e.plan.rows)
     lines = [headline(e.plan), f"{count_text(params)} parameters on {e.device}; {e.engine} engine, CPU workers: {e.workers}; "
              f"steps done: {e.steps_done}"]
@@ -80,7 +77,7 @@ def _head(e: Explanation) -> str:
     return "\n".join([*lines, *(f"note: {text}" for text in notes)])
 
 
-def _step(e: Explanation) -> str:
+def _step(e: Explained) -> str:
     """The step and its terms, predicted beside measured; where they come from; what binds; idle shares as its evidence."""
     lines = [table(("", "predicted", "measured", ""), [*_terms(e)], words=(0, 3))]
     lines += [f"what binds (predicted): {e.binds}"] if e.binds else []
@@ -89,7 +86,7 @@ def _step(e: Explanation) -> str:
     return "\n".join([*lines, *_ends(e)])
 
 
-def _terms(e: Explanation) -> Iterator[tuple[str, str, str, str]]:
+def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
     schedule, m = e.schedule, e.measured
     steps = f", median of {m.step_count} steps" if m and m.step_us is not None else ""
     step_us = None if m is None else m.step_us
@@ -104,7 +101,7 @@ def _terms(e: Explanation) -> Iterator[tuple[str, str, str, str]]:
     yield "waiting for updates", _time(predicted_us), _time(stalls_us), SOURCES["waiting for updates"] if m else ""
 
 
-def _ends(e: Explanation) -> Iterator[str]:
+def _ends(e: Explained) -> Iterator[str]:
     finish = e.measured.finish if e.measured else None
     ends = {"by the CPU": finish.cpu_us, "streamed": finish.streamed_us} if finish else {}
     if finish and any(ends.values()):
@@ -128,7 +125,7 @@ def _ends(e: Explanation) -> Iterator[str]:
                f"missed in {of.missed}, {count_text(of.redone)} of {count_text(of.params)} parameters put back or updated again")
 
 
-def _helps(e: Explanation) -> str:
+def _helps(e: Explained) -> str:
     if not e.helps:
         return ""
     most = [of for of in e.helps if of.gain_share >= _LITTLE]
@@ -138,7 +135,7 @@ def _helps(e: Explanation) -> str:
     return "\n".join(["what would help most (predicted, the plan solved again for each):", *lines])
 
 
-def _rules(e: Explanation) -> str:
+def _rules(e: Explained) -> str:
     if not e.rules:
         return ""
     heads, streams = ["rule", "k", "predicted step", "wait", "states on device", ""], STREAMED in e.rules
@@ -161,7 +158,7 @@ def _rules(e: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _closing(e: Explanation) -> str:
+def _closing(e: Explained) -> str:
     lines = [startup_line(e.startup)] if e.startup else []
     lines.append("plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history))
     if e.node_runs:
@@ -171,7 +168,7 @@ def _closing(e: Explanation) -> str:
     return "\n".join([*lines, *_not_offloaded(e)])
 
 
-def _not_offloaded(e: Explanation) -> Iterator[str]:
+def _not_offloaded(e: Explained) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for name, why in e.not_offloaded.items():
         names.setdefault(why, []).append(name)

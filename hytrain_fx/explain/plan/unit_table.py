@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
-
-from hytrain_fx.ir.figures import count_text, table, time_text
-from hytrain_fx.ir.plan import Plan
-from hytrain_fx.ir.profile import TIMES
-
-if TYPE_CHECKING:
-    from hytrain_fx.explain.plan.report import Explanation
-import re
 from dataclasses import dataclass
 
+from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.explain.plan.text import PLACE_WORDS
-from hytrain_fx.ir.plan import Placement, PlanRow
+from hytrain_fx.ir.figures import count_text, table, time_text
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.profile import TIMES
 
 _HEADS = ("unit", "name", "parameters", "updated on", "forward", "backward", "CPU update", "device update", "D2H", "H2D", "wait")
 _NONE = "-"
@@ -24,7 +19,7 @@ _NONE = "-"
 _MOST_LINES = 24
 
 
-def units_text(e: Explanation) -> str:
+def units_text(e: Explained) -> str:
     """One line for each group of units, then the sums, profiled and measured."""
     groups = unit_groups(e.plan)
     shown = _shown(groups)
@@ -52,13 +47,13 @@ def _shown(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
     return [*groups[: _MOST_LINES - 4], *groups[-4:]] if len(groups) > _MOST_LINES else list(groups)
 
 
-def _times(e: Explanation, group: UnitGroup) -> Iterator[str]:
+def _times(e: Explained, group: UnitGroup) -> Iterator[str]:
     for name in TIMES:
         yield time_text(statistics.median(getattr(e.profile.units[unit], name) for unit in group.units)) if e.profile else _NONE
     yield time_text(sum(e.schedule.stalls_us[unit] for unit in group.units)) if e.schedule else _NONE
 
 
-def _sums(e: Explanation) -> Iterator[tuple[str, ...]]:
+def _sums(e: Explained) -> Iterator[tuple[str, ...]]:
     if e.profile is not None:
         sums = [time_text(sum(getattr(unit, name) for unit in e.profile.units)) for name in TIMES]
         yield ("", "all, profiled", count_text(e.profile.params), "", *sums, time_text(e.schedule.stall_us) if e.schedule else _NONE)

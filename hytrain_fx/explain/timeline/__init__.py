@@ -1,1 +1,5 @@
-"""What ran when, measured and predicted: values, then pictures."""
+"""What ran when, as `record` shows it.
+
+Is given the engine's records, marks and a schedule. Returns lanes of spans, as text, picture and trace file. Never runs
+anything, and never measures.
+"""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import launches_text
 from hytrain_fx.explain.timeline.span import WORDS, Kind, LaunchKind, Span, merged
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.task_graph import TaskKind
-
-if TYPE_CHECKING:
-    from hytrain_fx.explain.timeline.timeline import Timeline
 
 COLOURS: dict[Kind, str] = {
     TaskKind.FORWARD: "#4c78a8", TaskKind.BACKWARD: "#9ecae9", TaskKind.WAIT: "#e45756", TaskKind.D2H: "#f2cf5b",
@@ -28,7 +26,7 @@ _WORKERS, _THIN = 4, 0.4  # lanes of more CPU workers than these are drawn this 
 _LABELS = 45  # bars wider than this part of the scale carry their label
 
 
-def write_png(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] = (), heading: str = "") -> None:
+def write_png(timelines: Sequence[Lanes], path: Path, titles: Sequence[str] = (), heading: str = "") -> None:
     """Draw the timelines below one another on one scale, each under its title or its source. Raises UnsupportedError without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -52,7 +50,7 @@ def write_png(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] =
     figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
 
 
-def _draw(axis: Any, timeline: Timeline, scale_us: float) -> None:
+def _draw(axis: Any, timeline: Lanes, scale_us: float) -> None:
     places = _places(timeline)
     for (top, bottom), spans in zip(places, timeline.lanes.values(), strict=True):
         bars = merged(spans, scale_us / _PIXELS)
@@ -71,14 +69,14 @@ def _draw(axis: Any, timeline: Timeline, scale_us: float) -> None:
         axis.axvline(launch.step_end_us / 1e3, color=COLOURS[LaunchKind.STEP], linewidth=0.6, linestyle=":")
 
 
-def _places(timeline: Timeline) -> list[tuple[float, float]]:
+def _places(timeline: Lanes) -> list[tuple[float, float]]:
     """Top and bottom of each lane: those of many CPU workers are thinner."""
     thin = sum(map(_is_worker, timeline.lanes)) > _WORKERS
     ends = list(itertools.accumulate((_THIN if thin and _is_worker(lane) else 1.0 for lane in timeline.lanes), initial=0.0))
     return list(itertools.pairwise(ends)) or [(0.0, 1.0)]
 
 
-def _names(timeline: Timeline) -> list[str]:
+def _names(timeline: Lanes) -> list[str]:
     """The lanes' names; of many CPU workers that of the first and the last."""
     lanes = list(timeline.lanes)
     workers = [lane for lane in lanes if _is_worker(lane)]

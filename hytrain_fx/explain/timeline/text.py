@@ -6,17 +6,14 @@ A task that is wide enough carries its label (`|b3----`), a narrower one fills i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import launches_text
 from hytrain_fx.explain.timeline.span import LETTERS, WORDS, Span, merged
 from hytrain_fx.ir.figures import time_text
 
-if TYPE_CHECKING:
-    from hytrain_fx.explain.timeline.timeline import Timeline
 
-
-def timelines_text(timelines: Sequence[Timeline], width: int) -> str:
+def timelines_text(timelines: Sequence[Lanes], width: int) -> str:
     """Lanes of each timeline on one scale, what share of the CPU updates was hidden, what the launching thread did, the legend."""
     spans = [span for timeline in timelines for span in timeline.spans]
     if not spans:
@@ -34,7 +31,7 @@ def timelines_text(timelines: Sequence[Timeline], width: int) -> str:
     return "\n".join([*lines, _legend(spans)])
 
 
-def _remarks(timeline: Timeline) -> Iterator[str]:
+def _remarks(timeline: Lanes) -> Iterator[str]:
     share = timeline.overlap_share
     if share is not None:
         yield f"{share:.0%} of the CPU updates' time ran beside a forward or backward ({timeline.source})"

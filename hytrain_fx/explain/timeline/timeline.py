@@ -6,112 +6,47 @@
     CPU 0                     |u3----|u2----|
     H2D                               |w3|   |w2|
 
-Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedule`; both are `Timeline` values.
+Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedule`; both are a `Timeline`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.picture import write_png
-from hytrain_fx.explain.timeline.span import Interval, Kind, Span, lane_order, share_inside
+from hytrain_fx.explain.timeline.span import Interval, Span, share_inside
 from hytrain_fx.explain.timeline.text import timelines_text
 from hytrain_fx.explain.timeline.trace_file import read_parts, trace_json
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 from hytrain_fx.planning.marks import Mark, stretches
-
-if TYPE_CHECKING:
-    from hytrain_fx.runtime.engine import TaskRecord
-
-from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.runtime.engine import TaskRecord
 
 _LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}  # of predicted tasks
 _STAGES = {name: TaskKind[name] for name in ("D2H", "CPU_UPDATE", "GPU_UPDATE", "H2D", "STREAM_IN", "STREAM_OUT")}
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """Spans in order of begin, with the names of the units; times start at 0.
+class Timeline(Lanes):
+    """Lanes as text, Chrome trace or picture."""
 
-    launches    what the launching thread did in each step; measured only
-    """
-
-    spans: tuple[Span, ...]
-    unit_names: tuple[str, ...]
-    source: Literal["measured", "predicted"]
-    launches: tuple[StepLaunch, ...] = ()
-
-    @property
-    def lanes(self) -> dict[str, tuple[Span, ...]]:
-        """Spans by lane: the launching thread, the device, D2H, CPU workers, H2D."""
-        order = sorted({span.lane for span in self.spans}, key=lane_order)
-        return {lane: tuple(span for span in self.spans if span.lane == lane) for lane in order}
-
-    @property
-    def length_us(self) -> float:
-        """From the first begin to the last end."""
-        return max((span.end_us for span in self.spans), default=0.0)
-
-    def busy_us(self, *kinds: Kind) -> float:
-        """Time spent on tasks of these kinds, summed over lanes."""
-        return sum(span.end_us - span.begin_us for span in self.spans if span.kind in kinds)
-
-    @property
-    def overlap_share(self) -> float | None:
-        """Share 0..1 of the CPU updates' time that ran while the device computed a forward or backward; None without CPU updates."""
-        updates = [(s.begin_us, s.end_us) for s in self.spans if s.kind is TaskKind.CPU_UPDATE]
-        computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
-        return share_inside(updates, computing)
-
-    @property
-    def step_ended_at(self) -> float | None:
-        """Share of the device's backward that was done when `optimizer.step()` returned, the largest of all steps.
-
-        Below 0: it had not begun; above 1: it was over; None without a recorded step.
-        """
-        return max((launch.ended_at for launch in self.launches), default=None)
-
-    @property
-    def longest_launch_us(self) -> float | None:
-        """No block of the launching thread from the forward's last gate to `optimizer.step()` was longer; None without a step."""
-        return max((launch.longest_us for launch in self.launches), default=None)
-
-    def last_step(self) -> Timeline:
-        """From the begin of the device's last backward but one to that of its last: what a predicted timeline shows.
-
-        All of it where fewer than two steps were recorded.
-        """
-        if len(self.launches) < 2:
-            return self
-        before, after = self.launches[-2:]
-        begin_us, end_us = before.backward_begin_us, after.backward_begin_us
-        cut = (replace(s, begin_us=max(s.begin_us, begin_us), end_us=min(s.end_us, end_us)) for s in self.spans)
-        kept = tuple(span.moved(-begin_us) for span in cut if span.end_us > span.begin_us)
-        return Timeline(kept, self.unit_names, self.source, (before.moved(-begin_us),))
-
-    def moved(self, by_us: float) -> Timeline:
-        """The same that much later."""
-        spans, launches = (span.moved(by_us) for span in self.spans), (launch.moved(by_us) for launch in self.launches)
-        return replace(self, spans=tuple(spans), launches=tuple(launches))
-
-    def text(self, width: int = 120, *others: Timeline) -> str:
+    def text(self, width: int = 120, *others: Lanes) -> str:
         """Lanes of `width` characters each; further timelines stand below this one, on its scale."""
         return timelines_text((self, *others), width)
 
     def __str__(self) -> str:
         return self.text()
 
-    def to_chrome_json(self, *others: Timeline) -> str:
+    def to_chrome_json(self, *others: Lanes) -> str:
         """Trace events for Perfetto or VizTracer's viewer; each further timeline is a process of its own below this one."""
         return trace_json((self, *others))
 
-    def save(self, path: str | Path, *others: Timeline) -> Path:
+    def save(self, path: str | Path, *others: Lanes) -> Path:
         """Write a Chrome trace (`.json`) or a picture (`.png`; needs matplotlib), further timelines below.
 
         Raises ConfigError for another suffix.
@@ -174,49 +109,3 @@ def _span_of(record: TaskRecord, unit_of: Mapping[int, int]) -> Span:
         TaskKind.STREAM_IN: "H2D states", TaskKind.STREAM_OUT: "D2H states",
     }
     return Span(lanes.get(kind, record.stage.name), kind, unit_of[record.row], record.begin_us, record.end_us)
-
-
-# ---- What the steps inside a `hytrain_fx.record` block did, and what was predicted for one of them ----
-
-
-class Recording:
-    """The steps inside a `record` block. `predicted` is the schedule of the plan in force, None where none is.
-
-    `print` it for the last whole step with the predicted one under it, on one scale; `save` it; or take `timeline`, which has all steps.
-    """
-
-    def __init__(self, predicted: Timeline | None) -> None:
-        self.predicted = predicted
-        self._timeline: Timeline | None = None
-
-    @property
-    def timeline(self) -> Timeline:
-        """What ran when, in all steps. Raises UnsupportedError while the block has not ended."""
-        if self._timeline is None:
-            raise UnsupportedError("the record block has not ended (or ended with an error): take the timeline after it")
-        return self._timeline
-
-    def ended(self, timeline: Timeline) -> None:
-        """The block has ended, and this is what was recorded."""
-        self._timeline = timeline
-
-    def text(self, width: int = 120) -> str:
-        """The last whole step, the predicted one under it, lanes of `width` characters. Raises UnsupportedError as `timeline` does."""
-        return self.timeline.last_step().text(width, *self._predicted())
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def save(self, path: str | Path) -> Path:
-        """Write all steps as a Chrome trace (`.json`), or the last whole one as a picture (`.png`; needs matplotlib).
-
-        The predicted step stands below. Raises ConfigError for another suffix, UnsupportedError as `timeline` does.
-        """
-        if Path(path).suffix != ".json":
-            return self.timeline.last_step().save(path, *self._predicted())
-        launches = self.timeline.launches
-        begin_us = launches[-2].backward_begin_us if len(launches) > 1 else 0.0
-        return self.timeline.save(path, *(predicted.moved(begin_us) for predicted in self._predicted()))
-
-    def _predicted(self) -> tuple[Timeline, ...]:
-        return (self.predicted,) if self.predicted else ()

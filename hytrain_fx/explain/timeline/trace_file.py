@@ -11,20 +11,18 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.span import Kind, LaunchKind, Span, tracks
 from hytrain_fx.ir.task_graph import TaskKind
 
-if TYPE_CHECKING:
-    from hytrain_fx.explain.timeline.timeline import Timeline
-
 Event = dict[str, Any]
 
 
-def trace_json(timelines: Sequence[Timeline]) -> str:
+def trace_json(timelines: Sequence[Lanes]) -> str:
     """Trace events as JSON text: one process for each timeline, one thread for each lane."""
     threads = itertools.count(1)  # no number twice, so that no viewer takes two threads for one
     events = [event for pid, timeline in enumerate(timelines, start=1) for event in _events(timeline, pid, threads)]
@@ -44,7 +42,7 @@ def read_parts(text: str) -> list[tuple[list[Span], list[str], str, list[StepLau
         raise ConfigError(f"this is no trace that Timeline.save() wrote: {type(error).__name__} {error}") from error
 
 
-def _events(timeline: Timeline, pid: int, numbers: Iterator[int]) -> Iterator[Event]:
+def _events(timeline: Lanes, pid: int, numbers: Iterator[int]) -> Iterator[Event]:
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": f"hytrain_fx, {timeline.source}"}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
     threads = [(lane, track) for lane, spans in timeline.lanes.items() for track in tracks(spans)]
@@ -61,7 +59,7 @@ def _length_us(span: Span) -> float:
     return round(round(span.end_us, 3) - round(span.begin_us, 3), 3)
 
 
-def _arguments(timeline: Timeline, span: Span) -> dict[str, Any]:
+def _arguments(timeline: Lanes, span: Span) -> dict[str, Any]:
     task = {"task": str(span.kind)}
     return task | {"unit": timeline.unit_names[span.unit], "number": span.unit} if span.unit >= 0 else task
 

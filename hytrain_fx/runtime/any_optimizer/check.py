@@ -18,7 +18,7 @@ from hytrain_fx.runtime.any_optimizer.recording import Form, Untraceable, record
 from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, options_of, run_step
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.own_states import Entry, OwnStates, leaves, map_leaves
+from hytrain_fx.runtime.own_states import Entry, OwnStates, leaves, map_leaves
 from hytrain_fx.torch_private.tensors import memory_of
 
 _STEPS = 3

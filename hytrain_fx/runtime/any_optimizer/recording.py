@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, run_step
-from hytrain_fx.runtime.states.own_states import Entry, frozen, is_scalar, map_leaves
+from hytrain_fx.runtime.own_states import Entry, frozen, is_scalar, map_leaves
 from hytrain_fx.torch_private.tensors import every_operation, memory_of, signature_of
 
 META = torch.device("meta")

@@ -18,7 +18,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.any_optimizer.recording import Device, Form, Number, Recording, Value
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, run_step
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.own_states import OwnStates, is_scalar, is_tensor, leaves, map_leaves
+from hytrain_fx.runtime.own_states import OwnStates, is_scalar, is_tensor, leaves, map_leaves
 from hytrain_fx.torch_private.tensors import memory_of
 
 

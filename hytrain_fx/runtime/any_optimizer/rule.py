@@ -22,8 +22,8 @@ from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, gr
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, options_of
 from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowStates, RowStep
+from hytrain_fx.runtime.own_states import Entry, OwnStates, frozen, is_scalar, is_tensor, map_leaves
 from hytrain_fx.runtime.probe import MAX_PARAMS, UpdateProbe
-from hytrain_fx.runtime.states.own_states import Entry, OwnStates, frozen, is_scalar, is_tensor, map_leaves
 
 
 class UpdateRule:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.runtime.states.own_states import Entry, leaves, map_leaves
+from hytrain_fx.runtime.own_states import Entry, leaves, map_leaves
 from hytrain_fx.torch_private.tensors import own_step
 
 Options = dict[str, Any]

@@ -33,7 +33,7 @@ from hytrain_fx.runtime.fallback.lanes import Event, Lane, copy
 from hytrain_fx.runtime.fallback.pipeline import LaneRecord, Pipeline
 from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row, flat_alias, places_in, update_in_parts
 from hytrain_fx.runtime.fallback.staging import Staging
-from hytrain_fx.runtime.states.own_states import leaves
+from hytrain_fx.runtime.own_states import leaves
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
 

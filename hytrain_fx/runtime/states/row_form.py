@@ -10,7 +10,7 @@ import torch
 from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.states import Kernel, StateTable
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.own_states import OwnStates
+from hytrain_fx.runtime.own_states import OwnStates
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes, slab_bytes
 
 

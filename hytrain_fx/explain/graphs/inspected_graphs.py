@@ -1,36 +1,25 @@
-"""What `hytrain_fx.inspect` returns: every captured graph before and after each pass, and where our nodes stand in it.
-
-    graphs = hytrain_fx.inspect(model)
-    print(graphs)                        # one line for each graph and pass
-    print(graphs.diff())                 # only the inserted nodes, in context, with unit, parameters, bytes and placement
-    print(graphs.annotated(1))           # the code of graph 1, annotated
-    graphs.find("h.0")                   # the nodes that act for a layer or a parameter
-    graphs.save("graphs.html")           # one page, folded by layer; also .json, .txt and .svg (the task graph)
-"""
+"""What is known of every captured graph, before and after each pass, and where inserted nodes stand in it: values and questions."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.explain.graphs.lines import InsertedLine, annotated_text, count_inserted, diff_text, inserted_lines
+from hytrain_fx.explain.graphs.lines import InsertedLine, count_inserted, inserted_lines
 from hytrain_fx.explain.graphs.node_figures import InspectedNode, InspectedRow, UnitTimes, describe
-from hytrain_fx.ir.figures import shortened, time_text
+from hytrain_fx.ir.figures import shortened
+from hytrain_fx.ir.pass_record import NodeNote, PassRecord
 from hytrain_fx.ir.task_graph import TaskGraph
-
-if TYPE_CHECKING:
-    from hytrain_fx.passes.base import NodeNote, PassRecord
 
 
 @dataclass(frozen=True)
 class InspectedGraph:
     """One captured graph. Each record in `passes` has `name`, `notes`, `added` (nodes by operator), `duration_us`, `before` and `after`.
 
-    nodes    every node after the last pass, by name in graph order: the unit whose work it is, rows it holds, reads and makes gradients of
+    nodes    every node after the last pass, by name in graph order: the unit whose work it is, rows it holds, reads and makes gradients
+             of, and the pass that made it
     """
 
     index: int
@@ -65,13 +54,18 @@ class InspectedGraph:
                 return record.after
         raise ConfigError(f"found no pass {after!r} on {self.name}; the passes are {', '.join(record.name for record in self.passes)}")
 
+    @property
+    def inserted(self) -> tuple[InsertedLine, ...]:
+        """The lines of `after` whose nodes a pass made, in order."""
+        return tuple(inserted_lines(self.after, {name for name, noted in self.nodes.items() if noted.made_by}))
+
     def counts(self) -> Counter[str]:
         """Inserted nodes by operator name."""
-        return count_inserted(self.after)
+        return count_inserted(self.inserted)
 
 
 @dataclass(frozen=True)
-class Inspection:
+class InspectedGraphs:
     """The graphs captured so far, in order of capture. Iterate over it, or index it by number or name.
 
     rows          the managed parameters by row number, with their placement at the time of the call
@@ -107,16 +101,7 @@ class Inspection:
     def nodes(self, graph: int | str | InspectedGraph) -> tuple[InspectedNode, ...]:
         """The inserted nodes of a graph, in order, with layers, shares, bytes and times."""
         found = graph if isinstance(graph, InspectedGraph) else self[graph]
-        return tuple(self._describe(found, node) for node in inserted_lines(found.after))
-
-    def annotated(self, graph: int | str | InspectedGraph) -> str:
-        """The rewritten code of a graph; behind each inserted node its layer, parameters, share, bytes and times."""
-        found = graph if isinstance(graph, InspectedGraph) else self[graph]
-        return annotated_text(found.after, lambda node: self._describe(found, node).note)
-
-    def diff(self, context: int = 1) -> str:
-        """Only what was inserted, for all graphs: each node between `context` lines of code."""
-        return "\n\n".join(f"{graph.name}\n{self._diff(graph, context)}" for graph in self.graphs if graph.counts())
+        return tuple(self._describe(found, node) for node in found.inserted)
 
     def find(self, name: str) -> tuple[InspectedNode, ...]:
         """The inserted nodes that act for a parameter, or for any parameter of a layer or module path.
@@ -129,51 +114,6 @@ class Inspection:
             raise ConfigError(f"found no managed parameter or layer {name!r}; the layers are {shortened(units, 8)}")
         return tuple(node for graph in self.graphs for node in self.nodes(graph) if wanted & set(node.rows))
 
-    def to_json(self) -> str:
-        """Everything as JSON text: every graph's text at every stage, inserted nodes with their figures, parameters, the task graph."""
-        from hytrain_fx.explain.graphs.json import inspection_json
-
-        return inspection_json(self)
-
-    def to_html(self, search: str = "") -> str:
-        """One page that needs no other file: code folded by layer, at every stage; `search` is put in its search field."""
-        from hytrain_fx.explain.graphs.page import inspection_page
-
-        return inspection_page(self, search)
-
-    def to_svg(self) -> str:
-        """The task graph as a picture, a row for each layer."""
-        from hytrain_fx.explain.graphs.task_graph_svg import task_graph_svg
-
-        return task_graph_svg(self.task_graph, self.rows, self.times)
-
-    def to_text(self) -> str:
-        """The overview, then the annotated code of every graph."""
-        return "\n\n".join([str(self), *(f"{graph.name}\n{self.annotated(graph)}" for graph in self.graphs)])
-
-    def save(self, path: str | Path) -> Path:
-        """Write by the suffix of `path`: .html, .json, .svg or .txt. Raises ConfigError for another one."""
-        path = Path(path)
-        forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg, ".txt": self.to_text}
-        if path.suffix not in forms:
-            raise ConfigError(f"found the suffix {path.suffix!r} of {path}, expected one of {', '.join(forms)}")
-        path.write_text(forms[path.suffix](), encoding="utf-8")
-        return path
-
-    def __str__(self) -> str:
-        if not self.graphs:
-            return "no graph has been captured yet: the first call of the model captures its forward, the first backward() its backward"
-        return "\n".join(line for graph in self.graphs for line in self._overview(graph))
-
-    def _overview(self, graph: InspectedGraph) -> Iterator[str]:
-        counts = ", ".join(f"{count} {op}" for op, count in graph.counts().items())
-        yield f"{graph.name}: {len(graph.nodes)} nodes, of them {counts or 'nothing inserted'}"
-        for record in graph.passes:
-            yield f"  {record.name} ({time_text(record.duration_us)}): {'; '.join(record.notes)}"
-
-    def _diff(self, graph: InspectedGraph, context: int) -> str:
-        return diff_text(graph.after, lambda node: self._describe(graph, node).note, context)
-
     def _describe(self, graph: InspectedGraph, node: InsertedLine) -> InspectedNode:
         times = {} if graph.kind == "inference" else self.times  # times are those of a training step
-        return describe(graph.name, node.op, node.rows, node.text.strip(), self.rows, times)
+        return describe(graph.name, node, graph.nodes.get(node.name, NodeNote()), self.unit_names, self.rows, times)

@@ -1,0 +1,76 @@
+"""What ran when, as values: spans on the lanes of the launching thread, the device, each copy direction and each CPU worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from hytrain_fx.explain.timeline.launching import StepLaunch
+from hytrain_fx.explain.timeline.span import Kind, Span, lane_order, share_inside
+from hytrain_fx.ir.task_graph import TaskKind
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Spans in order of begin, with the names of the units; times start at 0.
+
+    launches    what the launching thread did in each step; measured only
+    """
+
+    spans: tuple[Span, ...]
+    unit_names: tuple[str, ...]
+    source: Literal["measured", "predicted"]
+    launches: tuple[StepLaunch, ...] = ()
+
+    @property
+    def lanes(self) -> dict[str, tuple[Span, ...]]:
+        """Spans by lane: the launching thread, the device, D2H, CPU workers, H2D."""
+        order = sorted({span.lane for span in self.spans}, key=lane_order)
+        return {lane: tuple(span for span in self.spans if span.lane == lane) for lane in order}
+
+    @property
+    def length_us(self) -> float:
+        """From the first begin to the last end."""
+        return max((span.end_us for span in self.spans), default=0.0)
+
+    def busy_us(self, *kinds: Kind) -> float:
+        """Time spent on tasks of these kinds, summed over lanes."""
+        return sum(span.end_us - span.begin_us for span in self.spans if span.kind in kinds)
+
+    @property
+    def overlap_share(self) -> float | None:
+        """Share 0..1 of the CPU updates' time that ran while the device computed a forward or backward; None without CPU updates."""
+        updates = [(s.begin_us, s.end_us) for s in self.spans if s.kind is TaskKind.CPU_UPDATE]
+        computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
+        return share_inside(updates, computing)
+
+    @property
+    def step_ended_at(self) -> float | None:
+        """Share of the device's backward that was done when `optimizer.step()` returned, the largest of all steps.
+
+        Below 0: it had not begun; above 1: it was over; None without a recorded step.
+        """
+        return max((launch.ended_at for launch in self.launches), default=None)
+
+    @property
+    def longest_launch_us(self) -> float | None:
+        """No block of the launching thread from the forward's last gate to `optimizer.step()` was longer; None without a step."""
+        return max((launch.longest_us for launch in self.launches), default=None)
+
+    def last_step(self) -> Self:
+        """From the begin of the device's last backward but one to that of its last: what predicted lanes show.
+
+        All of it where fewer than two steps were recorded.
+        """
+        if len(self.launches) < 2:
+            return self
+        before, after = self.launches[-2:]
+        begin_us, end_us = before.backward_begin_us, after.backward_begin_us
+        cut = (replace(s, begin_us=max(s.begin_us, begin_us), end_us=min(s.end_us, end_us)) for s in self.spans)
+        kept = tuple(span.moved(-begin_us) for span in cut if span.end_us > span.begin_us)
+        return replace(self, spans=kept, launches=(before.moved(-begin_us),))
+
+    def moved(self, by_us: float) -> Self:
+        """The same that much later."""
+        spans, launches = (span.moved(by_us) for span in self.spans), (launch.moved(by_us) for launch in self.launches)
+        return replace(self, spans=tuple(spans), launches=tuple(launches))
