@@ -13,36 +13,27 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor import compile_fx
-from torch._inductor import config as inductor_config
-from torch._inductor.output_code import OutputCode
 from torch.fx.graph import _BoxedCodeGen
 
 
-class InterpretedGraph(OutputCode):
-    """In the place of Inductor's code: it lets go of inputs and of values after their last use, too."""
+def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+    """Called instead of Inductor; what it gives lets go of inputs and of values after their last use, as Inductor's code does."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(_BoxedCodeGen())
+    run = fx.GraphModule(module, graph)
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
-        graph.set_codegen(_BoxedCodeGen())
-        self._run: Callable[[list[Any]], Any] = fx.GraphModule(module, graph)
-        self._boxed_call = True
-
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        assert isinstance(inputs, list)
+    def call(args: list[Any]) -> Any:
         with torch.no_grad():
-            return self._run(inputs)
+            return run(args)
 
-    def post_compile(self, *args: Any) -> None:
-        """Nothing is left to do."""
-
-    def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """It has no kernels."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 @contextlib.contextmanager
 def graphs_interpreted() -> Iterator[None]:
-    """Meanwhile no graph is given to Inductor."""
-    with pytest.MonkeyPatch.context() as patch, inductor_config.patch(fx_graph_cache=False):
-        patch.setattr(compile_fx._InProcessFxCompile, "codegen_and_compile", lambda _, module, *rest: InterpretedGraph(module))
+    """Meanwhile no thread gives a graph to Inductor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_fx, "_compile_fx_inner", interpreted)
         yield

@@ -81,6 +81,7 @@ def transformers_case(name: str) -> tuple[nn.Module, models.Batches]:
     return LossOf(llama), [(x, x) for x in (_tokens(), _tokens())]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_every_parameter_and_gradient_is_found(name: str) -> None:
     """Each trainable parameter has its placeholder in the forward and its gradient in the backward, with the parameter's shape."""

@@ -14,6 +14,7 @@ from tests.cpu import models
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_it_releases_exactly_what_is_left(name: str) -> None:
     """Releases and the end together name each row of the graph once; the end carries session and graph and is the last call."""

@@ -14,6 +14,7 @@ from tests.cpu import models
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_each_weight_is_waited_for_before_it_is_taken(name: str) -> None:
     """One wait for each unit names its weights in row order; views, readers and the output come after it."""

@@ -47,6 +47,7 @@ class Interrupted(nn.Module):
         return out.square().mean()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("kind", ["logs at the top", "logs in the middle", "computes later on"])
 def test_eager_code_in_the_forward_sees_new_weights(kind: str, k: int) -> None:
@@ -120,6 +121,7 @@ def test_random_numbers_are_the_trainings_own(options: dict[str, Any]) -> None:
 # ---- checkpointed calls
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True], ids=["around the compiled call", "inside"])
 @pytest.mark.parametrize("k", [0, 2])

@@ -107,7 +107,7 @@ def test_weights_written_behind_the_version_counter_reach_the_masters(write: Cal
         twins.close()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("write", [new_data, from_vector, through_data])
 @pytest.mark.parametrize("before_step", [False, True], ids=["between steps", "between backward and step"])
 @pytest.mark.parametrize("k", [0, 4])

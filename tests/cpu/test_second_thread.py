@@ -161,7 +161,7 @@ LOOKS: dict[str, Look] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("look", LOOKS)
 def test_training_beside_another_thread_has_the_bits_of_the_plain_loop(look: str, engine: str) -> None:

@@ -69,6 +69,7 @@ def gan() -> Models:
     return Net(3, 4), Net(4, 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen judge", "unwanted gradients"])
 @pytest.mark.parametrize("ks", KS.values(), ids=KS)
 def test_a_generator_learns_through_a_judge(frozen: bool, ks: tuple[int, int]) -> None:
