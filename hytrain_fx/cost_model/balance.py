@@ -100,8 +100,8 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     missing = 0.0  # parameters that should be streamed among the units so far and are not
     for unit in units:
         pieces = pieces_of(plan, unit)
-        hosted = [i for i, piece in enumerate(pieces) if piece.placement is not Placement.GPU]
-        missing += share * sum(pieces[i].numel for i in hosted) - sum(p.numel for p in pieces if p.placement is Placement.STREAM)
+        hosted = [i for i, piece in enumerate(pieces) if not piece.placement.rests_on_device]
+        missing += share * sum(pieces[i].numel for i in hosted) - sum(p.numel for p in pieces if p.placement.visits_device)
         while (i := _nearest(pieces, missing)) is not None:
             streams = missing > 0
             missing -= pieces[i].numel if streams else -pieces[i].numel

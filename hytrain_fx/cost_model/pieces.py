@@ -84,7 +84,7 @@ def with_more_on_device(plan: Plan, unit: Unit | UnitProfile, free_bytes: float,
     part = _part_that_fits(set(rest) - set(chosen), unit, left_bytes, state_bytes)
     for span in (*chosen, *part):
         pieces = _moved(pieces, span, why)
-    if not (chosen or part) or all(piece.placement is Placement.GPU for piece in pieces):
+    if not (chosen or part) or all(piece.placement.rests_on_device for piece in pieces):
         return plan
     before, after = [row for row in plan.rows if row.unit < unit.index], [row for row in plan.rows if row.unit > unit.index]
     return replace(plan, rows=(*before, *joined(pieces), *after), predicted={})
@@ -104,7 +104,7 @@ class Span:
 
 
 def _is_off_device(pieces: Sequence[PlanRow], begin: int, end: int) -> bool:
-    return all(piece.placement is not Placement.GPU for piece in pieces if piece.begin < end and begin < piece.end)
+    return all(not piece.placement.rests_on_device for piece in pieces if piece.begin < end and begin < piece.end)
 
 
 def _part_that_fits(rest: Collection[Span], unit: Unit | UnitProfile, left_bytes: float, state_bytes: float) -> tuple[Span, ...]:

@@ -288,7 +288,7 @@ def prefix_plan(
     whole = [[(0, u.params, Placement.CPU)] for u in units[k:]]
     for unit, ranges in zip(units[k:], ranges_of(sized, share) if share else whole, strict=True):
         for begin, end, place in ranges:
-            why = streamed_reason if place is Placement.STREAM and streamed_reason else reason
+            why = streamed_reason if place.visits_device and streamed_reason else reason
             rows.append(PlanRow(unit.index, unit.name, begin, end, place, why(unit.index)))
     return Plan(tuple(rows), k, source)
 
