@@ -37,7 +37,7 @@ def headline(plan: Plan) -> str:
     streamed, on_host = plan.numel(Placement.STREAM), plan.numel(Placement.CPU) + plan.numel(Placement.STREAM)
     share = f", {streamed / on_host:.0%} of the rest is streamed" if streamed else ""
     next_unit = plan.shares(plan.k) if plan.k < units else ()
-    partly = sum(row.numel for row in next_unit if row.placement == Placement.GPU) / max(sum(row.numel for row in next_unit), 1)
+    partly = sum(row.numel for row in next_unit if row.placement.rests_on_device) / max(sum(row.numel for row in next_unit), 1)
     first = "the first k" + (f" and {partly:.0%} of the next" if partly else "")
     who = SOURCE_WORDS.get(plan.source, plan.source)
     return f"plan: k = {plan.k} of {units} units ({first} are updated on the device){share}; {who}"

@@ -137,4 +137,4 @@ def unit_groups(plan: Plan) -> list[UnitGroup]:
 
 def _looks(rows: Sequence[PlanRow]) -> tuple[str, int, frozenset[bool]]:
     """What equal units agree in. How much of each is streamed differs between neighbours, as whole parameters are."""
-    return re.sub(r"\d+", "#", rows[0].unit_name), sum(row.numel for row in rows), frozenset(row.placement is Placement.GPU for row in rows)
+    return re.sub(r"\d+", "#", rows[0].unit_name), sum(row.numel for row in rows), frozenset(row.placement.rests_on_device for row in rows)

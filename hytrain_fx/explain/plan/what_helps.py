@@ -134,7 +134,7 @@ def _changes(profile: Profile, again: _Again) -> Iterator[tuple[str, Profile, fl
     """What is changed, the profile then, tokens of a step beside those of now, bytes more on the device."""
     if again.solves and again.budget_bytes is not None and again.plan.k < len(profile.units):
         yield "1 GB more device memory for states", profile, 1.0, MORE_BYTES
-    if any(row.placement is not Placement.GPU for row in again.plan.rows):
+    if any(not row.placement.rests_on_device for row in again.plan.rows):
         yield "CPU updates 10% faster", _scaled(profile, ("cpu_update_us",), 1 / FASTER), 1.0, 0
         yield "copies over the link 10% faster", _scaled(profile, _LINK, 1 / FASTER), 1.0, 0
     yield "10% more tokens in a step (for the same tokens)", _scaled(profile, ("forward_us", "backward_us"), FASTER), FASTER, 0
@@ -159,7 +159,7 @@ _NOTHING = 0.01
 def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule, discipline: Discipline) -> str:
     """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
     gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
-                        for row in plan.rows if row.placement != Placement.CPU)
+                        for row in plan.rows if not row.placement.updates_on_cpu)
     compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
     exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
     if exposed_us <= _NOTHING * schedule.makespan_us:
