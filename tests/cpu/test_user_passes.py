@@ -24,6 +24,8 @@ from .loops import compare, plain_loop
 from .models import mlp
 from .test_errors import native_threads
 
+pytestmark = pytest.mark.inductor  # that nodes of a user's operators are still there after it is among the facts
+
 RUNS: Counter[str] = Counter()
 ATEN = torch.ops.aten
 
