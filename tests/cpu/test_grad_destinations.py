@@ -17,10 +17,19 @@ MODELS: dict[str, Callable[[], tuple[Any, Batches]]] = {"mlp": mlp, "two graphs 
 PLACES = {"states on the host": 0, "states on both": 2}
 
 
-@pytest.fixture(scope="module", params=[(make, k) for make in MODELS for k in PLACES], ids=lambda of: ", ".join(of))
-def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
-    make, k = request.param
-    made = Twins(MODELS[make], k=PLACES[k], workers=2, timeout_s=20.0)
+@pytest.fixture(scope="module", params=MODELS)
+def make(request: pytest.FixtureRequest) -> Callable[[], tuple[Any, Batches]]:
+    return MODELS[request.param]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def k(request: pytest.FixtureRequest) -> int:
+    return PLACES[request.param]
+
+
+@pytest.fixture(scope="module")
+def twins(make: Callable[[], tuple[Any, Batches]], k: int) -> Iterator[Twins]:
+    made = Twins(make, k=k, workers=2, timeout_s=20.0)
     yield made
     made.close()
 
@@ -33,7 +42,7 @@ def asked(model: Any, batches: Batches, which: slice) -> tuple[torch.Tensor, ...
     return torch.autograd.grad(model(*batches[0]), list(model.parameters())[which], allow_unused=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("which", [slice(None), slice(1, 3)], ids=["all", "some"])
 def test_autograd_grad_returns_the_gradients(twins: Twins, which: slice) -> None:
     """The bits that torch returns, and no `.grad`."""
@@ -47,6 +56,7 @@ def test_autograd_grad_returns_the_gradients(twins: Twins, which: slice) -> None
     assert grads(twins.ours) == {}
 
 
+@pytest.mark.sample(2)
 def test_autograd_grad_leaves_gradients_and_training_alone(twins: Twins) -> None:
     """Between backward() and step(), and between steps: `.grad` keeps what it had, and training goes on with the same bits."""
 
@@ -65,6 +75,7 @@ def test_autograd_grad_leaves_gradients_and_training_alone(twins: Twins) -> None
     twins.agree(loop)
 
 
+@pytest.mark.sample(2)
 def test_backward_with_inputs_gives_the_others_no_gradient(twins: Twins) -> None:
     """loss.backward(inputs=[...]) sets `.grad` of those alone, with torch's bits; step() leaves the others as they are."""
     reference, optimizer = twins.restart()
@@ -94,6 +105,7 @@ def test_a_first_backward_may_be_of_one_parameter_of_a_layer(options: dict[str, 
     made.close()
 
 
+@pytest.mark.sample(2)
 def test_a_gradient_of_the_input_alone_sets_no_grad(twins: Twins) -> None:
     """A gradient penalty asks for the input's gradient: parameters get none."""
     if twins.batches[0][0].dtype != torch.float32:
