@@ -14,8 +14,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import plan
-from hytrain_fx.cost_model.simulate import Discipline, simulate
+from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.forecast.device import analytic_profile
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.shapes import read_shape

@@ -174,6 +174,7 @@ def _explanation(session: Session) -> Explanation:
         stream=session.config.stream,
         launch_queue=length_asked_for() if cuda else None,
         planning=planning.controller.standing,
+        units=session.planning.units(),
     )
 
 
@@ -197,7 +198,8 @@ def _inspection(session: Session) -> Inspection:
         for row, name in enumerate(session.table.names)
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
-    return Inspection(graphs, rows, session.planning.units.task_graph(), names, unit_times(_explanation(session), rows))
+    explanation = _explanation(session)
+    return Inspection(graphs, rows, explanation.task_graph, names, unit_times(explanation, rows))
 
 
 @contextmanager

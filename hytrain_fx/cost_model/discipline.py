@@ -7,7 +7,6 @@ from typing import Literal
 
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 
-Order = Literal["edf", "fifo"]
 Barrier = Literal["none", "before_forward", "zero_offload"]
 CommitAt = Literal["backward_start", "backward_end"]
 
@@ -16,7 +15,6 @@ CommitAt = Literal["backward_start", "backward_end"]
 class Discipline:
     """How the runtime orders and gates the work.
 
-    order           "edf": lowest unit first on every queue; "fifo": in order of readiness
     barrier         "none": each layer's forward waits for its own update; "before_forward": the forward waits for all
                     (HyTrainDNN, CoTrain); "zero_offload": backward, copies, updates and copies back one after the other
     commit_at       when the step is committed, before which no update begins: "backward_start" (or the profile's time) or "backward_end"
@@ -30,7 +28,6 @@ class Discipline:
                     and the profile's `launching_us` are over
     """
 
-    order: Order = "edf"
     barrier: Barrier = "none"
     commit_at: CommitAt = "backward_start"
     chunk_params: int | None = CHUNK_PARAMS

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from hytrain_fx.cost_model.budget import Budget, budget_inputs, inputs_of
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
-from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
+from hytrain_fx.cost_model.host_memory import bytes_per_us
 from hytrain_fx.cost_model.pieces import with_more_on_device
 from hytrain_fx.cost_model.reasons import (
     balance_reason,
@@ -31,7 +31,7 @@ from hytrain_fx.cost_model.reasons import (
     streamed_reason,
     windows_reason,
 )
-from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.cost_model.simulate import steady_step
 from hytrain_fx.cost_model.streaming import best_mix, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
@@ -40,7 +40,7 @@ from hytrain_fx.ir.limits import LEAST_GAIN_SHARE
 from hytrain_fx.ir.plan import Placement, Plan, PlannedUnit, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
-from hytrain_fx.ir.task_graph import Resource, Unit
+from hytrain_fx.ir.task_graph import Resource, TaskKind, Unit
 
 Rule = Literal["seed", "cotrain", "windowed"]
 Stream = float | Literal["auto"]
@@ -306,36 +306,25 @@ def predict(
     new weights (out). `stream_bytes` cross the link in each direction in a step. Of host memory is told how much of its bandwidth is
     left where the profile knows it.
     """
-    schedule = simulate(profile, plan, discipline)
-
-    def of(name: str, *places: Placement) -> float:
-        return sum(row.numel / profile.units[row.unit].params * float(getattr(profile.units[row.unit], name))
-                   for row in plan.rows if row.placement in places)
-
+    step = steady_step(profile, plan, discipline or Discipline())
+    graph, schedule = step.graph, step.schedule
     on_host = plan.numel(Placement.CPU) + plan.numel(Placement.STREAM)
-    rate, moved_bytes = bytes_per_us(profile), _host_traffic_bytes(profile, plan)
+    rate = bytes_per_us(profile)
     return {
         "step_us": schedule.makespan_us,
         "compute_us": profile.forward_us + profile.backward_us,
         "stall_us": schedule.stall_us,
-        "gpu_update_us": of("gpu_update_us", Placement.GPU, Placement.STREAM),
+        "gpu_update_us": graph.total("us", TaskKind.GPU_UPDATE),
         "cpu_update_us": schedule.busy_us(Resource.CPU),
         "gpu_idle_share": schedule.idle_share(Resource.GPU),
         "cpu_idle_share": schedule.idle_share(Resource.CPU),
         "d2h_idle_share": schedule.idle_share(Resource.D2H),
         "h2d_idle_share": schedule.idle_share(Resource.H2D),
-        **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - moved_bytes / rate / schedule.makespan_us)}),
+        **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - graph.host_bytes / rate / schedule.makespan_us)}),
         "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
-        "host_bytes": host_state_bytes_per_param * on_host + of("grad_bytes", Placement.CPU),
-        "stream_bytes": of("stream_bytes", Placement.STREAM),
+        "host_bytes": host_state_bytes_per_param * on_host + graph.total("bytes", TaskKind.D2H),
+        "stream_bytes": graph.total("bytes", TaskKind.STREAM_IN),
     }
-
-
-def _host_traffic_bytes(profile: Profile, plan: Plan) -> float:
-    """What a step reads and writes of host memory."""
-    bytes_of = {Placement.CPU: cpu_bytes, Placement.STREAM: streamed_bytes}
-    return sum(row.numel / profile.units[row.unit].params * bytes_of[row.placement](profile.units[row.unit])
-               for row in plan.rows if row.placement in bytes_of)
 
 
 def _balance_notes(balance: Balance, profile: Profile) -> tuple[str, ...]:

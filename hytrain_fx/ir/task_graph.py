@@ -1,20 +1,24 @@
-"""The layer-level task DAG of one training step: what must run, on which resource, after what.
+"""The task DAG of one steady training step, layer by layer: what runs, on which lane, for how long,
+after what.
 
-    forward(0) -> ... -> forward(n-1) -> backward(n-1) -> ... -> backward(0)
-    backward(l) -> d2h(l) -> cpu_update(l) -> h2d(l) -> wait(l) -> next forward(l)
-    backward(l) -> gpu_update(l) -> wait(l)
-    stream_in(l) -> gpu_update(l) -> stream_out(l)
+    backward(n-1) -> ... -> backward(0) -> forward(0) -> ... -> forward(n-1)    of the next step
+    by the CPU      backward(l) -> d2h(l) -> cpu_update(l) -> h2d(l) -> wait(l) -> forward(l)
+    on the device   backward(l) -> gpu_update(l) -> wait(l) -> forward(l)
+    streamed        stream_in(l) -> gpu_update(l) -> wait(l);  gpu_update(l) -> stream_out(l)
+
+A layer's number is its LID. Large tasks run in pieces, so that a more urgent layer may pass
+between them: a `Cut` says how many pieces and how long each, an edge `by_piece` that a piece waits
+for the same piece of the task before. There is one such graph for a profile, a plan and a
+discipline (cost_model/step_graph.py): the simulator plays it, `inspect` draws it.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 from dataclasses import dataclass
 
 import networkx as nx
 
-from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 
@@ -56,10 +60,11 @@ RESOURCE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One layer as the planner sees it: `index` counts in forward order, `params` in elements, `param_numels` those of each parameter.
+    """One layer as the planner sees it: `index` counts in forward order, `params` in elements,
+    `param_numels` those of each parameter. `traffic` is of its optimizer states.
 
-    `traffic` is of its optimizer states.
-    grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 = parameters are placed whole
+    grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 = parameters
+                   are placed whole
     """
 
     index: int
@@ -90,51 +95,50 @@ class TaskId:
         return f"{self.kind}({self.unit})"
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a task runs on one range of its layer's parameters, from `begin` on: in `pieces` equal
+    pieces.
+
+    us           each piece takes, with its lane and the host's memory to itself
+    host_bytes   each piece reads and writes of host memory
+    streamed     the states of this range visit the device
+    """
+
+    begin: int
+    pieces: int
+    us: float
+    host_bytes: float = 0.0
+    streamed: bool = False
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """Units in forward order and the DAG over `TaskId`s.
 
-    Node attributes: `resource` (Resource), `params` (elements), `bytes` (moved over the link or read and
-    written by the update), `flops`. Build one with `build_task_graph`.
+    slots    how many pieces of streamed states are on the device at once
+    dag      a node for each task that runs, with
+                 resource (Resource), cuts (tuple[Cut, ...])
+                 us       what all its pieces take; 0 where nothing is measured
+                 params   elements
+                 bytes    moved over the link, or read and written by the update
+                 flops
+             an edge for each task that must be over before another, with
+                 by_piece   each piece waits for the same piece of the task before, where that has it
+                 pieces     the other waits for so many pieces; None = all of them
     """
 
     units: tuple[Unit, ...]
     dag: nx.DiGraph
+    slots: int = 0
+
+    def total(self, figure: str, *kinds: TaskKind) -> float:
+        """Sum of a figure ("us", "bytes", "params", "flops") over all tasks of these kinds."""
+        return float(sum(value for task, value in self.dag.nodes(data=figure) if task.kind in kinds))
+
+    @property
+    def host_bytes(self) -> float:
+        """What the step reads and writes of host memory."""
+        return float(sum(cut.pieces * cut.host_bytes for _, cuts in self.dag.nodes(data="cuts") for cut in cuts))
 
 
-def build_task_graph(units: tuple[Unit, ...]) -> TaskGraph:
-    """The DAG for one step over `units`, all three ways to update each unit included.
-
-    Raises PlanError when there are no units or their indices are not 0..n-1 in order.
-    """
-    if not units or [u.index for u in units] != list(range(len(units))):
-        raise PlanError(f"units must be numbered 0..n-1 in forward order, found {[u.index for u in units]}")
-    dag = nx.DiGraph()
-    for unit in units:
-        _add_unit(dag, unit)
-    for before, after in itertools.pairwise(units):
-        dag.add_edge(TaskId(TaskKind.FORWARD, before.index), TaskId(TaskKind.FORWARD, after.index))
-        dag.add_edge(TaskId(TaskKind.BACKWARD, after.index), TaskId(TaskKind.BACKWARD, before.index))
-    last = units[-1].index
-    dag.add_edge(TaskId(TaskKind.FORWARD, last), TaskId(TaskKind.BACKWARD, last))
-    return TaskGraph(units, dag)
-
-
-def _add_unit(dag: nx.DiGraph, unit: Unit) -> None:
-    def add(kind: TaskKind, nbytes: int, flops: float = 0.0) -> TaskId:
-        task = TaskId(kind, unit.index)
-        dag.add_node(task, resource=RESOURCE_OF[kind], params=unit.params, bytes=nbytes, flops=flops)
-        return task
-
-    update_bytes = unit.traffic.device_bytes(unit.params)
-    add(TaskKind.FORWARD, 0, unit.forward_flops)
-    backward = add(TaskKind.BACKWARD, 0, unit.backward_flops)
-    d2h = add(TaskKind.D2H, unit.grad_bytes)
-    cpu = add(TaskKind.CPU_UPDATE, update_bytes)
-    gpu = add(TaskKind.GPU_UPDATE, update_bytes)
-    h2d = add(TaskKind.H2D, unit.grad_bytes)
-    wait = add(TaskKind.WAIT, 0)
-    stream_in = add(TaskKind.STREAM_IN, unit.stream_bytes)
-    stream_out = add(TaskKind.STREAM_OUT, unit.stream_bytes)
-    dag.add_edges_from([(backward, d2h), (d2h, cpu), (cpu, h2d), (h2d, wait), (backward, gpu), (gpu, wait)])
-    dag.add_edges_from([(stream_in, gpu), (gpu, stream_out)])

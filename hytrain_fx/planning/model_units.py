@@ -16,7 +16,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit as RegisteredUnit
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement, Plan, pieces_of_unit, validate
-from hytrain_fx.ir.task_graph import TaskGraph, Unit, build_task_graph
+from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.states.store import StateStore
 
 
@@ -38,10 +38,6 @@ class ModelUnits:
         """Forward order once a forward graph is captured, order of registration before."""
         order = tuple(unit.number for unit in self._registered) if self.capture is None else self.capture.unit_order
         return tuple(self._unit(index, number) for index, number in enumerate(order))
-
-    def task_graph(self) -> TaskGraph:
-        """The layer-level DAG of a step, with sizes and floating-point operations."""
-        return build_task_graph(self())
 
     def rows_of(self, unit: Unit) -> tuple[int, ...]:
         """Rows of its parameters, in the unit's order."""

@@ -22,9 +22,9 @@ from hytrain_fx.capture.units import Unit
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.budget import inputs_of
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import GUARD
 from hytrain_fx.cost_model.replan import Verdict, judge, planning_guard, repays
-from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan

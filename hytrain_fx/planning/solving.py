@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hytrain_fx.config import Config
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
-from hytrain_fx.cost_model.simulate import Discipline
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan
 from hytrain_fx.ir.profile import Profile

@@ -15,9 +15,10 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import uniform_k
 from hytrain_fx.cost_model.planner import compare, plan, predict, prefix_plan
-from hytrain_fx.cost_model.simulate import Discipline, simulate
+from hytrain_fx.cost_model.simulate import simulate, steady_step
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.plan.explained import Measured
 from hytrain_fx.explain.plan.report import Explanation
@@ -168,7 +169,7 @@ def test_what_binds_is_named() -> None:
     )
     for profile, k, expected in cases:
         chosen = prefix(profile, k)
-        assert binding_constraint(profile, chosen, simulate(profile, chosen), Discipline()).startswith(expected)
+        assert binding_constraint(profile, chosen, steady_step(profile, chosen, Discipline()), Discipline()).startswith(expected)
 
 
 def test_shares_of_one_unit_are_told_with_their_sizes() -> None:

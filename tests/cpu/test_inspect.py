@@ -101,10 +101,15 @@ def test_graphs_by_number_name_and_pass(dumped: tuple[Inspection, Path]) -> None
 
 
 def test_the_task_graph_has_every_unit(dumped: tuple[Inspection, Path]) -> None:
-    """The DAG's units are the layers in forward order, each with all its tasks."""
+    """The DAG's units are the layers in forward order, each with the tasks of an update where its states are."""
     found, _ = dumped
     assert [unit.name for unit in found.task_graph.units] == ["first", "body.0", "body.2", "last"]
-    assert all(TaskId(kind, unit) in found.task_graph.dag for kind in TaskKind for unit in range(4))
+    places = {unit.name: {place for row in found.rows if row.unit == unit.name for place in row.placed} for unit in found.task_graph.units}
+    dag = found.task_graph.dag
+    for unit, name in enumerate(places):
+        assert (TaskId(TaskKind.CPU_UPDATE, unit) in dag) == ("cpu" in places[name])
+        assert (TaskId(TaskKind.GPU_UPDATE, unit) in dag) == ("gpu" in places[name])
+        assert all(TaskId(kind, unit) in dag for kind in (TaskKind.BACKWARD, TaskKind.WAIT, TaskKind.FORWARD))
 
 
 def test_a_dump_folder_lists_the_same_passes(dumped: tuple[Inspection, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import prefix_plan
-from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow, leading_device_units
 from hytrain_fx.ir.profile import Profile, UnitProfile
 
 
@@ -69,3 +70,22 @@ def streaming_profiles(draw: st.DrawFn, max_units: int = 8) -> Profile:
         numels = tuple(end - begin for begin, end in pairwise(cuts))
         units.append(replace(u, stream_in_us=draw(WORK), stream_out_us=draw(WORK), param_numels=numels))
     return profile_of(units)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Profile, Plan, Discipline]:
+    """Any small profile, any ranges of its units placed anywhere, and any discipline under which that may run."""
+    profile = replace(draw(streaming_profiles()), commit_us=draw(st.just(0.0) | st.floats(0, 800)),
+                      launching_us=draw(st.just(0.0) | st.floats(0, 800)), host_memory_gb_per_s=draw(st.none() | st.floats(1e-3, 10)))
+    discipline = draw(st.builds(
+        Discipline, barrier=st.sampled_from(["none", "before_forward", "zero_offload"]),
+        commit_at=st.sampled_from(["backward_start", "backward_end"]), chunk_params=st.sampled_from([None, 100, 1000]),
+        staging_params=st.sampled_from([50, 300, 1000]), staging_slots=st.integers(1, 6), early_updates=st.booleans(),
+        early_weights=st.booleans(), runs_ahead=st.booleans()))
+    places = [place for place in Placement if discipline.barrier != "zero_offload" or place is not Placement.STREAM]
+    rows = []
+    for u in profile.units:
+        cuts = sorted({0, u.params, *draw(st.lists(st.integers(0, u.params), max_size=3))})
+        rows += [PlanRow(u.index, u.name, begin, end, draw(st.sampled_from(places)), "test") for begin, end in pairwise(cuts)]
+    plan = Plan(tuple(rows), 0, "test")
+    return profile, replace(plan, k=leading_device_units(plan, profile.units)), discipline

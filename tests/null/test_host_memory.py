@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.host_memory import cpu_bytes, streamed_bytes, traffic_bytes
-from hytrain_fx.cost_model.jobs import Job
 from hytrain_fx.cost_model.planner import plan, prefix_plan
 from hytrain_fx.cost_model.simulate import Running, simulate
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import TaskId, TaskKind
+from hytrain_fx.ir.task_graph import TaskKind
 from tests.null.profiles import profile_of, streaming_profiles, uniform, unit
 
 PLENTY_GB_PER_S = 1e12
@@ -44,38 +43,32 @@ def test_bytes_of_an_update(width: int, by_cpu: int, streamed: int) -> None:
     assert all(traffic_bytes(u, kind) == 0 for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.GPU_UPDATE))
 
 
-def test_jobs_slow_each_other_as_measured() -> None:
-    """Three jobs that alone would take 191, 49.7 and 49.7 of 215 GB/s run at the rates that 14 threads of AdamW beside copies had there."""
+def test_pieces_slow_each_other_as_measured() -> None:
+    """Three that alone would take 191, 49.7 and 49.7 of 215 GB/s run at the rates that 14 threads of AdamW beside copies had there."""
     running = Running(215e3)
-    wanted = {TaskKind.CPU_UPDATE: 191e3, TaskKind.D2H: 49.7e3, TaskKind.H2D: 49.7e3}  # bytes per us
-    for kind, bytes_per_us in wanted.items():
-        running.start(Job(TaskId(kind, 0), 1000.0, (), host_bytes=1000.0 * bytes_per_us), 0.0)
+    for piece, bytes_per_us in enumerate((191e3, 49.7e3, 49.7e3)):  # an update by the CPU, copies both ways
+        running.start(piece, 1000.0, 1000.0 * bytes_per_us, 0.0)
     end_us, ended = running.until_next_end(0.0)
     assert len(ended) == 3
     assert 6.83 * 1000.0 / end_us == pytest.approx(4.97, rel=0.03)  # G parameters/s
     assert 49.7 * 1000.0 / end_us == pytest.approx(37.7, rel=0.03)  # GB/s
 
 
-def test_jobs_take_their_own_time_where_memory_suffices() -> None:
-    """A job that joins slows one down from then on only; what does not touch host memory is not slowed."""
+def test_pieces_take_their_own_time_where_memory_suffices() -> None:
+    """A piece that joins slows one down from then on only; what does not touch host memory is not slowed."""
     running = Running(100.0)
-    slow, late, device = (Job(TaskId(kind, 0), 10.0, (), host_bytes=nbytes) for kind, nbytes in (
-        (TaskKind.CPU_UPDATE, 1000.0), (TaskKind.D2H, 1000.0), (TaskKind.BACKWARD, 0.0)))
-    running.start(slow, 0.0)
-    running.start(device, 0.0)
+    slow, late, device = 0, 1, 2
+    running.start(slow, 10.0, 1000.0, 0.0)
+    running.start(device, 10.0, 0.0, 0.0)
     assert running.until_next_end(0.0) == (10.0, [slow, device])
-    running.start(slow, 10.0)
-    running.start(replace_us(device, 5.0), 10.0)
+    running.start(slow, 10.0, 1000.0, 10.0)
+    running.start(device, 5.0, 0.0, 10.0)
     now_us, _ = running.until_next_end(10.0)
-    running.start(late, now_us)
-    for expected_us, job in ((25.0, slow), (30.0, late)):
+    running.start(late, 10.0, 1000.0, now_us)
+    for expected_us, piece in ((25.0, slow), (30.0, late)):
         now_us, ended = running.until_next_end(now_us)
         assert now_us == pytest.approx(expected_us)
-        assert ended == [job]
-
-
-def replace_us(job: Job, us: float) -> Job:
-    return Job(job.task, us, job.urgency, host_bytes=job.host_bytes)
+        assert ended == [piece]
 
 
 @given(profile=streaming_profiles(), k=st.integers(0, 8), share=SHARES)

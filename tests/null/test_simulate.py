@@ -10,23 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.simulate import Barrier, CommitAt, Discipline, Order, simulate
+from hytrain_fx.cost_model.discipline import Barrier, CommitAt, Discipline
+from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.cost_model.step_graph import step_graph
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import Resource, TaskId, TaskKind, Unit, build_task_graph
+from hytrain_fx.ir.task_graph import Resource, TaskId, TaskKind
 from tests.null.profiles import prefix, profile_of, profiles, subset, uniform, unit
 
 FINE = 50  # chunks a unit of 1000 parameters is cut into
 DISCIPLINES = st.builds(
-    Discipline, order=st.sampled_from(["edf", "fifo"]), barrier=st.sampled_from(["none", "before_forward", "zero_offload"]),
+    Discipline, barrier=st.sampled_from(["none", "before_forward", "zero_offload"]),
     commit_at=st.sampled_from(["backward_start", "backward_end"]), chunk_params=st.sampled_from([None, 100, 1000]))
 
 
-def step_us(profile: Profile, plan: Plan, order: Order = "edf", barrier: Barrier = "none", commit_at: CommitAt = "backward_start") -> float:
+def step_us(profile: Profile, plan: Plan, barrier: Barrier = "none", commit_at: CommitAt = "backward_start") -> float:
     """Step time with units of 1000 parameters cut finely."""
-    return simulate(profile, plan, Discipline(order, barrier, commit_at, 1000 // FINE)).makespan_us
+    return simulate(profile, plan, Discipline(barrier, commit_at, 1000 // FINE)).makespan_us
 
 
 def chunk_us(profile: Profile) -> float:
@@ -64,17 +66,12 @@ def test_longest_path_without_contention(n: int, data: st.DataObject) -> None:
     short = st.integers(1, 20).map(float)
     cpu, d2h, h2d = data.draw(st.tuples(short, short, short))
     profile = profile_of([unit(i, forward=data.draw(short), backward=20.0, cpu=cpu, d2h=d2h, h2d=h2d) for i in range(n)])
-    units = tuple(Unit(u.index, u.name, u.params, (), u.grad_bytes) for u in profile.units)
-    dag = build_task_graph(units).dag
-    dag.remove_edge(TaskId(TaskKind.FORWARD, n - 1), TaskId(TaskKind.BACKWARD, n - 1))
-    dag.add_edges_from((TaskId(TaskKind.WAIT, i), TaskId(TaskKind.FORWARD, i)) for i in range(n))
-    dag.add_edge(TaskId(TaskKind.BACKWARD, 0), TaskId(TaskKind.FORWARD, 0))
-    dag.remove_nodes_from([TaskId(TaskKind.GPU_UPDATE, i) for i in range(n)])
-    times = {task: getattr(profile.units[task.unit], f"{task.kind}_us", 0.0) for task in dag}
+    whole = Discipline(chunk_params=None)
+    dag = step_graph(profile, prefix(profile, 0), whole).dag
     for before, after, edge in dag.edges(data=True):
-        edge["us"] = times[before] + (times[after] if dag.out_degree(after) == 0 else 0.0)
+        edge["us"] = dag.nodes[before]["us"] + (dag.nodes[after]["us"] if dag.out_degree(after) == 0 else 0.0)
     longest = nx.dag_longest_path_length(dag, weight="us")
-    assert simulate(profile, prefix(profile, 0), Discipline(chunk_params=None)).makespan_us == pytest.approx(longest)
+    assert simulate(profile, prefix(profile, 0), whole).makespan_us == pytest.approx(longest)
 
 
 @given(n=st.integers(2, 10), cpu=st.floats(0, 120), gpu=st.floats(0, 10), forward=st.floats(1, 20), backward=st.floats(1, 40),
@@ -192,21 +189,13 @@ def test_the_prefix_is_the_best_set_of_its_size(n: int, forward: list[float], cp
 @given(profile=profiles(max_units=6), k=st.integers(0, 6))
 @settings(deadline=None)
 def test_more_waiting_is_never_faster(profile: Profile, k: int) -> None:
-    """A later commit, one barrier, or no overlap do not shorten the step (up to a few chunks); order alone may not either."""
+    """A later commit, one barrier, or no overlap do not shorten the step (up to a few chunks)."""
     profile = replace(profile, units=tuple(replace(u, params=1000) for u in profile.units))
     plan = prefix(profile, min(k, len(profile.units)))
     free, slack = step_us(profile, plan), 4 * chunk_us(profile)
     assert free <= step_us(profile, plan, commit_at="backward_end") + slack
     assert free <= step_us(profile, plan, barrier="before_forward") + slack
     assert step_us(profile, plan, barrier="before_forward") <= step_us(profile, plan, barrier="zero_offload") + slack
-    assert free <= step_us(profile, plan, order="fifo") + slack
-
-
-def test_lowest_layer_first_beats_first_come() -> None:
-    """Where the CPU falls behind, updating the lowest layer first lets the forward start earlier than first come, first served."""
-    profile = uniform(8, forward=10.0, backward=20.0, cpu=32.0, gpu=1.0)
-    plan = prefix(profile, 2)
-    assert step_us(profile, plan) < 0.9 * step_us(profile, plan, order="fifo")
 
 
 def test_device_updates_hide_in_waits() -> None:

@@ -30,7 +30,7 @@ SHARES = st.floats(0, 1)
 RULES: tuple[Rule, ...] = ("seed", "windowed")
 STREAMS: tuple[Stream, ...] = (0.0, "auto")
 DISCIPLINES = st.builds(
-    Discipline, order=st.sampled_from(["edf", "fifo"]), barrier=st.sampled_from(["none", "before_forward"]),
+    Discipline, barrier=st.sampled_from(["none", "before_forward"]),
     commit_at=st.sampled_from(["backward_start", "backward_end"]), chunk_params=st.sampled_from([None, 100, 1000]),
     staging_params=st.sampled_from([100, 1000]), staging_slots=st.integers(1, 6))
 

@@ -1,71 +1,269 @@
-"""The layer-level task DAG of one step."""
+"""The task DAG of one step: what is in it, what waits for what, and that a played step keeps to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
 import networkx as nx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hytrain_fx.cost_model.compiled_graph import LANES, compiled
+from hytrain_fx.cost_model.discipline import Barrier, Discipline
+from hytrain_fx.cost_model.host_memory import bytes_per_us
+from hytrain_fx.cost_model.simulate import Play, played, steady_step
+from hytrain_fx.cost_model.step_graph import step_graph, unmeasured
+from hytrain_fx.cost_model.windows import window_lengths
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskId, TaskKind, Unit, build_task_graph
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskGraph, TaskId, TaskKind, Unit
+from tests.null.profiles import prefix, profile_of, profiles, steps, streaming_profiles, subset, uniform, unit
+
+Step = tuple[Profile, Plan, Discipline]
+BACKWARD, FORWARD, D2H, CPU_UPDATE, H2D, WAIT = (
+    TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D, TaskKind.WAIT)
+GPU_UPDATE, STREAM_IN, STREAM_OUT = TaskKind.GPU_UPDATE, TaskKind.STREAM_IN, TaskKind.STREAM_OUT
+WAYS = {Placement.CPU: {D2H, CPU_UPDATE, H2D}, Placement.GPU: {GPU_UPDATE}, Placement.STREAM: {STREAM_IN, GPU_UPDATE, STREAM_OUT}}
+SLACK_US = 1e-6
 
 
-def units(n: int) -> tuple[Unit, ...]:
-    return tuple(Unit(i, f"layer.{i}", 100 + i, (f"layer.{i}.weight",), 2 * (100 + i), 1.0, 2.0) for i in range(n))
+def preds(graph: TaskGraph, kind: TaskKind, unit: int) -> set[TaskId]:
+    return set(graph.dag.predecessors(TaskId(kind, unit)))
 
 
-@given(n=st.integers(1, 12))
-def test_every_task_of_every_unit_is_there_once(n: int) -> None:
-    """The graph is acyclic and holds each kind of task once per unit, on its resource."""
-    dag = build_task_graph(units(n)).dag
+def streamed(profile: Profile) -> Plan:
+    """Every unit, all of it."""
+    return Plan(tuple(PlanRow(u.index, u.name, 0, u.params, Placement.STREAM, "") for u in profile.units), 0, "test")
+
+
+# ---- What is in it ----
+
+
+@given(step=steps())
+@settings(deadline=None)
+def test_a_layer_has_the_tasks_of_its_placements(step: Step) -> None:
+    """Without a circle: backward, forward and wait of every layer, and of each way of updating those tasks that some share of it takes."""
+    profile, plan, discipline = step
+    dag = step_graph(profile, plan, discipline).dag
     assert nx.is_directed_acyclic_graph(dag)
-    assert set(dag) == {TaskId(kind, i) for kind in TaskKind for i in range(n)}
+    ways = {TaskId(kind, row.unit) for row in plan.rows for kind in WAYS[row.placement]}
+    assert set(dag) == ways | {TaskId(kind, u.index) for u in profile.units for kind in (BACKWARD, FORWARD, WAIT)}
     assert all(resource == RESOURCE_OF[task.kind] for task, resource in dag.nodes(data="resource"))
 
 
+@given(step=steps())
+@settings(deadline=None)
+def test_figures_are_those_of_the_shares(step: Step) -> None:
+    """Parameters and times of a kind of task sum to those of the shares that go its way; so do the pieces'."""
+    profile, plan, discipline = step
+    graph = step_graph(profile, plan, discipline)
+    for kind in {task.kind for task in graph.dag} - {BACKWARD, FORWARD, WAIT}:
+        rows = [row for row in plan.rows if kind in WAYS[row.placement]]
+        assert graph.total("params", kind) == sum(row.numel for row in rows)
+        us = sum(row.numel / profile.units[row.unit].params * getattr(profile.units[row.unit], f"{kind}_us") for row in rows)
+        assert graph.total("us", kind) == pytest.approx(us)
+        cuts = [cut for task, cuts in graph.dag.nodes(data="cuts") if task.kind is kind for cut in cuts]
+        assert sum(cut.pieces * cut.us for cut in cuts) == pytest.approx(us)
+    assert graph.total("us", BACKWARD, FORWARD) == profile.backward_us + profile.forward_us
+
+
+def test_nodes_carry_sizes_and_flops() -> None:
+    """A copy moves the gradient's bytes, an update 28 bytes a parameter, a wait stands on the device; flops are the units'."""
+    profile = profile_of([replace(unit(0, params=100), grad_bytes=200)])
+    units = (Unit(0, "layer.0", 100, ("layer.0.weight",), 200, 1.0, 2.0),)
+    graph = step_graph(profile, prefix(profile, 0), Discipline(), units)
+    nodes = {str(task): node for task, node in graph.dag.nodes(data=True)}
+    assert nodes["d2h(0)"]["bytes"] == nodes["h2d(0)"]["bytes"] == 200
+    assert nodes["cpu_update(0)"]["bytes"] == 28 * 100
+    assert (nodes["forward(0)"]["flops"], nodes["backward(0)"]["flops"]) == (1.0, 2.0)
+    assert nodes["wait(0)"]["resource"] == Resource.GPU
+    assert graph.units == units
+
+
+def test_before_anything_is_measured_nothing_takes_time() -> None:
+    """The graph of a plan without a profile has every task, size and edge, streamed ones too, and no time."""
+    units = tuple(Unit(i, f"layer.{i}", 1000, (), 2000) for i in range(3))
+    profile = unmeasured(units)
+    graph, timed = (step_graph(of, streamed(profile), Discipline(), units) for of in (profile, uniform(3, stream=1.0)))
+    assert nx.utils.graphs_equal(nx.DiGraph(list(graph.dag.edges)), nx.DiGraph(list(timed.dag.edges)))
+    assert graph.total("us", *TaskKind) == 0.0
+    assert graph.total("bytes", STREAM_IN) == timed.total("bytes", STREAM_IN) > 0
+
+
+# ---- What waits for what ----
+
+
 @given(n=st.integers(2, 12), data=st.data())
+@settings(deadline=None)
 def test_order_of_a_step(n: int, data: st.DataObject) -> None:
-    """Forward runs up, backward down, and an update follows its own gradient but no lower layer's."""
-    dag = build_task_graph(units(n)).dag
-    low = data.draw(st.integers(0, n - 2))
-    high = data.draw(st.integers(low + 1, n - 1))
-    assert nx.has_path(dag, TaskId(TaskKind.FORWARD, low), TaskId(TaskKind.FORWARD, high))
-    assert nx.has_path(dag, TaskId(TaskKind.BACKWARD, high), TaskId(TaskKind.BACKWARD, low))
-    assert nx.has_path(dag, TaskId(TaskKind.BACKWARD, high), TaskId(TaskKind.CPU_UPDATE, low))
-    assert not nx.has_path(dag, TaskId(TaskKind.BACKWARD, low), TaskId(TaskKind.CPU_UPDATE, high))
+    """Backward runs down, forward up, and an update follows its own gradient but no lower layer's."""
+    profile = uniform(n)
+    dag = step_graph(profile, prefix(profile, 0), Discipline()).dag
+    low, high = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=2, max_size=2)))
+    assert nx.has_path(dag, TaskId(FORWARD, low), TaskId(FORWARD, high))
+    assert nx.has_path(dag, TaskId(BACKWARD, high), TaskId(BACKWARD, low))
+    assert nx.has_path(dag, TaskId(BACKWARD, high), TaskId(CPU_UPDATE, low))
+    assert not nx.has_path(dag, TaskId(BACKWARD, low), TaskId(CPU_UPDATE, high))
 
 
-def test_both_update_places_lead_to_the_wait() -> None:
-    """A unit's wait follows its copy back and its device update; the copy back follows the CPU's update and that the copy out."""
-    dag = build_task_graph(units(2)).dag
-    assert set(dag.predecessors(TaskId(TaskKind.WAIT, 1))) == {TaskId(TaskKind.H2D, 1), TaskId(TaskKind.GPU_UPDATE, 1)}
-    path = nx.shortest_path(dag, TaskId(TaskKind.BACKWARD, 1), TaskId(TaskKind.H2D, 1))
-    assert [str(task) for task in path] == ["backward(1)", "d2h(1)", "cpu_update(1)", "h2d(1)"]
+def test_each_way_leads_from_the_gradient_to_the_next_forward() -> None:
+    """The CPU's way is copy, update, copy; a resident layer is updated in place; states of a streamed one come first and go home after."""
+    profile = uniform(3, stream=1.0)
+    rows = tuple(PlanRow(u.index, u.name, 0, u.params, place, "") for u, place in zip(profile.units, Placement, strict=True))
+    graph = step_graph(profile, Plan(rows, 1, "test"), Discipline())
+    assert preds(graph, WAIT, 0) == {TaskId(GPU_UPDATE, 0)}
+    assert preds(graph, GPU_UPDATE, 0) == {TaskId(BACKWARD, 0)}
+    by_cpu = [TaskId(kind, 1) for kind in (BACKWARD, D2H, CPU_UPDATE, H2D, WAIT)]
+    assert nx.shortest_path(graph.dag, by_cpu[0], by_cpu[-1]) == by_cpu
+    assert preds(graph, GPU_UPDATE, 2) == {TaskId(STREAM_IN, 2), TaskId(BACKWARD, 2)}
+    assert set(graph.dag.successors(TaskId(GPU_UPDATE, 2))) == {TaskId(STREAM_OUT, 2), TaskId(WAIT, 2)}
+    assert preds(graph, FORWARD, 2) == {TaskId(WAIT, 2), TaskId(FORWARD, 1)}
 
 
-def test_work_of_a_task() -> None:
-    """Copies carry the gradient's bytes, updates 28 bytes a parameter, compute its FLOPs."""
-    dag = build_task_graph(units(1)).dag
-    assert dag.nodes[TaskId(TaskKind.D2H, 0)]["bytes"] == dag.nodes[TaskId(TaskKind.H2D, 0)]["bytes"] == 200
-    assert dag.nodes[TaskId(TaskKind.CPU_UPDATE, 0)]["bytes"] == 28 * 100
-    assert dag.nodes[TaskId(TaskKind.BACKWARD, 0)]["flops"] == 2.0
-    assert dag.nodes[TaskId(TaskKind.WAIT, 0)]["resource"] == Resource.GPU
+@pytest.mark.parametrize("barrier", ["before_forward", "zero_offload"])
+def test_under_one_barrier_the_first_forward_waits_for_all(barrier: Barrier) -> None:
+    """And without overlap every copy waits for the whole backward, every update for all copies, every copy back for all updates."""
+    profile = uniform(3)
+    graph = step_graph(profile, prefix(profile, 0), Discipline(barrier=barrier))
+    assert preds(graph, FORWARD, 0) == {TaskId(BACKWARD, 0), *(TaskId(WAIT, i) for i in range(3))}
+    if barrier == "zero_offload":
+        stages = [[TaskId(kind, i) for i in range(3)] for kind in (D2H, CPU_UPDATE, H2D)]
+        for before, after in pairwise([[TaskId(BACKWARD, 0)], *stages]):
+            assert all(nx.has_path(graph.dag, a, b) for a in before for b in after)
 
 
-@pytest.mark.parametrize("indices", [[], [1], [0, 2], [1, 0]])
+def test_updates_wait_for_the_commit() -> None:
+    """It comes with the layer whose backward ends then: layers above wait for it, those below for their own gradient alone."""
+    profile = replace(uniform(4, backward=10.0, stream=1.0), commit_us=15.0)  # in the backward of layer 2
+    graph = step_graph(profile, prefix(profile, 0), Discipline())
+    assert [TaskId(BACKWARD, 2) in preds(graph, CPU_UPDATE, i) for i in range(4)] == [False, False, False, True]
+    early = step_graph(profile, prefix(profile, 0), Discipline(early_updates=True))
+    assert preds(early, CPU_UPDATE, 3) == {TaskId(D2H, 3)}
+    assert preds(early, H2D, 3) == {TaskId(CPU_UPDATE, 3), TaskId(BACKWARD, 2)}
+    loads = step_graph(profile, streamed(profile), Discipline(commit_at="backward_end"))
+    assert all(preds(loads, STREAM_IN, i) == {TaskId(BACKWARD, 0)} for i in range(4))
+
+
+@pytest.mark.parametrize("indices", [[], [1], [0, 0], [1, 0]])
 def test_units_must_be_numbered_in_order(indices: list[int]) -> None:
-    """No units, or units not numbered 0..n-1 in order, are an error that shows the numbers found."""
+    """No graph of units that are not 0..n-1."""
     with pytest.raises(PlanError, match=r"numbered 0\.\.n-1"):
-        build_task_graph(tuple(Unit(i, "u", 1, (), 2) for i in indices))
+        unmeasured(tuple(Unit(i, "u", 1, (), 2) for i in indices))
 
 
-def test_streamed_states_come_and_go_around_the_device_update() -> None:
-    """States come in without waiting for a gradient, the update follows both, and they go back after it; 10 bytes a parameter in 16 bit."""
-    dag = build_task_graph(units(2)).dag
-    stream_in, update, out = (TaskId(kind, 1) for kind in (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE, TaskKind.STREAM_OUT))
-    assert not list(dag.predecessors(stream_in))
-    assert set(dag.predecessors(update)) == {stream_in, TaskId(TaskKind.BACKWARD, 1)}
-    assert set(dag.predecessors(out)) == {update}
-    assert (dag.nodes[stream_in]["resource"], dag.nodes[out]["resource"]) == (Resource.H2D, Resource.D2H)
-    assert dag.nodes[stream_in]["bytes"] == dag.nodes[out]["bytes"] == 10 * 101
+@given(profile=profiles(), commit=st.floats(0, 1))
+@settings(deadline=None)
+def test_windows_are_lengths_of_paths_in_it(profile: Profile, commit: float) -> None:
+    """A layer's window is what the device computes on the way from its backward, or from the commit, to its next forward."""
+    commit_us = commit * profile.backward_us
+    graph = step_graph(profile, prefix(profile, 0), Discipline())
+    found = window_lengths([u.forward_us for u in profile.units], [u.backward_us for u in profile.units], commit_us)
+    for layer, window_us in enumerate(found):
+        path = nx.shortest_path(graph.dag.subgraph(task for task in graph.dag if task.kind in (BACKWARD, FORWARD)),
+                                TaskId(BACKWARD, layer), TaskId(FORWARD, layer))[1:-1]
+        of = {kind: sum(graph.dag.nodes[task]["us"] for task in path if task.kind is kind) for kind in (BACKWARD, FORWARD)}
+        assert window_us == pytest.approx(of[FORWARD] + min(of[BACKWARD], profile.backward_us - commit_us))
+
+
+# ---- A played step keeps to it ----
+
+
+def pieces_of(graph: TaskGraph, task: TaskId, first: int) -> Iterator[tuple[tuple[int, int], int]]:
+    """Begin and number in its range of each piece of a task, with its number among all."""
+    for cut in graph.dag.nodes[task]["cuts"]:
+        for i in range(cut.pieces):
+            yield (cut.begin, i), first
+            first += 1
+
+
+@given(step=steps())
+@settings(deadline=None, max_examples=200)
+def test_a_played_step_respects_every_edge(step: Step) -> None:
+    """No piece starts before what its task's edges name is over, and all pieces are played; no lane runs two at once."""
+    profile, plan, discipline = step
+    graph = steady_step(profile, plan, discipline).graph
+    arrays = compiled(graph)
+    run = Play(arrays, bytes_per_us(profile)).run()
+    assert sorted(run.order) == list(range(arrays.first[-1]))
+    ended: dict[TaskId, float] = {}
+    for task in nx.topological_sort(graph.dag):
+        own = dict(pieces_of(graph, task, arrays.first[arrays.tasks.index(task)]))
+        ended[task] = max((run.end_us[piece] for piece in own.values()), default=0.0)
+        for before in graph.dag.predecessors(task):
+            edge = graph.dag.edges[before, task]
+            theirs = dict(pieces_of(graph, before, arrays.first[arrays.tasks.index(before)]))
+            if not own:  # a wait is over as soon as what it waits for is
+                ended[task] = max(ended[task], ended[before])
+            elif edge["by_piece"]:
+                assert all(run.end_us[theirs[key]] <= run.start_us[own[key]] + SLACK_US for key in own.keys() & theirs.keys())
+                assert own.keys() & theirs.keys()
+            else:
+                over_us = ended[before] if edge["pieces"] is None else run.end_us[list(theirs.values())[edge["pieces"] - 1]]
+                assert all(over_us <= run.start_us[piece] + SLACK_US for piece in own.values())
+    for lane in range(len(LANES)):
+        spans = [(run.start_us[piece], run.end_us[piece]) for piece in run.order if arrays.lane_of[piece] == lane]
+        assert all(before[1] <= after[0] + SLACK_US for before, after in pairwise(spans))
+
+
+@given(step=steps())
+@settings(deadline=None, max_examples=200)
+def test_no_step_is_shorter_than_the_longest_path(step: Step) -> None:
+    """A task takes its own time after what it waits for: all of that, its first pieces, or at least one where both go piece by piece."""
+    profile, plan, discipline = step
+    found = steady_step(profile, plan, discipline)
+    dag = found.graph.dag
+    bound = nx.DiGraph()
+    for before, after, edge in dag.edges(data=True):
+        cuts = dag.nodes[before]["cuts"]
+        if not edge["by_piece"]:
+            us = dag.nodes[before]["us"] if edge["pieces"] is None else edge["pieces"] * cuts[0].us
+        elif {cut.begin for cut in dag.nodes[after]["cuts"]} <= {cut.begin for cut in cuts}:
+            us = min(cut.us for cut in cuts)
+        else:  # some pieces of the later task wait for none of these
+            continue
+        bound.add_edge(before, after, us=us)
+    last = TaskId(FORWARD, len(profile.units) - 1)
+    to_last = bound.subgraph(nx.ancestors(bound, last) | {last})
+    longest_us = nx.dag_longest_path_length(to_last, weight="us") + dag.nodes[last]["us"]
+    assert found.schedule.makespan_us >= longest_us - SLACK_US
+
+
+@given(step=steps())
+@settings(deadline=None)
+def test_the_schedule_is_that_of_the_graph(step: Step) -> None:
+    """Playing the graph that comes with a schedule gives the schedule, also where the launching thread runs ahead."""
+    profile, plan, discipline = step
+    found = steady_step(profile, plan, discipline)
+    assert played(found.graph, bytes_per_us(profile)) == found.schedule
+
+
+@given(profile=streaming_profiles())
+@settings(deadline=None)
+def test_no_more_slots_are_taken_than_there_are(profile: Profile) -> None:
+    """From the start of a chunk's load to the end of its way home it holds a slot."""
+    graph = step_graph(profile, streamed(profile), Discipline(staging_params=100, staging_slots=3))
+    arrays = compiled(graph)
+    run = Play(arrays, None).run()
+    taken: list[tuple[float, int]] = []
+    for number, task in enumerate(arrays.tasks):
+        for piece in range(arrays.first[number], arrays.first[number + 1]):
+            if task.kind is STREAM_IN:
+                taken.append((run.start_us[piece], 1))
+            elif task.kind is STREAM_OUT:
+                taken.append((run.end_us[piece], -1))
+    held = 0
+    for _, change in sorted(taken):
+        held += change
+        assert held <= graph.slots
+
+
+def test_other_sets_than_prefixes_have_a_graph() -> None:
+    """A plan need not be a prefix: the tasks are those of its rows."""
+    profile = uniform(3)
+    graph = step_graph(profile, subset(profile, {1}), Discipline())
+    assert {task.unit for task in graph.dag if task.kind is GPU_UPDATE} == {1}
+    assert {task.unit for task in graph.dag if task.kind is CPU_UPDATE} == {0, 2}

@@ -69,7 +69,7 @@ class InspectedGraphs:
     """The graphs captured so far, in order of capture. Iterate over it, or index it by number or name.
 
     rows          the managed parameters by row number, with their placement at the time of the call
-    task_graph    the layer-level DAG of a step, a networkx graph over `TaskId`s with sizes and FLOPs
+    task_graph    the layer-level DAG of a step under the plan in force, a networkx graph over `TaskId`s with sizes, FLOPs and times
     unit_names    by the unit number that `InspectedGraph.nodes` has
     times         what is known of each unit's times, by its name
     """

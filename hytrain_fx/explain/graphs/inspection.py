@@ -46,7 +46,7 @@ class Inspection(InspectedGraphs):
 
     def to_svg(self) -> str:
         """The task graph as a picture, a row for each layer."""
-        return task_graph_svg(self.task_graph, self.rows, self.times)
+        return task_graph_svg(self.task_graph, self.times)
 
     def to_text(self) -> str:
         """The overview, then the annotated code of every graph."""

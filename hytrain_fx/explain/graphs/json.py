@@ -4,7 +4,7 @@
                   it found (`before`) and left (`after`); `nodes` are the inserted ones
     parameters    name, layer, elements, bytes, placement
     counts        inserted nodes of all graphs by operator
-    task_graph    layers, tasks with sizes and whether the plan in force uses them, edges
+    task_graph    layers, tasks of a step under the plan in force with sizes and times, in how many pieces each runs (`cuts`), edges
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph, InspectedGraphs
 from hytrain_fx.explain.graphs.node_figures import InspectedNode
-from hytrain_fx.explain.graphs.task_graph_svg import uses
 
 
 def inspection_json(inspection: InspectedGraphs) -> str:
@@ -52,6 +51,6 @@ def _task_graph(inspection: InspectedGraphs) -> dict[str, Any]:
     return {
         "layers": [asdict(unit) for unit in graph.units],
         "tasks": [{"task": str(task), "kind": task.kind, "layer": graph.units[task.unit].name, **sizes,
-                   "used": uses(task, graph, inspection.rows)} for task, sizes in graph.dag.nodes(data=True)],
+                   "cuts": [asdict(cut) for cut in sizes["cuts"]]} for task, sizes in graph.dag.nodes(data=True)],
         "edges": [[str(before), str(after)] for before, after in graph.dag.edges],
     }

@@ -75,7 +75,7 @@ def inspection_page(inspection: InspectedGraphs, search: str = "") -> str:
     layers = list(page_layers(inspection))
     graphs = [page_graph(inspection, graph) for graph in inspection]
     names = {layer.name: [row.name for row in layer.rows] for layer in layers}
-    svg = task_graph_svg(inspection.task_graph, inspection.rows, inspection.times)
+    svg = task_graph_svg(inspection.task_graph, inspection.times)
     return render("inspection.html", graphs=graphs, layers=layers, names=names, search=search, svg=svg,
                   rows=[row.name for row in inspection.rows], counts=_words(inspection.counts()), time_text=time_text,
                   bytes_text=bytes_text, count_text=count_text, overview=_overview(inspection))

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import Stream, compare
-from hytrain_fx.cost_model.simulate import Discipline, simulate
+from hytrain_fx.cost_model.simulate import PlayedStep, steady_step
+from hytrain_fx.cost_model.step_graph import step_graph, unmeasured
 from hytrain_fx.errors import PlanError
 from hytrain_fx.explain.plan.what_helps import Help, KSensitivity, binding_constraint, k_sensitivity, what_helps
 from hytrain_fx.ir.plan import Plan
@@ -22,7 +24,7 @@ from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.startup import Startup
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
-from hytrain_fx.ir.task_graph import Resource
+from hytrain_fx.ir.task_graph import Resource, TaskGraph, Unit
 from hytrain_fx.planning.controller import Standing
 from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
 from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
@@ -87,6 +89,7 @@ class Explained:
     outside          what ran outside captured graphs, and what that costs, in sentences
     troubles         errors in measuring and planning that training went on without
     launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has its usual length
+    units            the model's units, with floating-point operations as far as graphs are captured
     """
 
     plan: Plan
@@ -112,6 +115,7 @@ class Explained:
     troubles: tuple[str, ...] = ()
     launch_queue: str | None = None
     planning: Standing | None = None
+    units: tuple[Unit, ...] = ()
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
@@ -125,21 +129,31 @@ class Explained:
                        budget_counts_streamed=counts, discipline=self.discipline)
 
     @cached_property
-    def schedule(self) -> Schedule | None:
-        """The predicted schedule of the plan in force; None before anything is profiled and for plans that are not simulated."""
+    def step(self) -> PlayedStep | None:
+        """The plan in force, played; None before anything is profiled and for plans that are not simulated."""
         if self.profile is None:
             return None
         try:
-            return simulate(self.profile, self.plan, self.discipline)
+            return steady_step(self.profile, self.plan, self.discipline, self.units)
         except PlanError:
             return None
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The predicted schedule of the plan in force; None where it is not played."""
+        return self.step.schedule if self.step else None
+
+    @property
+    def task_graph(self) -> TaskGraph:
+        """The tasks of a step under the plan in force; they take no time where it is not played."""
+        return self.step.graph if self.step else step_graph(unmeasured(self.units), self.plan, self.discipline, self.units)
+
+    @property
     def binds(self) -> str | None:
         """What sets the length of the step, in one sentence; predicted, so None before anything is profiled."""
-        if self.profile is None or self.schedule is None:
+        if self.profile is None or self.step is None:
             return None
-        return binding_constraint(self.profile, self.plan, self.schedule, self.discipline)
+        return binding_constraint(self.profile, self.plan, self.step, self.discipline)
 
     @property
     def idle(self) -> dict[str, float]:

@@ -22,14 +22,14 @@ from hytrain_fx.cost_model.equation import uniform_sensitivities
 from hytrain_fx.cost_model.planner import GUARD, Rule, Stream
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.reasons import RESOURCE_WORDS, STREAMED_WORDS
-from hytrain_fx.cost_model.simulate import simulate
+from hytrain_fx.cost_model.simulate import PlayedStep, simulate
 from hytrain_fx.cost_model.windows import windows_under
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
+from hytrain_fx.ir.task_graph import TaskKind
 
 MORE_BYTES = 1_000_000_000
 FASTER = 1.1
@@ -156,10 +156,9 @@ def _scaled(profile: Profile, names: Iterable[str], factor: float) -> Profile:
 _NOTHING = 0.01
 
 
-def binding_constraint(profile: Profile, plan: Plan, schedule: Schedule, discipline: Discipline) -> str:
+def binding_constraint(profile: Profile, plan: Plan, step: PlayedStep, discipline: Discipline) -> str:
     """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
-    gpu_update_us = sum(row.numel / profile.units[row.unit].params * profile.units[row.unit].gpu_update_us
-                        for row in plan.rows if not row.placement.updates_on_cpu)
+    schedule, gpu_update_us = step.schedule, step.graph.total("us", TaskKind.GPU_UPDATE)
     compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
     exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
     if exposed_us <= _NOTHING * schedule.makespan_us:

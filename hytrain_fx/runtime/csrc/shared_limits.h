@@ -1,5 +1,6 @@
-// The limits that C++ and CUDA share with Python. Their values are definitions, which hytrain_fx/ir/limits.py prints and build.py passes
-// on; that file says why each is what it is. No includes for NVRTC, which has none.
+// The limits that C++ and CUDA share with Python. Their values are definitions, which
+// hytrain_fx/ir/limits.py prints and build.py passes on; that file says why each is what it is. No
+// includes for NVRTC, which has none.
 #pragma once
 
 #ifndef HYTRAIN_FX_CHUNK_PARAMS

@@ -1,0 +1,214 @@
+"""A profile, a plan and a discipline as the task DAG of one steady step (ir/task_graph.py): the
+only place that knows what waits for what.
+
+Besides the edges that every step has, the discipline adds its own:
+
+    commit           updates, and loads of streamed states, wait for the piece of the backward with
+                     whose end the step is committed
+    before_forward   wait(l) -> forward(0): the forward waits for all updates
+    zero_offload     backward(0) -> all copies out, one by one -> all updates -> all copies back
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from hytrain_fx.cost_model.discipline import CommitAt, Discipline
+from hytrain_fx.cost_model.host_memory import traffic_bytes
+from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.profile import Profile, UnitProfile
+from hytrain_fx.ir.task_graph import RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
+
+# Played are at most so many chunks, of streamed shares and others, and pieces of computing: a plan
+# must be predicted in milliseconds.
+_MOST_STREAMED, _MOST_CHUNKS, _MOST_PIECES = 300, 2000, 300
+# Least slots: one chunk coming in, one updated, one going out.
+_LEAST_SLOTS = 3
+# The tasks of a share by its placement, in the order in which they follow one another.
+_WAYS = {
+    Placement.GPU: (TaskKind.GPU_UPDATE,),
+    Placement.CPU: (TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D),
+    Placement.STREAM: (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE, TaskKind.STREAM_OUT),
+}
+
+
+def step_graph(profile: Profile, plan: Plan, discipline: Discipline, units: Sequence[Unit] = ()) -> TaskGraph:
+    """The DAG of one step, from the start of a backward to the end of the next forward.
+
+    units   the profile's units with names and floating-point operations, where these are known
+    """
+    return _Builder(profile, plan, discipline).graph(tuple(units) or tuple(map(_bare, profile.units)))
+
+
+def unmeasured(units: Sequence[Unit]) -> Profile:
+    """A profile in which nothing takes any time: for the graph of a plan before anything is measured."""
+    profiled = (UnitProfile(u.index, u.name, u.params, u.grad_bytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, param_numels=u.param_numels,
+                            traffic=u.traffic, grain_params=u.grain_params) for u in units)
+    return Profile(tuple(profiled), device="", host="")
+
+
+def check_streaming(profile: Profile, plan: Plan, discipline: Discipline) -> None:
+    """Raise PlanError for a streamed share whose unit has no streaming times, and under the barrier "zero_offload"."""
+    for row in plan.rows:
+        unit = profile.units[row.unit]
+        if row.placement is Placement.STREAM and not unit.can_stream:
+            raise PlanError(f"unit {unit.index} ({unit.name}) has a streamed share, but its profile has no times for streaming "
+                            f"(stream_in_us={unit.stream_in_us}, stream_out_us={unit.stream_out_us}); measure them or place it elsewhere")
+        if row.placement is Placement.STREAM and discipline.barrier == "zero_offload":
+            raise PlanError(f"unit {unit.index} ({unit.name}) has a streamed share; nothing is streamed under the barrier \"zero_offload\"")
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """After the first `pieces` pieces of backward(`unit`)."""
+
+    unit: int
+    pieces: int
+
+
+class _Builder:
+    def __init__(self, profile: Profile, plan: Plan, discipline: Discipline) -> None:
+        self._profile, self._discipline = profile, discipline
+        self._rows: dict[int, list[PlanRow]] = defaultdict(list)
+        for row in plan.rows:
+            self._rows[row.unit].append(row)
+        streamed = [row for row in plan.rows if row.placement is Placement.STREAM]
+        chunk = discipline.chunk_params
+        resident_chunk = max(chunk, profile.params // _MOST_CHUNKS) if chunk else None
+        streamed_chunk, self._slots = _staging(streamed, discipline)
+        self._chunk_params = {Placement.GPU: resident_chunk, Placement.CPU: resident_chunk, Placement.STREAM: streamed_chunk}
+        self._piece_us = _piece_us(profile, streamed, streamed_chunk)
+        self._dag = nx.DiGraph()
+
+    def graph(self, units: tuple[Unit, ...]) -> TaskGraph:
+        """All of it."""
+        for unit in reversed(units):
+            self._add_compute(TaskKind.BACKWARD, unit.index, self._profile.units[unit.index].backward_us, unit.backward_flops)
+        for unit in units:
+            self._add_compute(TaskKind.FORWARD, unit.index, self._profile.units[unit.index].forward_us, unit.forward_flops)
+        for before, after in itertools.pairwise(list(self._dag)):
+            self._edge(before, after)
+        for profiled in self._profile.units:
+            self._add_updates(profiled)
+        if self._discipline.barrier == "zero_offload":
+            self._one_after_the_other()
+        else:
+            self._add_commits()
+        return TaskGraph(units, self._dag, self._slots)
+
+    # ---- Tasks ----
+
+    def _add_compute(self, kind: TaskKind, unit: int, us: float, flops: float) -> None:
+        pieces = max(1, math.ceil(us / self._piece_us)) if self._piece_us else 1
+        self._dag.add_node(TaskId(kind, unit), resource=RESOURCE_OF[kind], cuts=(Cut(0, pieces, us / pieces),), us=us,
+                           params=self._profile.units[unit].params, bytes=0.0, flops=flops)
+
+    def _add_updates(self, unit: UnitProfile) -> None:
+        """The tasks of all its shares, their own edges, and the wait of its next use."""
+        cuts: dict[TaskKind, list[Cut]] = defaultdict(list)
+        numel: dict[TaskKind, int] = defaultdict(int)
+        for row in self._rows[unit.index]:
+            chunk_params = self._chunk_params[row.placement]
+            pieces = math.ceil(row.numel / chunk_params) if chunk_params else 1
+            share = row.numel / unit.params / pieces
+            for kind in _WAYS[row.placement]:
+                cuts[kind].append(Cut(row.begin, pieces, _task_us(unit, kind) * share, share * traffic_bytes(unit, kind),
+                                      row.placement is Placement.STREAM))
+                numel[kind] += row.numel
+        for kind, own in cuts.items():
+            share = numel[kind] / unit.params
+            self._dag.add_node(TaskId(kind, unit.index), resource=RESOURCE_OF[kind], cuts=tuple(own), us=share * _task_us(unit, kind),
+                               params=numel[kind], bytes=share * _moved_bytes(unit, kind), flops=0.0)
+        wait = TaskId(TaskKind.WAIT, unit.index)
+        self._dag.add_node(wait, resource=RESOURCE_OF[TaskKind.WAIT], cuts=(), us=0.0, params=unit.params, bytes=0.0, flops=0.0)
+        self._edge(wait, TaskId(TaskKind.FORWARD, unit.index if self._discipline.barrier == "none" else 0))
+        gradient = TaskId(TaskKind.BACKWARD, 0 if self._discipline.barrier == "zero_offload" else unit.index)
+        for placement in dict.fromkeys(row.placement for row in self._rows[unit.index]):
+            way = [TaskId(kind, unit.index) for kind in _WAYS[placement]]
+            for before, after in itertools.pairwise(way):
+                self._edge(before, after, by_piece=True)
+            self._edge(gradient, way[1] if placement is Placement.STREAM else way[0])
+            self._edge(way[1] if placement is Placement.STREAM else way[-1], wait)
+
+    # ---- What the discipline adds ----
+
+    def _add_commits(self) -> None:
+        discipline, commit_us = self._discipline, self._profile.commit_us
+        commit = self._commit(commit_us, discipline.commit_at)
+        sends = self._commit(commit_us, "backward_start") if discipline.early_weights else commit
+        by_cpu = (TaskKind.H2D, sends) if discipline.early_updates else (TaskKind.CPU_UPDATE, commit)
+        for unit in self._profile.units:
+            for kind, gate in (by_cpu, (TaskKind.GPU_UPDATE, commit), (TaskKind.STREAM_IN, commit)):
+                task = TaskId(kind, unit.index)
+                # Nothing but a load begins before its own gradient is there: an earlier commit asks
+                # no more of it.
+                if gate is None or task not in self._dag or (gate.unit >= unit.index and kind is not TaskKind.STREAM_IN):
+                    continue
+                self._edge(TaskId(TaskKind.BACKWARD, gate.unit), task, pieces=gate.pieces)
+
+    def _commit(self, commit_us: float, commit_at: CommitAt) -> _Commit | None:
+        """With which piece of the backward the step is committed; None: before any update."""
+        backward = [(u.index, self._dag.nodes[TaskId(TaskKind.BACKWARD, u.index)]["cuts"][0]) for u in reversed(self._profile.units)]
+        last, cut = backward[-1]
+        if commit_at == "backward_start":
+            if not commit_us:
+                return None
+            end_us = 0.0
+            for unit, own in backward:
+                for pieces in range(1, own.pieces + 1):
+                    end_us += own.us
+                    if end_us >= commit_us:
+                        return _Commit(unit, pieces)
+        return _Commit(last, cut.pieces)
+
+    def _one_after_the_other(self) -> None:
+        """Each stage after all of the one before it, its tasks in a row, as a lane takes them."""
+        stages = (TaskId(kind, unit.index) for kind in _WAYS[Placement.CPU] for unit in self._profile.units)
+        for before, after in itertools.pairwise(task for task in stages if task in self._dag):
+            self._edge(before, after)
+
+    def _edge(self, before: TaskId, after: TaskId, *, by_piece: bool = False, pieces: int | None = None) -> None:
+        self._dag.add_edge(before, after, by_piece=by_piece, pieces=pieces)
+
+
+def _bare(unit: UnitProfile) -> Unit:
+    return Unit(unit.index, unit.name, unit.params, (), unit.grad_bytes, param_numels=unit.param_numels, traffic=unit.traffic,
+                grain_params=unit.grain_params)
+
+
+def _task_us(unit: UnitProfile, kind: TaskKind) -> float:
+    return float(getattr(unit, f"{kind}_us"))
+
+
+def _moved_bytes(unit: UnitProfile, kind: TaskKind) -> float:
+    """Over the link, or read and written by the update where the states are."""
+    updates = kind in (TaskKind.CPU_UPDATE, TaskKind.GPU_UPDATE)
+    return unit.traffic.device_bytes(unit.params) if updates else traffic_bytes(unit, kind)
+
+
+def _staging(streamed: list[PlanRow], discipline: Discipline) -> tuple[int, int]:
+    """Parameters in a played chunk and the number of slots: those of the runtime, coarser where there
+    would be too many chunks.
+    """
+    numel = sum(row.numel for row in streamed)
+    chunk_params = max(discipline.staging_params, math.ceil(numel / _MOST_STREAMED))
+    held = discipline.staging_params * discipline.staging_slots
+    return chunk_params, max(min(_LEAST_SLOTS, discipline.staging_slots), held // chunk_params)
+
+
+def _piece_us(profile: Profile, streamed: list[PlanRow], chunk_params: int) -> float | None:
+    """Length of the pieces that computing is cut into, so that streamed updates run beside it; None
+    where nothing is streamed.
+    """
+    if not streamed:
+        return None
+    compute_us = profile.forward_us + profile.backward_us
+    chunk_us = max(chunk_params / profile.units[row.unit].params * profile.units[row.unit].stream_in_us for row in streamed)
+    return max(chunk_us, compute_us / _MOST_PIECES)
