@@ -61,7 +61,7 @@ def states(parameters: int, device: str) -> list[torch.Tensor]:
 
 def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1) -> Rate:
     """The C++ kernel with each thread on a range of its own; ctypes releases the GIL. `calls`: passes in one repeat."""
-    function = build.load(("adamw_c.cpp",)).hytrain_fx_adamw_chunk
+    function = build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk
     struct = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=False).c_struct
     per_thread = parameters // threads
     operands = [(torch.full((per_thread,), 0.01, dtype=torch.bfloat16), *states(per_thread, "cpu")) for _ in range(threads)]

@@ -51,7 +51,7 @@ class KernelUpdates:
     """AdamW on bf16 gradients and fp32 states, chunk after chunk: as one worker of the native engine does. Counts parameters."""
 
     def __init__(self, params: int) -> None:
-        self._function = build.load(("adamw_c.cpp",)).hytrain_fx_adamw_chunk
+        self._function = build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk
         self._scalars = AdamScalars.of(_GROUP, 10, decoupled=True, torch_cuda=True).c_struct
         self._states = [torch.rand(params).mul_(1e-3) for _ in range(3)]
         self._slot = torch.full((params,), 1e-3, dtype=torch.bfloat16)

@@ -52,8 +52,8 @@ SHADOW_APART_BYTES: Final = 17 * CACHE_LINE_BYTES
 CUDA_BLOCK_THREADS: Final = 256
 # Enough for a thread to take 8 at once: 16 bytes of a 16-bit array.
 CUDA_BLOCK_ELEMENTS: Final = 8 * CUDA_BLOCK_THREADS
-# The update kernels that the engine launches, numbered by `adamw_kernel` (csrc/device.h).
-ADAMW_KERNELS: Final = 6
+# The update kernels that the engine launches, numbered by `update_kernel` (csrc/device.h).
+UPDATE_KERNELS: Final = 6
 # Rows of one update launch and copies of one gather: what fits in 4 KiB of kernel parameters.
 ROWS_PER_LAUNCH: Final = 28
 PARTS_PER_GATHER: Final = 32
@@ -78,7 +78,7 @@ IN_CPP: Final = (
     "SHADOW_APART_BYTES",
     "CUDA_BLOCK_THREADS",
     "CUDA_BLOCK_ELEMENTS",
-    "ADAMW_KERNELS",
+    "UPDATE_KERNELS",
     "ROWS_PER_LAUNCH",
     "PARTS_PER_GATHER",
     "LONGEST_WAIT_S",

@@ -18,7 +18,7 @@ _ITEM_BYTES = {"float32": FP32_BYTES}  # what kernels take
 
 
 class Kernel(IntEnum):
-    """The update of a row; mirrors Kernel in csrc/native_structs.h. NONE: another optimizer's own step, of whole tensors."""
+    """The update of a row; mirrors Kernel in csrc/update_scalars.h. NONE: another optimizer's own step, of whole tensors."""
 
     NONE = -1
     ADAMW = 0

@@ -1,4 +1,4 @@
-"""The one AdamW/Adam update, op by op in torch, and the scalars that every form of it takes.
+"""The one AdamW/Adam update, op by op in torch, and the scalars that it takes.
 
 `csrc/adamw.h` states the expression. There are two forms of it, chosen by a flag, each the same bits on every device:
 
@@ -16,52 +16,20 @@ foreach=False on CUDA, which multiplies by 1 / sqrt(1 - beta2^step) instead of d
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntFlag
-from numbers import Real
 from typing import ClassVar, Final
 
 import torch
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.limits import MAX_FACTORS
-from hytrain_fx.ir.states import ADAMW
-
-
-class AdamFlag(IntFlag):
-    """Bits of `AdamScalars.flags`; mirrors AdamFlags in csrc/adam_scalars.h."""
-
-    MAXIMIZE = 1
-    AMSGRAD = 2
-    L2 = 4
-    LERP_FROM_END = 8
-    TORCH_CUDA = 16
-    WIDE_FACTORS = 32
-
-
-class AdamScalarsStruct(ctypes.Structure):
-    """AdamScalars as C++ and CUDA take it, 64 bytes; mirrors csrc/adam_scalars.h."""
-
-    _fields_ = (
-        ("decay", ctypes.c_float),
-        ("l2", ctypes.c_float),
-        ("lerp", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("neg_step_size", ctypes.c_float),
-        ("bias2_sqrt", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("flags", ctypes.c_uint32),
-        ("factor_count", ctypes.c_uint32),
-        ("factors", ctypes.c_float * MAX_FACTORS),
-        ("reserved", ctypes.c_uint32 * 2),
-    )
+from hytrain_fx.ir.states import ADAMW, Kernel
+from hytrain_fx.runtime.scalars import UpdateFlag, UpdateScalars, f32, number, pair, read_gradient
 
 
 @dataclass(frozen=True, slots=True)
-class AdamScalars:
+class AdamScalars(UpdateScalars):
     """What one step of Adam/AdamW multiplies, adds and divides by. Every float holds a binary32 value.
 
     decay            1 - lr * weight_decay (AdamW), or 1
@@ -69,11 +37,9 @@ class AdamScalars:
     lerp             1 - beta1, or that minus 1 with LERP_FROM_END
     neg_step_size    -lr / (1 - beta1^step)
     bias2_sqrt       sqrt(1 - beta2^step)
-    factors          multiplications of the gradient, in order, at most MAX_FACTORS; each rounded to the gradient's dtype, with WIDE_FACTORS
-                     to binary32
     """
 
-    CStruct: ClassVar[type[AdamScalarsStruct]] = AdamScalarsStruct
+    kernel: ClassVar[Kernel] = Kernel.ADAMW
 
     decay: float
     l2: float
@@ -83,15 +49,12 @@ class AdamScalars:
     neg_step_size: float
     bias2_sqrt: float
     eps: float
-    flags: int
-    factors: tuple[float, ...] = ()
 
-    @property
-    def c_struct(self) -> AdamScalarsStruct:
-        """A new ctypes structure with these values."""
-        moments = (self.lerp, self.beta2, self.one_minus_beta2)
-        step = (self.neg_step_size, self.bias2_sqrt, self.eps)
-        return AdamScalarsStruct(self.decay, self.l2, *moments, *step, self.flags, len(self.factors), self.factors)
+    def update_(
+        self, grad: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor], out: torch.Tensor | None = None
+    ) -> None:
+        """`adamw_`."""
+        adamw_(grad, master, states, self, out)
 
     @classmethod
     def of(
@@ -105,8 +68,8 @@ class AdamScalars:
         `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises UnsupportedError for hyper-parameters that are
         missing or not numbers, a beta1 outside [0, 1) or more than MAX_FACTORS factors.
         """
-        lr, eps, weight_decay = (_number(_option(group, key), key) for key in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = (_number(beta, "betas") for beta in _pair(_option(group, "betas")))
+        lr, eps, weight_decay = (number(group, key) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = pair(group, "betas")
         if not 0.0 <= beta1 < 1.0:
             raise UnsupportedError(f"beta1 is {beta1}; Adam needs 0 <= beta1 < 1")
         if len(factors) > MAX_FACTORS:
@@ -122,27 +85,27 @@ class AdamScalars:
         cls, group: Mapping[str, object], step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
         decoupled: bool, torch_cuda: bool, factors: tuple[float, ...],
     ) -> AdamScalars:
-        lerp = _f32(1 - beta1)
+        lerp = f32(1 - beta1)
         from_end = lerp >= 0.5
         l2 = weight_decay != 0 and not decoupled
         switches = (
-            (AdamFlag.MAXIMIZE, group.get("maximize")),
-            (AdamFlag.AMSGRAD, group.get("amsgrad")),
-            (AdamFlag.L2, l2),
-            (AdamFlag.LERP_FROM_END, from_end),
-            (AdamFlag.TORCH_CUDA, torch_cuda),
+            (UpdateFlag.MAXIMIZE, group.get("maximize")),
+            (UpdateFlag.AMSGRAD, group.get("amsgrad")),
+            (UpdateFlag.L2, l2),
+            (UpdateFlag.LERP_FROM_END, from_end),
+            (UpdateFlag.TORCH_CUDA, torch_cuda),
         )
         return cls(
-            decay=_f32(1 - lr * weight_decay) if weight_decay != 0 and decoupled else 1.0,
-            l2=_f32(weight_decay) if l2 else 0.0,
+            decay=f32(1 - lr * weight_decay) if weight_decay != 0 and decoupled else 1.0,
+            l2=f32(weight_decay) if l2 else 0.0,
             lerp=lerp - 1.0 if from_end else lerp,  # exact
-            beta2=_f32(beta2),
-            one_minus_beta2=_f32(1 - beta2),
-            neg_step_size=_f32(-(lr / (1 - beta1**step))),
-            bias2_sqrt=_f32((1 - beta2**step) ** 0.5),
-            eps=_f32(eps),
+            beta2=f32(beta2),
+            one_minus_beta2=f32(1 - beta2),
+            neg_step_size=f32(-(lr / (1 - beta1**step))),
+            bias2_sqrt=f32((1 - beta2**step) ** 0.5),
+            eps=f32(eps),
             flags=sum(int(flag) for flag, on in switches if on),
-            factors=tuple(_f32(factor) for factor in factors),
+            factors=tuple(f32(factor) for factor in factors),
         )
 
 
@@ -176,21 +139,21 @@ def _adamw_block(
     scalars: AdamScalars,
     out: torch.Tensor | None,
 ) -> None:
-    (m, v, *largest), s, flags = states, scalars, AdamFlag(scalars.flags)
-    g = _read_gradient(grad, s)
+    (m, v, *largest), s, flags = states, scalars, UpdateFlag(scalars.flags)
+    g = read_gradient(grad, s)
     master.mul_(s.decay)
-    if AdamFlag.L2 in flags:
+    if UpdateFlag.L2 in flags:
         g = fma(_like(s.l2, g), master, g)
-    m.copy_(fma(_like(s.lerp, g), g - m, g if AdamFlag.LERP_FROM_END in flags else m))
-    first, second = (s.one_minus_beta2, g * g) if AdamFlag.TORCH_CUDA in flags else (g * s.one_minus_beta2, g)
+    m.copy_(fma(_like(s.lerp, g), g - m, g if UpdateFlag.LERP_FROM_END in flags else m))
+    first, second = (s.one_minus_beta2, g * g) if UpdateFlag.TORCH_CUDA in flags else (g * s.one_minus_beta2, g)
     v.copy_(fma(_like(first, g), second, v * s.beta2))
     used = v
-    if AdamFlag.AMSGRAD in flags:
+    if UpdateFlag.AMSGRAD in flags:
         if not largest:
             raise ValueError(f"AMSGRAD is set but there is no third state; pass that of {ADAMW.names[2]}")
         used = torch.maximum(largest[0], v, out=largest[0])
     denominator = square_root(used).div_(_like(s.bias2_sqrt, g)).add_(s.eps)
-    if AdamFlag.TORCH_CUDA in flags:
+    if UpdateFlag.TORCH_CUDA in flags:
         master.copy_(fma(_like(s.neg_step_size, g), m / denominator, master))
     else:
         master.add_((m * s.neg_step_size).div_(denominator))
@@ -220,40 +183,6 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
     return x.double().sqrt_().float()
 
 
-def _read_gradient(grad: torch.Tensor, s: AdamScalars) -> torch.Tensor:
-    g = grad.float() if s.flags & AdamFlag.WIDE_FACTORS else grad
-    for factor in s.factors:
-        g = (g.float() * factor).to(g.dtype)
-    g = g.float()
-    return -g if s.flags & AdamFlag.MAXIMIZE else g
-
-
 def _like(value: float | torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """A 0-dim tensor on the device: CUDA divides by a host scalar through its reciprocal."""
     return value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float32, device=tensor.device)
-
-
-def _option(group: Mapping[str, object], key: str) -> object:
-    if key not in group:
-        raise UnsupportedError(f"a parameter group has no {key!r}, only {sorted(group)}; write it back: group[{key!r}] = ...")
-    return group[key]
-
-
-def _number(value: object, key: str) -> float:
-    """As the group has it: a float of numpy computes in its own precision, as it does in torch's step."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value.item())
-    if isinstance(value, Real):
-        return value  # type: ignore[return-value]
-    raise UnsupportedError(f"{key} of a parameter group is {value!r}: expected a number or a tensor of one element")
-
-
-def _pair(value: object) -> tuple[object, object]:
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return value[0], value[1]
-    raise UnsupportedError(f"betas of a parameter group is {value!r}: expected a pair of numbers")
-
-
-def _f32(value: float) -> float:
-    """Nearest binary32, as a Python float."""
-    return ctypes.c_float(value).value

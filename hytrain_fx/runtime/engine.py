@@ -19,8 +19,8 @@ import torch
 from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.states import StateTable
-from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.own_states import OwnStates
+from hytrain_fx.runtime.scalars import UpdateScalars
 
 _STAGING_ALIGN_PARAMS = 64
 
@@ -95,7 +95,7 @@ class CommitItem:
     """
 
     row: int
-    scalars: AdamScalars
+    scalars: UpdateScalars
     grad: torch.Tensor | None = None
     at_end: bool = False
     factors: tuple[float | torch.Tensor, ...] = field(default=())

@@ -12,8 +12,9 @@ import torch
 
 from hytrain_fx.ir.states import ADAMW, StateTable
 from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.scalars import UpdateScalars
 
-ScalarsOf = Callable[[Mapping[str, object], float, bool], AdamScalars]
+ScalarsOf = Callable[[Mapping[str, object], float, bool], UpdateScalars]
 """From a group's options, the number of the step (1 for the first), and whether in the form of torch's CUDA kernels."""
 
 

@@ -21,8 +21,9 @@ from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
-from hytrain_fx.runtime.arithmetic import AT_REST, AdamScalars
+from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem
+from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import ScalarsOf
@@ -75,7 +76,7 @@ class CommitBuilder:
         row_of, states, steps = self._table.row_of, self._states, self.steps
         self._cut_grads = {}
         for group in groups:
-            by_step: dict[int, AdamScalars] = {}  # rows of a group usually agree
+            by_step: dict[int, UpdateScalars] = {}  # rows of a group usually agree
             for parameter in group["params"]:
                 grad = get_grad(parameter)
                 if grad is None:
@@ -123,7 +124,7 @@ class CommitBuilder:
         return {row_of[id(parameter)]: group for group in groups for parameter in group["params"] if id(parameter) in row_of}
 
     def foreseen(
-        self, rows: Iterable[int], group_of: Mapping[int, Mapping[str, Any]], known: dict[tuple[int, int], AdamScalars]
+        self, rows: Iterable[int], group_of: Mapping[int, Mapping[str, Any]], known: dict[tuple[int, int], UpdateScalars]
     ) -> list[CommitItem]:
         """Items as `build` would make them now for these rows, whose gradients are in their slots, but for factors. Nothing is counted.
 
@@ -146,7 +147,7 @@ class CommitBuilder:
             items.append(CommitItem(row, known[key]))
         return items
 
-    def _scalars(self, group: Mapping[str, Any], step: int) -> AdamScalars:
+    def _scalars(self, group: Mapping[str, Any], step: int) -> UpdateScalars:
         return self._scalars_of(group, step, self._table.device.type == "cuda")
 
     def _row(self, parameter: torch.Tensor) -> int:
@@ -155,7 +156,7 @@ class CommitBuilder:
             raise _unmanaged(parameter)
         return row
 
-    def _item(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> CommitItem:
+    def _item(self, row: int, grad: torch.Tensor, numbers: UpdateScalars, touched: bool) -> CommitItem:
         if isinstance(grad, GradStandIn):
             if is_in_slot(grad) and self._states.gradient_leaves(row):
                 return CommitItem(row, numbers, None, touched, grad.factors)

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, Engine
+from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.session.commit import CommitBuilder
 
 Speculate = bool | Literal["auto"]
@@ -54,8 +54,8 @@ class Foresight:
         self._groups = groups
         self._generation = generation
         self._group_of = builder.groups_by_row(groups)
-        self._sent: dict[int, tuple[int, AdamScalars]] = {}  # since the last step, by row: generation and guess
-        self._numbers: dict[tuple[int, int], AdamScalars] = {}  # guessed since the last step, by group and count of steps
+        self._sent: dict[int, tuple[int, UpdateScalars]] = {}  # since the last step, by row: generation and guess
+        self._numbers: dict[tuple[int, int], UpdateScalars] = {}  # guessed since the last step, by group and count of steps
         self._alike = 0  # last steps that were, or would have been, guessed right
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone

@@ -36,12 +36,12 @@ class Operands:
 
 
 def kernel_(operands: Operands, scalars: AdamScalars, library: ctypes.CDLL | None = None) -> None:
-    o, lib = operands, library or build.load(("adamw_c.cpp",))
+    o, lib = operands, library or build.load(("kernels_c.cpp",))
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, o.master, o.m, o.v, o.vmax, o.out)]
     grad, master, m, v, vmax, out = pointers
     code, out_code = DTYPE_CODES[o.grad.dtype], 0 if o.out is None else DTYPE_CODES[o.out.dtype]
     n = ctypes.c_int64(o.master.numel())
-    assert lib.hytrain_fx_adamw_chunk(grad, code, master, m, v, vmax, out, out_code, n, ctypes.byref(scalars.c_struct)) == 0
+    assert lib.hytrain_fx_update_chunk(grad, code, master, m, v, vmax, out, out_code, n, ctypes.byref(scalars.c_struct)) == 0
 
 
 def op_by_op_(operands: Operands, scalars: AdamScalars) -> None:

@@ -1,4 +1,4 @@
-"""Rows of one launch of csrc/adamw.cu, as its kernels take them."""
+"""Rows of one launch of csrc/update_rows.cu, as its kernels take them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 
 import torch
 
-from hytrain_fx.runtime.arithmetic import AdamScalars, AdamScalarsStruct
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.scalars import ScalarsStruct
 
 from .adamw_operands import Operands
 
@@ -14,10 +15,11 @@ MARK = 7
 
 
 class Row(ctypes.Structure):
-    """hytrain_fx::Row of adamw.cu."""
+    """hytrain_fx::Row of update_rows.cu."""
 
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("grad", "master", "m", "v", "vmax", "out")), ("n", ctypes.c_longlong),
-                ("scalars", AdamScalarsStruct), ("nonfinite", ctypes.c_void_p), ("mark", ctypes.c_int), ("skip", ctypes.c_void_p))
+    _fields_ = (("grad", ctypes.c_void_p), ("master", ctypes.c_void_p), ("states", ctypes.c_void_p * 3), ("out", ctypes.c_void_p),
+                ("n", ctypes.c_longlong),
+                ("scalars", ScalarsStruct), ("nonfinite", ctypes.c_void_p), ("mark", ctypes.c_int), ("skip", ctypes.c_void_p))
 
 
 def row_of(o: Operands, scalars: AdamScalars, low: torch.Tensor | None, nonfinite: torch.Tensor, skip: torch.Tensor | None = None) -> Row:
@@ -28,5 +30,6 @@ def row_of(o: Operands, scalars: AdamScalars, low: torch.Tensor | None, nonfinit
     skip       fp32; where it is not zero the row stays as it is
     """
     master = o.master if low is None else low
-    at = [None if t is None else t.data_ptr() for t in (o.grad, master, o.m, o.v, o.vmax, o.out)]
-    return Row(*at, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, None if skip is None else skip.data_ptr())
+    states = (ctypes.c_void_p * 3)(*(state.data_ptr() for state in o.states))
+    out = None if o.out is None else o.out.data_ptr()
+    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, None if skip is None else skip.data_ptr())

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, AdamScalarsStruct, fma, square_root
+from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateFlag
 
 from .adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 
@@ -46,7 +47,7 @@ def any_scalars(draw: st.DrawFn) -> AdamScalars:
     }
     decoupled, torch_cuda, step, factors = draw(st.booleans()), draw(st.booleans()), draw(st.integers(1, 20_000)), draw(FACTORS)
     scalars = AdamScalars.of(group, step, decoupled=decoupled, torch_cuda=torch_cuda, factors=factors)
-    return replace(scalars, flags=scalars.flags | (AdamFlag.WIDE_FACTORS if draw(st.booleans()) else 0))
+    return replace(scalars, flags=scalars.flags | (UpdateFlag.WIDE_FACTORS if draw(st.booleans()) else 0))
 
 
 @settings(deadline=None, max_examples=150)
@@ -187,7 +188,7 @@ def test_chunks_do_not_show(n: int, cut: int, dtype: torch.dtype, torch_cuda: bo
 def test_instruction_set_does_not_show(variant: str, torch_cuda: bool) -> None:
     """AVX2 and scalar builds give the bits of the native build, through all 65536 values of either 16-bit gradient format."""
     flags = tuple(flag for flag in build.FLAGS if flag != "-march=native") + VARIANTS[variant]
-    other = build.load(("adamw_c.cpp",), flags=flags)
+    other = build.load(("kernels_c.cpp",), flags=flags)
     every16 = torch.arange(65536).to(torch.int16)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for kind in ("normal", "denormal", "bits"):
@@ -215,7 +216,7 @@ def test_weight_rounds_as_torch(dtype: torch.dtype, variant: str) -> None:
     n = master.numel()
     o = Operands(torch.zeros(n), master.clone(), torch.zeros(n), torch.ones(n), None, torch.empty(n, dtype=dtype))
     unchanged = AdamScalars.of(GROUP | {"lr": 0.0, "weight_decay": 0.0}, 1, decoupled=True, torch_cuda=False)
-    kernel_(o, unchanged, build.load(("adamw_c.cpp",), flags=flags))
+    kernel_(o, unchanged, build.load(("kernels_c.cpp",), flags=flags))
     assert o.out is not None
     assert different_bits(o.out, master.to(dtype)) == 0
 
@@ -236,7 +237,7 @@ def test_factors_are_mul_(dtype: torch.dtype) -> None:
 def test_wide_factors_are_those_of_the_widened_gradient(dtype: torch.dtype) -> None:
     """With WIDE_FACTORS a 16-bit gradient gives what its fp32 form gives, every factor in fp32; without it factors round to 16 bits."""
     scalars = AdamScalars.of(GROUP, 3, decoupled=True, torch_cuda=False, factors=(1 / 3, 0.7))
-    wide = replace(scalars, flags=scalars.flags | AdamFlag.WIDE_FACTORS)
+    wide = replace(scalars, flags=scalars.flags | UpdateFlag.WIDE_FACTORS)
     narrow = operands(5000, 9, "normal", dtype)
     widened, rounded = narrow.clone(), narrow.clone()
     widened.grad = narrow.grad.float()
@@ -276,7 +277,7 @@ def test_struct_layout() -> None:
     """The structure handed to C++ is 64 bytes and carries every value."""
     scalars = AdamScalars.of(GROUP | {"amsgrad": True}, 3, decoupled=False, torch_cuda=True, factors=(2.0, 0.5))
     struct = scalars.c_struct
-    assert ctypes.sizeof(AdamScalarsStruct) == 64
+    assert ctypes.sizeof(ScalarsStruct) == 64
     assert (struct.factor_count, list(struct.factors)) == (2, [2.0, 0.5, 0.0, 0.0])
     assert (struct.flags, struct.l2, struct.decay) == (scalars.flags, ctypes.c_float(0.01).value, 1.0)
     assert all(getattr(struct, name) == getattr(scalars, name) for name in ("lerp", "beta2", "neg_step_size", "bias2_sqrt", "eps"))

@@ -74,7 +74,7 @@ package = types.ModuleType("hytrain_fx")  # without its __init__, which imports 
 package.__path__ = [sys.argv[1]]
 sys.modules["hytrain_fx"] = package
 from hytrain_fx.runtime.native import build
-print(build.load(("adamw_c.cpp",)).hytrain_fx_adamw_chunk is not None)
+print(build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk is not None)
 """
 
 
@@ -157,23 +157,23 @@ def test_publish_is_whole(tmp_path: Path) -> None:
 
 
 KERNELS = """
-#include "adamw_beside.h"
+#include "update_beside.h"
 using namespace hytrain_fx;
-void whole(const void* grad, float* master, float* m, float* v, void* out, int64_t n, const AdamScalars& scalars) {
-  adamw_chunk(grad, Dtype::kBF16, master, m, v, nullptr, out, Dtype::kBF16, n, scalars);
+void whole(const void* grad, float* master, const States& states, void* out, int64_t n, const UpdateScalars& scalars) {
+  update_chunk(grad, Dtype::kBF16, master, states, out, Dtype::kBF16, n, scalars);
 }
-void halves(const void* grad, uint16_t* high, uint16_t* low, float* m, float* v, int64_t n, const AdamScalars& scalars) {
-  split_adamw_chunk(grad, Dtype::kBF16, high, low, m, v, nullptr, n, scalars);
+void halves(const void* grad, uint16_t* high, uint16_t* low, const States& states, int64_t n, const UpdateScalars& scalars) {
+  update_split_chunk(grad, Dtype::kBF16, high, low, states, n, scalars);
 }
 void beside(const void* grad, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
-            const AdamScalars& scalars) {
-  adamw_beside(grad, Dtype::kBF16, master, kept, from, to, n, scalars);
+            const UpdateScalars& scalars) {
+  update_beside(grad, Dtype::kBF16, master, kept, from, to, n, scalars);
 }
 """
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's instructions")
-@pytest.mark.parametrize("kernel", ["adamw_chunk", "split_adamw_chunk", "adamw_beside"])
+@pytest.mark.parametrize("kernel", ["update_chunk", "update_split_chunk", "update_beside"])
 def test_the_kernels_fetch_ahead(kernel: str, tmp_path: Path) -> None:
     """Prefetches are in what the compiler makes of each kernel: GCC drops calls of functions that do nothing else."""
     source, text = tmp_path / "kernels.cpp", tmp_path / "kernels.s"
@@ -187,7 +187,7 @@ LIMITS = """#include <initializer_list>
 using namespace hytrain_fx;
 extern "C" void limits(double* out) {
   for (double value : {double(kChunk), double(kGranule), double(kLeastGuessed), double(kMaxFactors), double(kCacheLineBytes),
-                       double(kShadowApartBytes), double(kBlockThreads), double(kBlockElements), double(kAdamwKernels),
+                       double(kShadowApartBytes), double(kBlockThreads), double(kBlockElements), double(kUpdateKernels),
                        double(kRowsPerLaunch), double(kPartsPerGather), double(kLongestWaitS)}) *out++ = value;
 }
 """

@@ -1,4 +1,4 @@
-"""csrc/adamw.cu, compiled as C++ and run thread by thread (tests/native/adamw_cu_on_cpu.cpp): the bits of the CPU kernel, no GPU needed.
+"""csrc/update_rows.cu, compiled as C++ and run thread by thread: the bits of the CPU kernel, no GPU needed.
 
 tests/gpu has the same on a GPU, with its own roundings and launches.
 """
@@ -17,17 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.ir.limits import CUDA_BLOCK_THREADS
-from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
+from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.scalars import UpdateFlag
 from hytrain_fx.runtime.states.split_master import split
 
 from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
 from .adamw_rows import MARK, Row, row_of
 from .test_split_master import split_kernel_
 
-SOURCE = Path(__file__).parents[1] / "native" / "adamw_cu_on_cpu.cpp"
+SOURCE = Path(__file__).parents[1] / "native" / "update_rows_on_cpu.cpp"
 F32, BF16 = torch.float32, torch.bfloat16
-# As cuda_adamw.functions() lists them: the gradient's dtype, the weight's, masters in halves.
+# As cuda_updates.functions() lists them: the gradient's dtype, the weight's, masters in halves.
 KERNELS = {0: (F32, F32, False), 1: (BF16, BF16, False), 3: (BF16, BF16, True), 4: (F32, BF16, False), 5: (F32, BF16, True)}
 
 Run = Callable[..., None]
@@ -84,7 +85,7 @@ def test_rows_have_the_bits_of_the_cpu_kernel(
     """
     group = GROUP | {"amsgrad": amsgrad, "maximize": maximize} | ({"lr": 0.0} if stands_still else {})
     scalars = AdamScalars.of(group, 3, decoupled=True, torch_cuda=torch_cuda, factors=factors)
-    scalars = replace(scalars, flags=scalars.flags | (AdamFlag.WIDE_FACTORS if wide else 0))
+    scalars = replace(scalars, flags=scalars.flags | (UpdateFlag.WIDE_FACTORS if wide else 0))
     in_halves = KERNELS[kernel][2]
     rows, checks = [], []
     for i, (n, start) in enumerate(sizes):

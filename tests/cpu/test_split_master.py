@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.ir.states import ADAMW_DEFAULT
-from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars
+from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.scalars import UpdateFlag
 from hytrain_fx.runtime.states.split_master import copy_states, join, split, whole_states
 
 from .adamw_operands import DTYPE_CODES, GROUP, Operands, different_bits, kernel_, operands
@@ -29,9 +30,9 @@ def floats_of(bits: list[int]) -> torch.Tensor:
 
 def split_kernel_(o: Operands, high: torch.Tensor, low: torch.Tensor, scalars: AdamScalars, flags: tuple[str, ...] = build.FLAGS) -> None:
     grad, *pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, high, low, o.m, o.v, o.vmax)]
-    library = build.load(("adamw_c.cpp",), flags=flags)
+    library = build.load(("kernels_c.cpp",), flags=flags)
     n = ctypes.c_int64(high.numel())
-    library.hytrain_fx_split_adamw_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, n, ctypes.byref(scalars.c_struct))
+    library.hytrain_fx_update_split_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, n, ctypes.byref(scalars.c_struct))
 
 
 @settings(deadline=None, max_examples=300)
@@ -75,7 +76,7 @@ def test_the_update_is_that_of_whole_masters(
     rates = {"weight_decay": 0.0 if seed % 2 else 0.1, "lr": 0.0 if seed % 3 == 0 else 1e-3}
     group = GROUP | rates | {"amsgrad": amsgrad, "maximize": maximize}
     scalars = AdamScalars.of(group, 3, decoupled=True, torch_cuda=torch_cuda, factors=factors)
-    scalars = replace(scalars, flags=scalars.flags | (AdamFlag.WIDE_FACTORS if wide else 0))
+    scalars = replace(scalars, flags=scalars.flags | (UpdateFlag.WIDE_FACTORS if wide else 0))
     whole = operands(n, seed, kind, grad_dtype, torch.bfloat16)
     whole = replace(whole, v=whole.v.abs(), vmax=(torch.zeros(n) if whole.vmax is None else whole.vmax.abs()) if amsgrad else None)
     bits = whole.master.view(torch.int32)

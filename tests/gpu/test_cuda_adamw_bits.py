@@ -13,7 +13,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CUDA_BLOCK_ELEMENTS, CUDA_BLOCK_THREADS
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
-from hytrain_fx.runtime.native import build, cuda_adamw, cuda_module
+from hytrain_fx.runtime.native import build, cuda_module, cuda_updates
 
 from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 from ..cpu.adamw_rows import Row, row_of
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda", 0)
 LENGTHS = (1, 7, 8, 9, 2047, 2048, 2049, 100_003)
 KINDS = ("normal", "wide", "denormal", "bits")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS = 28  # kRows of adamw.cu
+ROWS = 28  # kRows of update_rows.cu
 FORMS = {  # by the dtypes of gradient and weight
     (torch.float32, torch.float32): "f32",
     (torch.bfloat16, torch.bfloat16): "bf16",
@@ -55,7 +55,7 @@ def cuda_kernel_(o: Operands, scalars: AdamScalars) -> None:
     """One row in one launch on torch's current stream, as csrc/cuda_device.cpp launches it."""
     driver = cuda_module.binding("driver")
     form = FORMS[o.grad.dtype, o.grad.dtype if o.out is None else o.out.dtype]
-    kernel = cuda_module.function(DEVICE.index, cuda_adamw.SOURCE, f"adamw_rows_{form}")
+    kernel = cuda_module.function(DEVICE.index, cuda_updates.SOURCE, f"adamw_rows_{form}")
     nonfinite = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rows = (Row * ROWS)(row_of(o, scalars, None, nonfinite))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(rows))
@@ -235,8 +235,8 @@ def test_launch_follows_the_current_stream() -> None:
 
 def test_handles_are_stable() -> None:
     """Asking again gives the same handles, one for each form of the kernel, each a pointer that C++ can launch."""
-    handles = cuda_adamw.functions(0)
-    assert handles == cuda_adamw.functions(0)
+    handles = cuda_updates.functions(0)
+    assert handles == cuda_updates.functions(0)
     assert len(set(handles)) == len(handles)
     assert all(handles)
 
@@ -244,15 +244,15 @@ def test_handles_are_stable() -> None:
 def test_cubin_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVRTC compiles an architecture once; the second time the bytes come from the file."""
     monkeypatch.setenv("HYTRAIN_FX_CACHE", str(tmp_path))
-    first = cuda_module.cubin("adamw.cu", "sm_90")
+    first = cuda_module.cubin("update_rows.cu", "sm_90")
     (stored,) = tmp_path.iterdir()
     assert stored.read_bytes() == first
     build.publish(b"stored", stored)
-    assert cuda_module.cubin("adamw.cu", "sm_90") == b"stored"
+    assert cuda_module.cubin("update_rows.cu", "sm_90") == b"stored"
 
 
 def test_unknown_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An architecture that NVRTC does not know is an EngineError with its log."""
     monkeypatch.setenv("HYTRAIN_FX_CACHE", str(tmp_path))
     with pytest.raises(EngineError, match=r"(?s)NVRTC failed.*sm_12.*architecture"):
-        cuda_module.cubin("adamw.cu", "sm_12")
+        cuda_module.cubin("update_rows.cu", "sm_12")

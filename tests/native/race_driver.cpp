@@ -4,7 +4,7 @@
 // that begin before their commit on right and wrong guesses, gradients dropped, made anew and brought back a unit ahead, rows that move, records taken.
 // The compute stream is the thread that launches, or a queue behind which that thread runs ahead.
 // A second thread settles and drains rows and asks for figures all the while, as loggers, checkpoints and forks do.
-// What the engine makes of it is compared, bit for bit, with adamw_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
+// What the engine makes of it is compared, bit for bit, with update_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
 //
 //     race_driver STEPS SEED
 #include <cstdio>
@@ -297,7 +297,7 @@ class Run {
       compute([last] {});
       row.kept = std::vector<char>(row.where == kHost ? 0 : row.grad.size(), 2);
       if (row.where != kHost) item.grad = row.kept.data();
-      AdamScalars& s = item.scalars;
+      UpdateScalars& s = item.scalars;
       s.decay = 0.999f;
       s.lerp = 0.1f;
       s.beta2 = 0.95f;
@@ -494,12 +494,12 @@ class Run {
 
   void update(const CommitItem& item, bool scaled) {
     TrainedRow& row = rows_[item.row];
-    AdamScalars scalars = item.scalars;
+    UpdateScalars scalars = item.scalars;
     scalars.factor_count = scaled ? 1 : 0;
     scalars.factors[0] = clip_;
     if (row.copied) scalars.flags |= kWideFactors;
     Reference& r = row.reference;
-    adamw_chunk(row.grad.data(), row.grad_dtype, r.master.data(), r.m.data(), r.v.data(), nullptr, nullptr, row.dtype, row.n, scalars);
+    update_chunk(row.grad.data(), row.grad_dtype, r.master.data(), {{r.m.data(), r.v.data(), nullptr}}, nullptr, row.dtype, row.n, scalars);
     ++row.steps;
   }
 
@@ -586,8 +586,8 @@ class Run {
     if (row.split() && row.where == kStreamed && !row.sends_weight) std::memcpy(high.data(), row.weight.data(), row.weight.size());
     if (row.split()) detail::join_master(high.data(), row.low.data(), row.v.data(), master.data(), v.data(), row.n);
     if (!(row.where == kDevice && row.dtype == Dtype::kF32)) compare(master, r.master, "a master");
-    compare(row.m, r.m, "exp_avg");
-    compare(v, r.v, "exp_avg_sq");
+    compare(row.m, r.m, "m");
+    compare(v, r.v, "v");
   }
 
   template <class T>

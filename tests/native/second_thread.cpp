@@ -113,10 +113,10 @@ int commits() {
     check(hytrain_factor_slots(of.engine, &slots));
     const void* sources[] = {&clip};
     check(hytrain_commit(of.engine, &of.item, 1, sources, 1, -1, nullptr));
-    AdamScalars scalars = of.item.scalars;
+    UpdateScalars scalars = of.item.scalars;
     scalars.factor_count = 1;
     scalars.factors[0] = clip;
-    adamw_chunk(of.grad.data(), Dtype::kF32, master.data(), m.data(), v.data(), nullptr, nullptr, Dtype::kF32, kSize, scalars);
+    update_chunk(of.grad.data(), Dtype::kF32, master.data(), {{m.data(), v.data(), nullptr}}, nullptr, Dtype::kF32, kSize, scalars);
   }
   ended = true;
   other.join();

@@ -70,11 +70,10 @@ class CpuDevice : public Device {
         if (u.skip && *u.skip != 0.0f) continue;
         if (!all_finite(u.grad, u.dtype, u.numel)) __atomic_store_n(u.nonfinite.at, u.nonfinite.mark, __ATOMIC_RELAXED);
         if (u.low) {
-          split_adamw_chunk(u.grad, u.dtype, static_cast<uint16_t*>(u.out), u.low, u.exp_avg, u.exp_avg_sq,
-                            u.max_exp_avg_sq, u.numel, u.scalars);
+          update_split_chunk(u.grad, u.dtype, static_cast<uint16_t*>(u.out), u.low, u.states, u.numel, u.scalars);
           continue;
         }
-        adamw_chunk(u.grad, u.dtype, u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out, u.out_dtype, u.numel, u.scalars);
+        update_chunk(u.grad, u.dtype, u.master, u.states, u.out, u.out_dtype, u.numel, u.scalars);
       }
     });
   }

@@ -206,9 +206,9 @@ CUdeviceptr address(const void* pointer) { return reinterpret_cast<CUdeviceptr>(
 
 class CudaDevice : public Device {
  public:
-  CudaDevice(int ordinal, void* const* adamw_functions, void* gather_function)
+  CudaDevice(int ordinal, void* const* update_functions, void* gather_function)
       : ordinal_(ordinal), shared_(std::make_shared<CudaShared>()), gather_(gather_function) {
-    std::copy(adamw_functions, adamw_functions + adamw_.size(), adamw_.begin());
+    std::copy(update_functions, update_functions + updates_.size(), updates_.begin());
     const Driver& d = shared_->driver;
     d.check(d.init(0), "initialise the driver");
     d.check(d.retain(&shared_->context, ordinal), "retain the primary context");
@@ -305,18 +305,19 @@ class CudaDevice : public Device {
   // No work is on it, so that its events are reached at once: of a priority of its own, since streams of one share a few queues to the device,
   // and a full queue of the compute stream's would hold it up.
   CUstream clock_stream_ = nullptr;
-  std::array<CUfunction, kAdamwKernels> adamw_{};  // as adamw_kernel numbers them
+  std::array<CUfunction, kUpdateKernels> updates_{};  // as update_kernel numbers them
   CUfunction gather_;
 };
 
-// Parameters and launch shape as adamw.cu lists them. DeviceUpdate is laid out otherwise than the kernel's Row.
+// Parameters and launch shape as update_rows.cu lists them. DeviceUpdate is laid out otherwise than the kernel's Row.
 void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
   struct Row {
     const void* grad;
-    float *master, *m, *v, *vmax;
+    float* master;
+    States states;
     void* out;
     long long n;
-    AdamScalars scalars;
+    UpdateScalars scalars;
     NonFinite nonfinite;
     const float* skip;
   };
@@ -327,16 +328,16 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
-      packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.exp_avg, u.exp_avg_sq, u.max_exp_avg_sq, u.out,
-                   u.numel, u.scalars, u.nonfinite, u.skip};
+      packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.states, u.out, u.numel,
+                    u.scalars, u.nonfinite, u.skip};
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};
     const long long blocks = std::min(kUpdateBlocks, (largest + kBlockElements - 1) / kBlockElements);
     const Driver& d = shared_->driver;
-    d.check(d.launch(adamw_[adamw_kernel(rows[first])], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kBlockThreads, 1, 1,
+    d.check(d.launch(updates_[update_kernel(rows[first])], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kBlockThreads, 1, 1,
                      0, stream(lane), parameters, nullptr),
-            "launch the AdamW kernel");
+            "launch an update kernel");
   }
 }
 
@@ -368,8 +369,8 @@ void CudaDevice::gather(void* stream, const std::vector<DeviceCopy>& copies) {
 
 }  // namespace
 
-std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions, void* gather_function) {
-  return std::make_unique<CudaDevice>(ordinal, adamw_functions, gather_function);
+std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* update_functions, void* gather_function) {
+  return std::make_unique<CudaDevice>(ordinal, update_functions, gather_function);
 }
 
 }  // namespace hytrain_fx

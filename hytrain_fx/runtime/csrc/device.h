@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "split_adamw.h"
+#include "split_chunk.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -93,19 +93,17 @@ struct NonFinite {
   int32_t mark;
 };
 
-// Operands of one AdamW update whose states rest on the device.
+// Operands of one update whose states rest on the device.
 struct DeviceUpdate {
   const void* grad;
   Dtype dtype;            // of the gradient
   Dtype out_dtype;        // of the weight: the gradient's, or bf16 where that is fp32
   float* master;          // null where it rests in two halves: `out`, which is read too, and `low`
   uint16_t* low;
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;  // null without amsgrad
+  States states;
   void* out;              // the new weight; null where `master` is the weight
   int64_t numel;
-  AdamScalars scalars;
+  UpdateScalars scalars;
   NonFinite nonfinite;
   const float* skip;  // on the device, read when the update runs: not zero, and nothing is updated; null: it always is
 };
@@ -140,12 +138,12 @@ class Device {
 };
 
 std::unique_ptr<Device> make_cpu_device();
-// CUfunction handles of the compiled kernels: `adamw_functions` as `adamw_kernel` numbers them (adamw.cu); `gather_function` (gather.cu).
-inline int adamw_kernel(const DeviceUpdate& update) {  // by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
+// CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them (update_rows.cu); `gather_function` (gather.cu).
+inline int update_kernel(const DeviceUpdate& update) {  // by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
   const bool mixed = update.dtype != update.out_dtype;
   if (update.low) return mixed ? 5 : 3;
   return mixed ? 4 : static_cast<int>(update.dtype);
 }
-std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* adamw_functions, void* gather_function);
+std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* update_functions, void* gather_function);
 
 }  // namespace hytrain_fx

@@ -55,9 +55,9 @@ void DeviceUpdates::launch_together(const Launch& items, const EventPtr& end, co
     const Row& row = row_of(item);
     awaited.insert(item->at_end || !row.ready || skip ? end : row.ready);
     awaited.insert(row.released);
-    updates.push_back({item->grad, row.device_grad_dtype(), row.weight_dtype(), row.device.master, nullptr, row.device.exp_avg,
-                       row.device.exp_avg_sq, row.device.max_exp_avg_sq, row.weight_bytes() == 2 ? row.spec.weight : nullptr,
-                       row.spec.numel, item->scalars, state_.nonfinite_of(item->row), skip});
+    updates.push_back({item->grad, row.device_grad_dtype(), row.weight_dtype(), row.device.master, nullptr, row.device.states,
+                       row.weight_bytes() == 2 ? row.spec.weight : nullptr, row.spec.numel,
+                       item->scalars, state_.nonfinite_of(item->row), skip});
   }
   for (const EventPtr& event : awaited) device.wait(Lane::UPDATE, event);
   EventPtr before = state_.records.on() ? device.record(Lane::UPDATE) : nullptr;

@@ -7,7 +7,7 @@ namespace hytrain_fx {
 EngineState::EngineState(const EngineOptions& options)
     : options(options),
       device(options.device_ordinal < 0 ? make_cpu_device()
-                                        : make_cuda_device(options.device_ordinal, options.adamw_functions, options.gather_function)),
+                                        : make_cuda_device(options.device_ordinal, options.update_functions, options.gather_function)),
       records(options.workers) {
   this->options.timeout_s = std::min(options.timeout_s, kLongestWaitS);
 }

@@ -34,9 +34,9 @@ void Homeward::carry(EngineLock& lock) {
   constexpr int64_t wide = sizeof(float);
   lock.unlock();
   if (home.low) stream_copy(home.low, there.low, n * static_cast<int64_t>(sizeof(uint16_t)));
-  stream_copy(home.m, there.m, n * wide);
-  stream_copy(home.v, there.v, n * wide);
-  if (home.vmax) stream_copy(home.vmax, there.vmax, n * wide);
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (home.states.at[s]) stream_copy(home.states.at[s], there.states.at[s], n * wide);
+  }
   store_fence();
   lock.lock();
   state_.shadows.give(shadow.slot);

@@ -13,15 +13,13 @@ bool update_granule(const Row& row, int64_t begin, int64_t n, const Task& task) 
   if (task.shadow.slot) {
     const HostArrays beside = arrays_in(row, task.shadow.slot);
     const bool holds = task.shadow.holds;
-    return adamw_beside(slot, row.grad_dtype, master, kept, holds ? beside : home, holds ? home : beside, n, task.scalars);
+    return update_beside(slot, row.grad_dtype, master, kept, holds ? beside : home, holds ? home : beside, n, task.scalars);
   }
   if (row.host.low) {
-    return split_adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<uint16_t*>(master), home.low, home.m, home.v, home.vmax, n,
-                                   task.scalars);
+    return update_split_chunk<true>(slot, row.grad_dtype, reinterpret_cast<uint16_t*>(master), home.low, home.states, n, task.scalars);
   }
   void* const out = row.weight_bytes() == 2 ? offset(row.host.out, begin * 2) : nullptr;
-  return adamw_chunk<true>(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.m, home.v, home.vmax, out, row.weight_dtype(), n,
-                           task.scalars);
+  return update_chunk<true>(slot, row.grad_dtype, reinterpret_cast<float*>(master), home.states, out, row.weight_dtype(), n, task.scalars);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ struct Task {  // what a worker does next
   bool again;    // the master is put back first
   bool restore;  // and no more than that
   Shadow shadow;
-  AdamScalars scalars;
+  UpdateScalars scalars;
 };
 
 // Without the lock. False for a gradient that is not finite: nothing is updated from the first

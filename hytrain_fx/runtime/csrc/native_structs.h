@@ -15,16 +15,14 @@ struct RowSpec {
 };
 
 struct HostStates {  // where a row's states rest on the host
-  void* master;    // fp32; with `low` the bf16 half that is the weight (split_adamw.h)
+  void* master;    // fp32; with `low` the bf16 half that is the weight (split_chunk.h)
   uint16_t* low;   // null: the master is whole
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;  // null without amsgrad
-  void* slot;  // of the gradient, which an update leaves there
-  void* out;   // of the new 16-bit weight; null where the master, or its half, is the weight
+  States states;
+  void* slot;      // of the gradient, which an update leaves there
+  void* out;       // of the new 16-bit weight; null where the master, or its half, is the weight
 };
 
-// Device memory that streamed states pass through: slots of one chunk, `arrays` (3, or 4 with amsgrad) of `slot_params` floats each.
+// Device memory that streamed states pass through: slots of one chunk, `arrays` (a master and its states) of `slot_params` floats each.
 struct StagingMemory {
   float* base;
   int64_t slot_params;
@@ -36,7 +34,7 @@ struct StagingMemory {
 struct ShadowMemory {
   char* base;      // aligned as a cache line
   int64_t bytes;
-  int32_t arrays;  // that a row may have on the host, each as long as fp32: 3, with amsgrad 4
+  int32_t arrays;  // that a row may have on the host, each as long as fp32: a master and its states
 };
 
 struct GuessCounts {  // of parameters updated before their gradients' factors were known, since the engine was made
@@ -72,9 +70,7 @@ struct FinishTimes {  // of the last step whose updates have all ended, from its
 
 struct DeviceStates {
   float* master;  // the weight itself for fp32 rows
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;
+  States states;
 };
 
 struct CommitItem {
@@ -83,7 +79,7 @@ struct CommitItem {
   const void* grad;   // rows placed on the device: their real gradient
   int32_t n_factors;  // multiplications logged on the gradient
   int32_t factors[kMaxFactors];
-  AdamScalars scalars;
+  UpdateScalars scalars;
 };
 
 struct TaskRecord {
@@ -103,7 +99,7 @@ struct EngineOptions {
   uint64_t ring_bytes;
   float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
   int32_t factor_capacity;
-  void* adamw_functions[kAdamwKernels];
+  void* update_functions[kUpdateKernels];
   void* gather_function;
   const int32_t* worker_cores;  // one a worker; null: not pinned
   int32_t* nonfinite;           // pinned, zero: number + 1 of a row whose update on the device met a gradient that is not finite

@@ -29,7 +29,7 @@ bool Row::may_be_flagged() const {
 }
 
 bool Row::was_foreseen(const CommitItem& item) const {
-  return phase == Phase::EARLY && n_factors == item.n_factors && std::memcmp(&scalars, &item.scalars, sizeof(AdamScalars)) == 0;
+  return phase == Phase::EARLY && n_factors == item.n_factors && std::memcmp(&scalars, &item.scalars, sizeof(UpdateScalars)) == 0;
 }
 
 bool Row::is_home() const {
@@ -84,8 +84,7 @@ void Row::give_weight(const EventPtr& end) {
 const void* Row::new_weight() const { return host.low || weight_bytes() == 4 ? host.master : host.out; }
 
 HostArrays Row::home(int64_t begin) const {
-  return {host.low ? host.low + begin : nullptr, host.exp_avg + begin, host.exp_avg_sq + begin,
-          host.max_exp_avg_sq ? host.max_exp_avg_sq + begin : nullptr};
+  return {host.low ? host.low + begin : nullptr, host.states.from(begin)};
 }
 
 void Row::restore_master(int64_t begin, int64_t n, const char* kept) const {

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "adamw_beside.h"
+#include "update_beside.h"
 #include "chunk.h"
 #include "guess.h"
 #include "native_structs.h"
@@ -123,7 +123,7 @@ class Row {
   std::vector<Chunk> chunks;
 
   uint64_t commit = 0;
-  AdamScalars scalars{};
+  UpdateScalars scalars{};
   int n_factors = 0;
   std::array<int, kMaxFactors> factors{};  // by slot
   Guess guess;

@@ -8,23 +8,22 @@ namespace {
 
 constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float)) + kShadowApartBytes;
 
-// In a slot: the master or its upper half, and after that the lower half; then the moments and the
-// running maximum.
+// In a slot: the master or its upper half, and after that the lower half; then the states, one array
+// each.
 constexpr int64_t kLowAt = kArrayBytes / 2 / kCacheLineBytes * kCacheLineBytes;
-constexpr int64_t kFirstAt = kArrayBytes, kSecondAt = 2 * kArrayBytes, kMaximumAt = 3 * kArrayBytes;
 
 }  // namespace
 
 void ShadowArena::set(const ShadowMemory& memory) {
   if (slots_ > 0) throw std::logic_error("the engine has shadow memory already");
-  if (memory.arrays != 3 && memory.arrays != 4) throw std::out_of_range("arrays in a shadow slot: expected 3 or 4");
+  if (memory.arrays < 1 || memory.arrays > 1 + kMaxStates) throw std::out_of_range("arrays in a shadow slot: expected 1 to 4");
   arrays_ = memory.arrays;
   for (int64_t s = memory.bytes / slot_bytes() - 1; s >= 0; --s) free_.push_back(memory.base + s * slot_bytes());
   slots_ = free_.size();
 }
 
 bool ShadowArena::suits(const Row& row) const {
-  if (slots_ == 0 || row.spec.numel < kLeastGuessed || (row.host.max_exp_avg_sq && arrays_ < 4)) return false;
+  if (slots_ == 0 || row.spec.numel < kLeastGuessed || 1 + row.host.states.count() > arrays_) return false;
   return row.weight_bytes() == 4 || row.host.low;  // no place beside is kept for a new weight that is apart from its master
 }
 
@@ -49,9 +48,11 @@ void ShadowArena::settle(Chunk& chunk, bool updated) {
 }
 
 HostArrays arrays_in(const Row& row, char* slot) {
-  auto floats = [slot](int64_t at) { return reinterpret_cast<float*>(slot + at); };
-  return {row.host.low ? reinterpret_cast<uint16_t*>(slot + kLowAt) : nullptr, floats(kFirstAt), floats(kSecondAt),
-          row.host.max_exp_avg_sq ? floats(kMaximumAt) : nullptr};
+  HostArrays found{row.host.low ? reinterpret_cast<uint16_t*>(slot + kLowAt) : nullptr, {}};
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (row.host.states.at[s]) found.states.at[s] = reinterpret_cast<float*>(slot + (1 + s) * kArrayBytes);
+  }
+  return found;
 }
 
 }  // namespace hytrain_fx

@@ -11,7 +11,7 @@
 namespace hytrain_fx {
 
 struct StagingSlot {
-  std::array<float*, 4> at{};
+  std::array<float*, 1 + kMaxStates> at{};  // a master and its states
   EventPtr stored;     // the slot is free after it
   uint64_t visit = 0;  // number of the last
 };

@@ -30,7 +30,9 @@ int StreamedVisits::next(bool& ready) const {
 }
 
 StreamedVisits::Arrays StreamedVisits::arrays_of(const HostStates& host) {
-  return {{host.low ? Array{host.low, 2} : Array{host.master, 4}, {host.exp_avg, 4}, {host.exp_avg_sq, 4}, {host.max_exp_avg_sq, 4}}};
+  Arrays arrays{host.low ? Array{host.low, 2} : Array{host.master, 4}};
+  for (int s = 0; s < kMaxStates; ++s) arrays[1 + s] = {host.states.at[s], 4};
+  return arrays;
 }
 
 InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
@@ -68,7 +70,9 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
   const Chunk& chunk = row.chunks[upload.chunk];
   const HostStates& host = row.host;
   const Arrays arrays = arrays_of(host);
-  const std::array<float*, 4>& at = upload.slot->at;
+  const std::array<float*, 1 + kMaxStates>& at = upload.slot->at;
+  States states{};
+  for (int s = 0; s < kMaxStates; ++s) states.at[s] = host.states.at[s] ? at[1 + s] : nullptr;
   const int64_t n = chunk.params(), weight_width = row.weight_bytes(), grad_width = bytes_of(row.device_grad_dtype());
   void* const weight = offset(row.spec.weight, chunk.begin * weight_width);
   auto record = [&](Lane lane) { return recording ? device.record(lane) : nullptr; };
@@ -87,8 +91,8 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
   lanes.update_begin = record(Lane::STREAM_UPDATE);
   device.update(Lane::STREAM_UPDATE,
                 {{offset(row.streamed.grad, chunk.begin * grad_width), row.device_grad_dtype(), row.weight_dtype(),
-                  host.low ? nullptr : at[0], host.low ? reinterpret_cast<uint16_t*>(at[0]) : nullptr, at[1], at[2],
-                  host.max_exp_avg_sq ? at[3] : nullptr, weight, n, row.scalars, state_.nonfinite_of(upload.row), row.streamed.skip}});
+                  host.low ? nullptr : at[0], host.low ? reinterpret_cast<uint16_t*>(at[0]) : nullptr, states, weight, n,
+                  row.scalars, state_.nonfinite_of(upload.row), row.streamed.skip}});
   lanes.updated = device.record(Lane::STREAM_UPDATE);
 
   device.wait(Lane::STREAM_OUT, lanes.updated);

@@ -23,7 +23,7 @@ class StreamedVisits {
     void* home;
     int64_t width;  // bytes of one element
   };
-  using Arrays = std::array<Array, 4>;
+  using Arrays = std::array<Array, 1 + kMaxStates>;
   struct Lanes {  // begin and end on each; begins while recording
     EventPtr in_begin, in, update_begin, updated, out_begin, out;
   };

@@ -21,8 +21,9 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.states import ADAMW_DEFAULT, Kernel
-from hytrain_fx.runtime.arithmetic import AdamFlag, AdamScalars, adamw_
+from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.runtime.scalars import UpdateFlag, UpdateScalars
 
 
 class HostUpdate(Protocol):
@@ -32,7 +33,7 @@ class HostUpdate(Protocol):
     grain_params: int  # parameters in one call: temporaries are of this size
 
     def require_supported(self, row: int, states: RowStates) -> None: ...
-    def __call__(self, states: RowStates, scalars: AdamScalars) -> None: ...
+    def __call__(self, states: RowStates, scalars: UpdateScalars) -> None: ...
 
 
 class OpByOp:
@@ -47,9 +48,9 @@ class OpByOp:
     def require_supported(self, row: int, states: RowStates) -> None:
         """Every row is."""
 
-    def __call__(self, states: RowStates, scalars: AdamScalars) -> None:
+    def __call__(self, states: RowStates, scalars: UpdateScalars) -> None:
         slot = _slot(states)
-        adamw_(slot, states.master, states.states, scalars, states.out)
+        scalars.update_(slot, states.master, states.states, states.out)
 
 
 class DeepSpeedAdam:
@@ -69,17 +70,20 @@ class DeepSpeedAdam:
         self._staging = _empty(0)
 
     def require_supported(self, row: int, states: RowStates) -> None:
-        """Raises EngineError for amsgrad."""
-        if states.table.kernel is Kernel.ADAMW and states.table != ADAMW_DEFAULT:
-            raise EngineError(f"row {row}: DeepSpeedCPUAdam has no amsgrad; set amsgrad=False, or use engine='native' or 'torch'")
+        """Raises EngineError for amsgrad, and for other kernels' rows."""
+        if states.table == ADAMW_DEFAULT or states.table.kernel is Kernel.NONE:
+            return
+        what = "amsgrad" if states.table.kernel is Kernel.ADAMW else states.table.optimizer
+        raise EngineError(f"row {row}: DeepSpeedCPUAdam has no {what}; leave that out, or use engine='native' or 'torch'")
 
-    def __call__(self, states: RowStates, scalars: AdamScalars) -> None:
-        optimizer = self._by_mode[not scalars.flags & AdamFlag.L2]
+    def __call__(self, states: RowStates, scalars: UpdateScalars) -> None:
+        assert isinstance(scalars, AdamScalars)  # require_supported
+        optimizer = self._by_mode[not scalars.flags & UpdateFlag.L2]
         master = torch.nn.Parameter(states.master, requires_grad=False)
         master.grad = self._gradient(_slot(states), scalars)
         step_size = -scalars.neg_step_size * scalars.bias2_sqrt
-        decay = scalars.l2 if scalars.flags & AdamFlag.L2 else (1.0 - scalars.decay) / step_size if step_size else 0.0
-        beta1 = -scalars.lerp if scalars.flags & AdamFlag.LERP_FROM_END else 1.0 - scalars.lerp
+        decay = scalars.l2 if scalars.flags & UpdateFlag.L2 else (1.0 - scalars.decay) / step_size if step_size else 0.0
+        beta1 = -scalars.lerp if scalars.flags & UpdateFlag.LERP_FROM_END else 1.0 - scalars.lerp
         group = optimizer.param_groups[0]
         group.update(params=[master], lr=step_size, betas=(beta1, scalars.beta2), eps=scalars.eps * scalars.bias2_sqrt, weight_decay=decay)
         optimizer.state.clear()
@@ -92,7 +96,7 @@ class DeepSpeedAdam:
         if states.out is not None:
             states.out.copy_(states.master)
 
-    def _gradient(self, slot: torch.Tensor, scalars: AdamScalars) -> torch.Tensor:
+    def _gradient(self, slot: torch.Tensor, scalars: UpdateScalars) -> torch.Tensor:
         """The gradient in fp32 with its factors, each product rounded to the gradient's dtype."""
         if self._staging.numel() < slot.numel():
             self._staging = _empty(slot.numel())
@@ -101,7 +105,7 @@ class DeepSpeedAdam:
             staged.mul_(factor)
             if slot.dtype != torch.float32:
                 staged.copy_(staged.to(slot.dtype))
-        return staged.neg_() if scalars.flags & AdamFlag.MAXIMIZE else staged
+        return staged.neg_() if scalars.flags & UpdateFlag.MAXIMIZE else staged
 
     def _optimizer(self, decoupled: bool) -> Any:
         try:

@@ -13,9 +13,9 @@ import torch
 
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
-from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, RowStep
 from hytrain_fx.runtime.fallback.lanes import Event
+from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.slabs import padded_bytes
 
 
@@ -58,7 +58,7 @@ class Row:
     written: Event | None = None  # the new weight is on the device
     commit: int = 0  # number of the last
     issued: int = 0  # chunks of the new weight that are on their way
-    scalars: AdamScalars | None = None
+    scalars: UpdateScalars | None = None
     step: RowStep | None = None  # in their place, of whole tensors
     factors: tuple[float | torch.Tensor, ...] = ()
     factors_known: bool = True
@@ -150,7 +150,7 @@ class Row:
         self.phase = Phase.IDLE
         self.released = self.ready = self.grad = self.step = self.replaced = None
 
-    def scalars_with_factors(self) -> AdamScalars:
+    def scalars_with_factors(self) -> UpdateScalars:
         """The scalars of the update, factors filled in; those must be known."""
         assert self.scalars is not None
         return replace(self.scalars, factors=self.known_factors()) if self.factors else self.scalars
@@ -198,9 +198,9 @@ def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch
     return found
 
 
-def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: AdamScalars) -> None:
-    """`adamw_` on states, gradient and weight of one length, a chunk at a time: its temporaries take ten times a part's gradient."""
+def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: UpdateScalars) -> None:
+    """The update of states, gradient and weight of one length, a chunk at a time: its temporaries take ten times a part's gradient."""
     for begin in range(0, grad.numel(), CHUNK_PARAMS):
         end = begin + CHUNK_PARAMS
         part, out = states.part(begin, end), None if weight is None else weight[begin:end]
-        adamw_(grad[begin:end], part.master, part.states, scalars, out)
+        scalars.update_(grad[begin:end], part.master, part.states, out)

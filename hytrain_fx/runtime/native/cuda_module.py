@@ -23,7 +23,7 @@ from hytrain_fx.runtime.native import build
 
 # Each is the default or implied by the intrinsics; said again because one bit depends on each.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", *limits.definitions())
-_HEADERS = ("adam_scalars.h", "shared_limits.h")  # all that the sources include
+_HEADERS = ("update_scalars.h", "shared_limits.h")  # all that the sources include
 
 
 @functools.cache

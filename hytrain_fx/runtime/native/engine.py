@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
-from hytrain_fx.ir.limits import ADAMW_KERNELS, MAX_FACTORS
+from hytrain_fx.ir.limits import MAX_FACTORS, UPDATE_KERNELS
 from hytrain_fx.runtime.engine import (
     CommitItem,
     EarlyCounts,
@@ -103,10 +103,10 @@ class NativeEngine:
             options.worker_cores = (c_int32 * workers)(*worker_cores)
         options.nonfinite = self._factors.take(1, torch.int32).data_ptr()
         if device.type == "cuda":
-            from hytrain_fx.runtime.native import cuda_adamw, cuda_module
+            from hytrain_fx.runtime.native import cuda_module, cuda_updates
 
             options.device_ordinal = device.index
-            options.adamw_functions = (c_void_p * ADAMW_KERNELS)(*cuda_adamw.functions(device.index))
+            options.update_functions = (c_void_p * UPDATE_KERNELS)(*cuda_updates.functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._pid = os.getpid()

@@ -8,9 +8,9 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ui
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.limits import ADAMW_KERNELS, MAX_FACTORS
-from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.ir.limits import MAX_FACTORS, UPDATE_KERNELS
 from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.runtime.scalars import ScalarsStruct
 
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
 MAX_STATES = 3  # of one row, beside its master
@@ -28,9 +28,7 @@ class CHostStates(Structure):
     _fields_ = [
         ("master", c_void_p),
         ("low", c_void_p),
-        ("exp_avg", c_void_p),
-        ("exp_avg_sq", c_void_p),
-        ("max_exp_avg_sq", c_void_p),
+        ("states", c_void_p * MAX_STATES),
         ("slot", c_void_p),
         ("out", c_void_p),
     ]
@@ -39,7 +37,7 @@ class CHostStates(Structure):
 class CDeviceStates(Structure):
     """Addresses of states on the device."""
 
-    _fields_ = [("master", c_void_p), ("exp_avg", c_void_p), ("exp_avg_sq", c_void_p), ("max_exp_avg_sq", c_void_p)]
+    _fields_ = [("master", c_void_p), ("states", c_void_p * MAX_STATES)]
 
 
 class CStagingMemory(Structure):
@@ -76,7 +74,7 @@ class CCommitItem(Structure):
         ("grad", c_void_p),
         ("n_factors", c_int32),
         ("factors", c_int32 * MAX_FACTORS),
-        ("scalars", AdamScalars.CStruct),
+        ("scalars", ScalarsStruct),
     ]
 
 
@@ -113,7 +111,7 @@ class COptions(Structure):
         ("ring_bytes", c_uint64),
         ("factor_slots", c_void_p),
         ("factor_capacity", c_int32),
-        ("adamw_functions", c_void_p * ADAMW_KERNELS),
+        ("update_functions", c_void_p * UPDATE_KERNELS),
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
         ("nonfinite", c_void_p),
@@ -146,15 +144,15 @@ class FactorTable:
 
 
 def host_states(states: RowStates) -> CHostStates:
-    return CHostStates(*map(pointer, (states.master, states.low, *_padded(states), states.slot, states.out)))
+    return CHostStates(states.master.data_ptr(), pointer(states.low), _addresses(states), pointer(states.slot), pointer(states.out))
 
 
 def device_states(states: RowStates) -> CDeviceStates:
-    return CDeviceStates(*map(pointer, (states.master, *_padded(states))))
+    return CDeviceStates(states.master.data_ptr(), _addresses(states))
 
 
-def _padded(states: RowStates) -> tuple[torch.Tensor | None, ...]:
-    return (*states.states, *[None] * (MAX_STATES - len(states.states)))
+def _addresses(states: RowStates) -> ctypes.Array[c_void_p]:
+    return (c_void_p * MAX_STATES)(*(state.data_ptr() for state in states.states))
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

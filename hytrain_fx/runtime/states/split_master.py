@@ -1,4 +1,4 @@
-"""Fp32 masters of bf16 weights on the host, in two halves: the weight itself and the low 16 bits (the format of csrc/split_adamw.h).
+"""Fp32 masters of bf16 weights on the host, in two halves: the weight itself and the low 16 bits (the format of csrc/split_chunk.h).
 
 The weight that goes to the device is half of the master already, so it rests once, not twice.
 Rounding to nearest even hides one bit, which way a tie went; the sign of a state that is never

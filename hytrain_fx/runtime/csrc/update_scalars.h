@@ -1,11 +1,12 @@
-// The scalars of one Adam step as C++, CUDA (NVRTC and nvcc) and arithmetic.AdamScalars.CStruct see them. No includes but of our own: NVRTC has none.
+// The scalars of one step as C++, CUDA (NVRTC and nvcc) and scalars.ScalarsStruct see them; each kernel reads
+// those that it knows. No includes but of our own: NVRTC has none.
 #pragma once
 
 #include "shared_limits.h"
 
 namespace hytrain_fx {
 
-enum AdamFlags : unsigned int {
+enum UpdateFlags : unsigned int {
   kMaximize = 1u << 0,
   kAmsgrad = 1u << 1,      // the vmax pointer must be given
   kL2 = 1u << 2,           // Adam with weight decay
@@ -14,7 +15,9 @@ enum AdamFlags : unsigned int {
   kWideFactors = 1u << 5,  // a 16-bit gradient is widened first: factors multiply it in fp32, and nothing is rounded to 16 bits
 };
 
-struct AdamScalars {
+enum class Kernel : unsigned int { kAdamw = 0 };  // ir/states.py
+
+struct UpdateScalars {
   float decay;                // 1 - lr * weight_decay, or 1
   float l2;                   // weight_decay with kL2, else 0
   float lerp;                 // w = 1 - beta1, or w - 1 with kLerpFromEnd
@@ -23,11 +26,12 @@ struct AdamScalars {
   float neg_step_size;        // -lr / (1 - beta1^step)
   float bias2_sqrt;           // sqrt(1 - beta2^step)
   float eps;
-  unsigned int flags;         // AdamFlags
+  unsigned int flags;         // UpdateFlags
   unsigned int factor_count;  // 0..kMaxFactors: multiplications of the gradient, in order
   float factors[kMaxFactors];
-  unsigned int reserved[2];   // 0
+  unsigned int kernel;        // Kernel
+  float beta1;                // Lion
 };
-static_assert(sizeof(AdamScalars) == 64, "mirrored in Python");
+static_assert(sizeof(UpdateScalars) == 64, "mirrored in Python");
 
 }  // namespace hytrain_fx

@@ -1,4 +1,5 @@
-// adamw.h on the GPU: the same expression, each operation an intrinsic that rounds to nearest and is never contracted, denormals kept.
+// The kernels on the GPU (adamw.h): the same expressions, each operation an intrinsic that rounds to nearest and is never contracted,
+// denormals kept.
 //
 // Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
 // queue blocks the launching thread. Kernels, by the dtypes of gradient and weight:
@@ -10,7 +11,7 @@
 // Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block (kBlockThreads, 1, 1), no shared memory,
 // grid (any x, number of rows); ceil(n / kBlockElements) blocks in x is a good number. No array may overlap another, but out may be grad
 // where both have the same dtype.
-#include "adam_scalars.h"
+#include "update_scalars.h"
 
 namespace hytrain_fx {
 
@@ -54,9 +55,8 @@ struct F16 {
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
 
-// One element; the letters are those of adamw.h.
 template <class Grad>
-__device__ __forceinline__ void update(typename Grad::Storage grad, float& p, float& m, float& v, float& vmax, const AdamScalars& s) {
+__device__ __forceinline__ float read_gradient(typename Grad::Storage grad, const UpdateScalars& s) {
   float g = Grad::widen(grad);
 #pragma unroll
   for (unsigned int k = 0; k < kMaxFactors; ++k)
@@ -64,21 +64,29 @@ __device__ __forceinline__ void update(typename Grad::Storage grad, float& p, fl
       const float product = __fmul_rn(g, s.factors[k]);
       g = (s.flags & kWideFactors) ? product : Grad::widen(Grad::narrow(product));
     }
-  if (s.flags & kMaximize) g = -g;
-  const float weight = __fmul_rn(p, s.decay);
-  if (s.flags & kL2) g = __fmaf_rn(s.l2, weight, g);
-  m = __fmaf_rn(s.lerp, __fadd_rn(g, -m), (s.flags & kLerpFromEnd) ? g : m);
-  const float kept = __fmul_rn(v, s.beta2);
-  v = (s.flags & kTorchCuda) ? __fmaf_rn(s.one_minus_beta2, __fmul_rn(g, g), kept) : __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, kept);
-  float used = v;
-  if (s.flags & kAmsgrad) {
-    used = (v > vmax || v != v) ? v : vmax;
-    vmax = used;
-  }
-  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(used), s.bias2_sqrt), s.eps);
-  p = (s.flags & kTorchCuda) ? __fmaf_rn(s.neg_step_size, __fdiv_rn(m, denominator), weight)
-                             : __fadd_rn(weight, __fdiv_rn(__fmul_rn(s.neg_step_size, m), denominator));
+  return (s.flags & kMaximize) ? -g : g;
 }
+
+// What a kernel does to one element, and which states it has beside the first. The letters are those of adamw.h.
+struct AdamW {
+  static constexpr bool has_second = true;
+  static __device__ bool has_third(const UpdateScalars& s) { return s.flags & kAmsgrad; }
+  static __device__ __forceinline__ void update(float g, float& p, float& m, float& v, float& vmax, const UpdateScalars& s) {
+    const float weight = __fmul_rn(p, s.decay);
+    if (s.flags & kL2) g = __fmaf_rn(s.l2, weight, g);
+    m = __fmaf_rn(s.lerp, __fadd_rn(g, -m), (s.flags & kLerpFromEnd) ? g : m);
+    const float kept = __fmul_rn(v, s.beta2);
+    v = (s.flags & kTorchCuda) ? __fmaf_rn(s.one_minus_beta2, __fmul_rn(g, g), kept) : __fmaf_rn(__fmul_rn(s.one_minus_beta2, g), g, kept);
+    float used = v;
+    if (s.flags & kAmsgrad) {
+      used = (v > vmax || v != v) ? v : vmax;
+      vmax = used;
+    }
+    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(used), s.bias2_sqrt), s.eps);
+    p = (s.flags & kTorchCuda) ? __fmaf_rn(s.neg_step_size, __fdiv_rn(m, denominator), weight)
+                               : __fadd_rn(weight, __fdiv_rn(__fmul_rn(s.neg_step_size, m), denominator));
+  }
+};
 
 template <class T>
 union Pack {
@@ -97,7 +105,7 @@ union Pack {
 
 __device__ __forceinline__ bool aligned(const void* pointer) { return (reinterpret_cast<unsigned long long>(pointer) & 15u) == 0; }
 
-// A master in two halves (split_adamw.h): `high` is the bf16 weight, `low` the rest of its bits, the sign of `v` tells which way a tie went.
+// A master in two halves (split_chunk.h): `high` is the bf16 weight, `low` the rest of its bits, the sign of `v` tells which way a tie went.
 __device__ __forceinline__ float join_master(Bits16 high, Bits16 low, float& v) {
   const unsigned int marked = __float_as_uint(v), tail = low;
   const unsigned int went_up = (tail > 0x8000u) | ((tail == 0x8000u) & (marked >> 31));
@@ -112,12 +120,13 @@ __device__ __forceinline__ void split_master(float p, Bits16& high, Bits16& low,
   v = __uint_as_float((__float_as_uint(v) & 0x7FFFFFFFu) | (((tail == 0x8000u) & odd) << 31));
 }
 
-template <class Grad>
-__device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
-                                            const AdamScalars& s, int* nonfinite, int mark) {
+// Of kernels whose second state marks ties.
+template <class Step, class Grad>
+__device__ __forceinline__ void update_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
+                                             const UpdateScalars& s, int* nonfinite, int mark) {
   const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* high = static_cast<Bits16*>(weight);
-  const bool amsgrad = s.flags & kAmsgrad;
+  const bool third = Step::has_third(s);
   const bool vectors = aligned(grad) && aligned(low) && aligned(m) && aligned(v) && aligned(vmax) && aligned(high);
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
@@ -133,39 +142,39 @@ __device__ __forceinline__ void adamw_split(const void* grad_, Bits16* low, floa
     lows.load(low + at);
     ms.load(m + at);
     vs.load(v + at);
-    if (amsgrad) vmaxs.load(vmax + at);
+    if (third) vmaxs.load(vmax + at);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       finite &= is_finite(Grad::widen(gs.value[k]));
       float p = join_master(highs.value[k], lows.value[k], vs.value[k]);
-      update<Grad>(gs.value[k], p, ms.value[k], vs.value[k], vmaxs.value[k], s);
+      Step::update(read_gradient<Grad>(gs.value[k], s), p, ms.value[k], vs.value[k], vmaxs.value[k], s);
       split_master(p, highs.value[k], lows.value[k], vs.value[k]);
     }
     highs.store(high + at);
     lows.store(low + at);
     ms.store(m + at);
     vs.store(v + at);
-    if (amsgrad) vmaxs.store(vmax + at);
+    if (third) vmaxs.store(vmax + at);
   }
   for (long long i = whole * kVector + thread; i < n; i += threads) {
     finite &= is_finite(Grad::widen(grad[i]));
-    float largest = amsgrad ? vmax[i] : 0.0f, first = m[i], second = v[i];
+    float largest = third ? vmax[i] : 0.0f, first = m[i], second = v[i];
     float p = join_master(high[i], low[i], second);
-    update<Grad>(grad[i], p, first, second, largest, s);
+    Step::update(read_gradient<Grad>(grad[i], s), p, first, second, largest, s);
     split_master(p, high[i], low[i], second);
     m[i] = first;
     v[i] = second;
-    if (amsgrad) vmax[i] = largest;
+    if (third) vmax[i] = largest;
   }
   if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
 }
 
-template <class Grad, class Out>
-__device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n, AdamScalars s,
-                                      int* nonfinite, int mark) {
+template <class Step, class Grad, class Out>
+__device__ __forceinline__ void update_whole(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n,
+                                             UpdateScalars s, int* nonfinite, int mark) {
   const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* out = static_cast<typename Out::Storage*>(out_);
-  const bool amsgrad = s.flags & kAmsgrad;
+  const bool third = Step::has_third(s);
   const bool vectors = aligned(grad) && aligned(p) && aligned(m) && aligned(v) && aligned(vmax) && aligned(out);
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
@@ -178,16 +187,16 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
     gs.load(grad + at);
     ps.load(p + at);
     ms.load(m + at);
-    vs.load(v + at);
-    if (amsgrad) vmaxs.load(vmax + at);
+    if (Step::has_second) vs.load(v + at);
+    if (third) vmaxs.load(vmax + at);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) finite &= is_finite(Grad::widen(gs.value[k]));
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) update<Grad>(gs.value[k], ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], s);
+    for (int k = 0; k < kVector; ++k) Step::update(read_gradient<Grad>(gs.value[k], s), ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], s);
     ps.store(p + at);
     ms.store(m + at);
-    vs.store(v + at);
-    if (amsgrad) vmaxs.store(vmax + at);
+    if (Step::has_second) vs.store(v + at);
+    if (third) vmaxs.store(vmax + at);
     if (out != nullptr) {
       Pack<typename Out::Storage> weights;
 #pragma unroll
@@ -197,12 +206,12 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
   }
   for (long long i = whole * kVector + thread; i < n; i += threads) {
     finite &= is_finite(Grad::widen(grad[i]));
-    float largest = amsgrad ? vmax[i] : 0.0f, weight = p[i], first = m[i], second = v[i];
-    update<Grad>(grad[i], weight, first, second, largest, s);
+    float largest = third ? vmax[i] : 0.0f, weight = p[i], first = m[i], second = Step::has_second ? v[i] : 0.0f;
+    Step::update(read_gradient<Grad>(grad[i], s), weight, first, second, largest, s);
     p[i] = weight;
     m[i] = first;
-    v[i] = second;
-    if (amsgrad) vmax[i] = largest;
+    if (Step::has_second) v[i] = second;
+    if (third) vmax[i] = largest;
     if (out != nullptr) out[i] = Out::narrow(weight);
   }
   if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
@@ -211,12 +220,10 @@ __device__ __forceinline__ void adamw(const void* grad_, float* p, float* m, flo
 struct Row {
   const void* grad;
   float* master;        // split kernels: `low`, the other half of the weight
-  float* m;
-  float* v;
-  float* vmax;          // null without kAmsgrad
+  float* states[3];     // in the order of ir/states.py; null for those that it does not have
   void* out;            // the new weight; split kernels read it too, others take null for none
   long long n;
-  AdamScalars scalars;
+  UpdateScalars scalars;
   int* nonfinite;       // takes `mark` where a gradient is not finite
   int mark;
   const float* skip;    // not null and not zero there: the row stays as it is (a loss scale that was too large)
@@ -231,25 +238,27 @@ __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nu
 
 }  // namespace hytrain_fx
 
-#define ADAMW_ROWS(name, Grad, Out)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
-    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
-    if (hytrain_fx::left_out(r)) return;                                                                         \
-    hytrain_fx::adamw<hytrain_fx::Grad, hytrain_fx::Out>(r.grad, r.master, r.m, r.v, r.vmax, r.out, r.n, r.scalars, r.nonfinite, r.mark); \
+#define UPDATE_ROWS(name, Step, Grad, Out)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) { \
+    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                                              \
+    if (hytrain_fx::left_out(r)) return;                                                                                         \
+    hytrain_fx::update_whole<hytrain_fx::Step, hytrain_fx::Grad, hytrain_fx::Out>(                                               \
+        r.grad, r.master, r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars, r.nonfinite, r.mark);                    \
   }
 
-ADAMW_ROWS(adamw_rows_f32, F32, F32)
-ADAMW_ROWS(adamw_rows_bf16, BF16, BF16)
-ADAMW_ROWS(adamw_rows_f16, F16, F16)
-ADAMW_ROWS(adamw_rows_f32_bf16, F32, BF16)
+UPDATE_ROWS(adamw_rows_f32, AdamW, F32, F32)
+UPDATE_ROWS(adamw_rows_bf16, AdamW, BF16, BF16)
+UPDATE_ROWS(adamw_rows_f16, AdamW, F16, F16)
+UPDATE_ROWS(adamw_rows_f32_bf16, AdamW, F32, BF16)
 
-#define ADAMW_ROWS_SPLIT(name, Grad)                                                                             \
-  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) {        \
-    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                              \
-    if (hytrain_fx::left_out(r)) return;                                                                         \
-    hytrain_fx::adamw_split<hytrain_fx::Grad>(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master), r.m, r.v, r.vmax, r.out, r.n, \
-                                              r.scalars, r.nonfinite, r.mark);                                   \
+#define UPDATE_ROWS_SPLIT(name, Step, Grad)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) { \
+    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                                              \
+    if (hytrain_fx::left_out(r)) return;                                                                                         \
+    hytrain_fx::update_split<hytrain_fx::Step, hytrain_fx::Grad>(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master),        \
+                                                                 r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars,   \
+                                                                 r.nonfinite, r.mark);                                           \
   }
 
-ADAMW_ROWS_SPLIT(adamw_rows_split, BF16)
-ADAMW_ROWS_SPLIT(adamw_rows_split_f32, F32)
+UPDATE_ROWS_SPLIT(adamw_rows_split, AdamW, BF16)
+UPDATE_ROWS_SPLIT(adamw_rows_split_f32, AdamW, F32)

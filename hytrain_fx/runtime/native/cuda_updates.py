@@ -1,11 +1,11 @@
-"""The AdamW kernels of `csrc/adamw.cu`: compiled once by NVRTC, loaded by the driver, launched by handles that need no Python."""
+"""The AdamW kernels of `csrc/update_rows.cu`: compiled once by NVRTC, loaded by the driver, launched by handles that need no Python."""
 
 from __future__ import annotations
 
 from hytrain_fx.runtime.native import cuda_module
 
-SOURCE = "adamw.cu"
-FORMS = ("f32", "bf16", "f16", "split", "f32_bf16", "split_f32")  # as adamw_kernel of csrc/device.h numbers them
+SOURCE = "update_rows.cu"
+FORMS = ("f32", "bf16", "f16", "split", "f32_bf16", "split_f32")  # as update_kernel of csrc/device.h numbers them
 
 
 def functions(ordinal: int) -> list[int]:

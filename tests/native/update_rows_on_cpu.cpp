@@ -1,7 +1,7 @@
-// csrc/adamw.cu as C++, thread by thread, so that its arithmetic and indexing are tested without a GPU. CUDA's intrinsics that round to nearest
+// csrc/update_rows.cu as C++, thread by thread, so that its arithmetic and indexing are tested without a GPU. CUDA's intrinsics that round to nearest
 // are IEEE operations, as are a CPU's. fp16 is left out: its conversions are written in PTX.
 //
-//     g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC $(python hytrain_fx/ir/limits.py) -I hytrain_fx/runtime/csrc tests/native/adamw_cu_on_cpu.cpp
+//     g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC $(python hytrain_fx/ir/limits.py) -I hytrain_fx/runtime/csrc tests/native/update_rows_on_cpu.cpp
 #include <cmath>
 #include <cstring>
 
@@ -33,11 +33,11 @@ static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fsqrt_rn(float a) { return std::sqrt(a); }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
-#include "adamw.cu"
+#include "update_rows.cu"
 
 using Kernel = void (*)(hytrain_fx::Rows);
 
-// Runs adamw_rows_<...> number `kernel`, as cuda_adamw.functions() lists them, over `count` rows with `blocks` blocks of `threads` threads.
+// Runs adamw_rows_<...> number `kernel`, as cuda_updates.functions() lists them, over `count` rows with `blocks` blocks of `threads` threads.
 extern "C" void run_rows(int kernel, const hytrain_fx::Row* rows, int count, int blocks, int threads) {
   static const Kernel kernels[] = {adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16, adamw_rows_split, adamw_rows_f32_bf16, adamw_rows_split_f32};
   hytrain_fx::Rows packed{};

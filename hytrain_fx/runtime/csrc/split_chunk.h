@@ -1,16 +1,19 @@
-// adamw_chunk for bf16 rows whose fp32 master rests in two halves, so that an update moves 28 bytes a parameter instead of 30 and a visit to
+// update_chunk for bf16 rows whose fp32 master rests in two halves, so that an update moves 28 bytes a parameter instead of 30 and a visit to
 // the device 22 instead of 24:
 //
 //     high   the bf16 weight: the master rounded to nearest even, what goes to the device anyway
 //     low    the low 16 bits of the master
 //
-// Of a master, (high, low) keep all but one bit: where low is 0x8000, a tie, rounding to even hides whether it went up. The sign of
-// exp_avg_sq, which is never negative, is set where it did. Every finite master and infinity come back bit for bit; a NaN stays a NaN.
+// Of a master, (high, low) keep all but one bit: where low is 0x8000, a tie, rounding to even hides whether it went up. The sign of a
+// state that is never negative, number kTieState, is set where it did. Every finite master and infinity come back bit for bit; a NaN stays a NaN.
 #pragma once
 
-#include "adamw.h"
+#include "update_chunk.h"
 
 namespace hytrain_fx {
+
+constexpr int kTieState = 1;  // ir/states.py: marks_ties
+
 namespace detail {
 
 inline void join_master(const uint16_t* __restrict high, const uint16_t* __restrict low, const float* __restrict v, float* __restrict p,
@@ -34,7 +37,7 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 }
 
 [[gnu::always_inline]] inline void prefetch_split_block(const void* grad, Dtype grad_dtype, const uint16_t* high, const uint16_t* low,
-                                                        const float* m, const float* v, int64_t start) {
+                                                        const States& states, int64_t start) {
   const int64_t grad_bytes = grad_dtype == Dtype::kF32 ? 4 : 2;
   const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
   for (int64_t at = 0; at < kBlock * grad_bytes; at += kCacheLineBytes) __builtin_prefetch(lines + at, 0);
@@ -43,29 +46,31 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
     __builtin_prefetch(low + i, 1);
   }
   for (int64_t i = start; i < start + kBlock; i += kCacheLineBytes / 4) {
-    __builtin_prefetch(m + i, 1);
-    __builtin_prefetch(v + i, 1);
+    __builtin_prefetch(states.at[0] + i, 1);
+    __builtin_prefetch(states.at[1] + i, 1);
   }
 }
 
 }  // namespace detail
 
-// Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low, m, v (and vmax with kAmsgrad) in place, `high`
-// being the new weight. No two arrays may overlap. No alignment is needed. `checked` as in adamw_chunk.
+// Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low and states in place, `high` being the
+// new weight. No two arrays may overlap. No alignment is needed. `checked` as in update_chunk.
 template <bool checked = false>
-inline bool split_adamw_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax, int64_t n,
-                              const AdamScalars& scalars) {
-  const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
+inline bool update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states, int64_t n,
+                               const UpdateScalars& scalars) {
+  const detail::UpdateBlock update = detail::block_of(scalars);
   alignas(64) float g[detail::kBlock], p[detail::kBlock], positive_v[detail::kBlock];
   for (int64_t start = 0; start < n; start += detail::kBlock) {
     const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
     const int64_t ahead = start + detail::kAhead;
-    if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, grad_dtype, high, low, m, v, ahead);
+    if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, grad_dtype, high, low, states, ahead);
     if (checked && !detail::finite_block(grad, grad_dtype, start, count)) return false;
     detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
-    detail::join_master(high + start, low + start, v + start, p, positive_v, count);
-    update(g, p, m + start, positive_v, vmax == nullptr ? nullptr : vmax + start, count, scalars);
-    detail::split_master(p, positive_v, high + start, low + start, v + start, count);
+    const States here = states.from(start);
+    float* const marked = here.at[kTieState];
+    detail::join_master(high + start, low + start, marked, p, positive_v, count);
+    update(g, p, here.at[0], positive_v, here.at[2], count, scalars);
+    detail::split_master(p, positive_v, high + start, low + start, marked, count);
   }
   return true;
 }

@@ -1,9 +1,9 @@
-// adamw_chunk and split_adamw_chunk (same bits) for states that are written to another place than they are read from: moments, and the low halves
-// of masters where those are in halves. Stores go past the caches, as a plain store elsewhere would read the line first: so as many bytes move as
+// update_chunk and update_split_chunk (same bits) for states that are written to another place than they are read from, the low
+// halves of masters, where those are in halves, among them. Stores go past the caches, as a plain store elsewhere would read the line first: so as many bytes move as
 // in place. Masters, or their high halves, are updated where they are; what they were can be kept.
 #pragma once
 
-#include "split_adamw.h"
+#include "split_chunk.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -13,9 +13,7 @@ namespace hytrain_fx {
 
 struct HostArrays {  // of a row's states on the host, but for masters
   uint16_t* low;     // null: masters are whole
-  float* m;
-  float* v;
-  float* vmax;       // null without amsgrad
+  States states;
 };
 
 // Past the caches; before another thread may read it: store_fence().
@@ -55,38 +53,40 @@ template <int writes>  // whether the lines will be written to: else a store to 
   prefetch_lines<0>(static_cast<const char*>(grad) + start * grad_width, kBlock * grad_width);
   prefetch_lines<1>(master + start * master_width, kBlock * master_width);
   if (from.low) prefetch_lines<0>(from.low + start, kBlock * 2);
-  prefetch_lines<0>(from.m + start, kBlock * wide);
-  prefetch_lines<0>(from.v + start, kBlock * wide);
+  prefetch_lines<0>(from.states.at[0] + start, kBlock * wide);
+  if (from.states.at[1]) prefetch_lines<0>(from.states.at[1] + start, kBlock * wide);
 }
 
-// `count` parameters from `start`, at most kBlock of them; arguments as in adamw_beside().
+// `count` parameters from `start`, at most kBlock of them; arguments as in update_beside().
 [[gnu::always_inline]] inline void beside_block(const void* grad, Dtype grad_dtype, char* weight, char* kept, const HostArrays& from,
-                                                const HostArrays& to, int64_t start, int64_t count, const AdamScalars& scalars,
+                                                const HostArrays& to, int64_t start, int64_t count, const UpdateScalars& scalars,
                                                 UpdateBlock update) {
   constexpr int64_t wide = sizeof(float);
   const int64_t master_width = from.low ? 2 : 4;
-  alignas(64) float g[kBlock], p[kBlock], m[kBlock], v[kBlock], marked[kBlock], vmax[kBlock];
+  const States source = from.states.from(start), target = to.states.from(start);
+  alignas(64) float g[kBlock], p[kBlock], marked[kBlock], states[kMaxStates][kBlock];
   alignas(64) uint16_t low[kBlock];
   read_gradient(grad, grad_dtype, start, g, count, scalars);
-  std::memcpy(m, from.m + start, static_cast<size_t>(count * wide));
-  if (from.vmax) std::memcpy(vmax, from.vmax + start, static_cast<size_t>(count * wide));
+  for (int s = 0; s < kMaxStates; ++s) {
+    const bool joined = from.low && s == kTieState;
+    if (source.at[s] && !joined) std::memcpy(states[s], source.at[s], static_cast<size_t>(count * wide));
+  }
   if (kept) stream_copy(kept, weight, count * master_width);
   if (from.low) {
-    join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, from.v + start, p, v, count);
+    join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, source.at[kTieState], p, states[kTieState], count);
   } else {
     std::memcpy(p, weight, static_cast<size_t>(count * wide));
-    std::memcpy(v, from.v + start, static_cast<size_t>(count * wide));
   }
-  update(g, p, m, v, from.vmax ? vmax : nullptr, count, scalars);
+  update(g, p, states[0], source.at[1] ? states[1] : nullptr, source.at[2] ? states[2] : nullptr, count, scalars);
   if (from.low) {
-    split_master(p, v, reinterpret_cast<uint16_t*>(weight), low, marked, count);
+    split_master(p, states[kTieState], reinterpret_cast<uint16_t*>(weight), low, marked, count);
     stream_copy(to.low + start, low, count * static_cast<int64_t>(sizeof(uint16_t)));
   } else {
     std::memcpy(weight, p, static_cast<size_t>(count * wide));
   }
-  stream_copy(to.m + start, m, count * wide);
-  stream_copy(to.v + start, from.low ? marked : v, count * wide);
-  if (from.vmax) stream_copy(to.vmax + start, vmax, count * wide);
+  for (int s = 0; s < kMaxStates; ++s) {
+    if (target.at[s]) stream_copy(target.at[s], from.low && s == kTieState ? marked : states[s], count * wide);
+  }
 }
 
 }  // namespace detail
@@ -94,9 +94,9 @@ template <int writes>  // whether the lines will be written to: else a store to 
 // `master`: fp32, or with `from.low` the bf16 halves that are the weight; `kept` receives what they were, null for nothing. `to` has the arrays
 // that `from` has. No two arrays may overlap; each 64-byte aligned, or it is slow.
 // False where the gradient is not finite: `kept` has all masters then, and nothing is updated from the first such block on.
-inline bool adamw_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
-                         const AdamScalars& scalars) {
-  const detail::UpdateBlock update = detail::update_block_for(scalars.flags);
+inline bool update_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
+                         const UpdateScalars& scalars) {
+  const detail::UpdateBlock update = detail::block_of(scalars);
   const int64_t grad_width = grad_dtype == Dtype::kF32 ? 4 : 2, master_width = from.low ? 2 : 4;
   const auto kept_at = [&](int64_t start) { return kept ? static_cast<char*>(kept) + start * master_width : nullptr; };
   char* const weights = static_cast<char*>(master);

@@ -1,0 +1,53 @@
+// One update of a range of a row by the CPU, whatever its kernel: gradient in, master and states in place, new weight out.
+#pragma once
+
+#include "adamw.h"
+
+namespace hytrain_fx {
+namespace detail {
+
+// The kernels by number (ir/states.py).
+inline UpdateBlock block_of(const UpdateScalars& scalars) {
+  switch (static_cast<Kernel>(scalars.kernel)) {
+    case Kernel::kAdamw: return adamw_block_for(scalars.flags);
+  }
+  return nullptr;
+}
+
+// Inlined by force, as every function that only prefetches: GCC takes a call of one for a call without effect, and drops it.
+[[gnu::always_inline]] inline void prefetch_block(const void* grad, Dtype dtype, const float* p, const States& states, int64_t start) {
+  const int64_t grad_bytes = dtype == Dtype::kF32 ? 4 : 2;
+  const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
+  for (int64_t at = 0; at < kBlock * grad_bytes; at += kCacheLineBytes) __builtin_prefetch(lines + at, 1);
+  for (int64_t i = start; i < start + kBlock; i += kCacheLineBytes / 4) {
+    __builtin_prefetch(p + i, 1);
+    __builtin_prefetch(states.at[0] + i, 1);
+    if (states.at[1]) __builtin_prefetch(states.at[1] + i, 1);
+  }
+}
+
+}  // namespace detail
+
+// Updates n parameters in one pass on the calling thread: reads grad; master and states are fp32, in place; writes the
+// new weight to `out` unless null. `out` may be the memory of `grad` (same start, same element size): a block is read before it is written.
+// No other two arrays may overlap. No alignment is needed.
+// With `checked` false where the gradient is not finite: what comes before the first such block has been updated, and nothing else.
+template <bool checked = false>
+inline bool update_chunk(const void* grad, Dtype grad_dtype, float* master, const States& states, void* out, Dtype out_dtype, int64_t n,
+                         const UpdateScalars& scalars) {
+  const detail::UpdateBlock update = detail::block_of(scalars);
+  alignas(64) float g[detail::kBlock];
+  for (int64_t start = 0; start < n; start += detail::kBlock) {
+    const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
+    const int64_t ahead = start + detail::kAhead;
+    if (ahead + detail::kBlock <= n) detail::prefetch_block(grad, grad_dtype, master, states, ahead);
+    if (checked && !detail::finite_block(grad, grad_dtype, start, count)) return false;
+    detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
+    const States here = states.from(start);
+    update(g, master + start, here.at[0], here.at[1], here.at[2], count, scalars);
+    if (out != nullptr) detail::write_weight(master + start, out, out_dtype, start, count);
+  }
+  return true;
+}
+
+}  // namespace hytrain_fx
