@@ -11,10 +11,15 @@ if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, record, settle
     from hytrain_fx.passes.base import graph_pass
     from hytrain_fx.passes.pipeline import DEFAULT_PASSES
+    from hytrain_fx.runtime.lion import Lion
 
 __version__ = "0.1.0.dev0"
-__all__ = ["DEFAULT_PASSES", "Config", "Plan", "close", "compile", "explain", "graph_pass", "inspect", "record", "settle"]
-_HOME = {"DEFAULT_PASSES": "hytrain_fx.passes.pipeline", "graph_pass": "hytrain_fx.passes.base"}  # of the others: hytrain_fx.api
+__all__ = ["DEFAULT_PASSES", "Config", "Lion", "Plan", "close", "compile", "explain", "graph_pass", "inspect", "record", "settle"]
+_HOME = {  # of the others: hytrain_fx.api
+    "DEFAULT_PASSES": "hytrain_fx.passes.pipeline",
+    "Lion": "hytrain_fx.runtime.lion",
+    "graph_pass": "hytrain_fx.passes.base",
+}
 
 # The package `explain` puts itself here when it is imported; done now and taken out, it cannot cover the function of that name later.
 import_module("hytrain_fx.explain")

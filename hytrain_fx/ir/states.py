@@ -22,6 +22,7 @@ class Kernel(IntEnum):
 
     NONE = -1
     ADAMW = 0
+    LION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,9 @@ ADAMW: Final = StateTable(Kernel.ADAMW, "Adam", (
     StateSpec("max_exp_avg_sq", option="amsgrad"),
 ))
 """Of torch.optim.AdamW and Adam."""
+
+LION: Final = StateTable(Kernel.LION, "Lion", (StateSpec("exp_avg"),))
+"""Of hytrain_fx.Lion. Its state has either sign, so masters stay whole."""
 
 MASTER_ALONE: Final = StateTable(Kernel.NONE, "another optimizer")
 """Of optimizers whose own step updates whole tensors."""

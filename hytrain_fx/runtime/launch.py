@@ -20,6 +20,7 @@ from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import Engine, staging_shape
 from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
+from hytrain_fx.runtime.updates import KERNEL_UPDATES
 
 STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, ADAMW_DEFAULT.tensors)) * FP32_BYTES  # of TRANSIT_BYTES, for AdamW's streamed states
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
@@ -64,7 +65,7 @@ def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: 
 
 
 def torch_engine_config(config: Config, optimizer: str) -> Config:
-    """The options for another optimizer than Adam and AdamW, whose steps the torch engine runs.
+    """The options for an optimizer without a kernel, whose steps the torch engine runs.
 
     Raises UnsupportedError where another engine, or streaming, is asked for.
     """
@@ -72,7 +73,8 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
     if config.stream not in ("auto", 0) or (config.plan is not None and config.plan.numel(Placement.STREAM)):
         asked = "streamed states"
     if asked is not None:
-        raise UnsupportedError(f"{asked} with {optimizer}: that is for Adam and AdamW; other optimizers run on engine=\"torch\", "
+        kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
+        raise UnsupportedError(f"{asked} with {optimizer}: that is for {kernels}; other optimizers run on engine=\"torch\", "
                                "with states on the CPU or on the device: leave engine and stream at their defaults")
     return replace(config, engine="torch", stream=0.0)
 

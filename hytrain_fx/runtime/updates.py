@@ -10,8 +10,9 @@ from typing import Final
 
 import torch
 
-from hytrain_fx.ir.states import ADAMW, StateTable
+from hytrain_fx.ir.states import ADAMW, LION, StateTable
 from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.lion import Lion, LionScalars
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 ScalarsOf = Callable[[Mapping[str, object], float, bool], UpdateScalars]
@@ -33,6 +34,7 @@ def _adam(group: Mapping[str, object], step: float, torch_cuda: bool, *, decoupl
 KERNEL_UPDATES: Final[Mapping[type[torch.optim.Optimizer], KernelUpdate]] = MappingProxyType({
     torch.optim.AdamW: KernelUpdate(ADAMW, partial(_adam, decoupled=True)),
     torch.optim.Adam: KernelUpdate(ADAMW, partial(_adam, decoupled=False)),
+    Lion: KernelUpdate(LION, lambda group, step, torch_cuda: LionScalars.of(group)),
 })
 """By the classes themselves, not what is derived from them, whose steps may be others."""
 

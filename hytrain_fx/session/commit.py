@@ -169,7 +169,7 @@ class CommitBuilder:
         # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
         return CommitItem(row, numbers, self._gradients.on_device(row, grad), at_end=True)
 
-    def _items_of_pieces(self, row: int, grad: torch.Tensor, numbers: AdamScalars, touched: bool) -> list[CommitItem]:
+    def _items_of_pieces(self, row: int, grad: torch.Tensor, numbers: UpdateScalars, touched: bool) -> list[CommitItem]:
         """Of a parameter that is cut, whose gradient is on the device."""
         if isinstance(grad, GradStandIn):
             grad = grad.grad_state.materialize()

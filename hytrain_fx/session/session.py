@@ -115,7 +115,8 @@ class Session:
         self._allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         self._writes = OutsideWrites(self.table, self.engine, self.states, self.held)
-        wanted, on_change = self.config.autocast_copies, self.nodes.gradients.groups.forget
+        wanted = self.config.autocast_copies and self.states.may_halve
+        on_change = self.nodes.gradients.groups.forget
         self.copies = AutocastCopies(self.table, self.engine, self.states, self._writes, self.held, wanted=wanted, on_change=on_change)
         copies = self.copies if self.engine.takes_copies and wanted else None
         guarded = guard_type(if_alive(self.touch), if_alive(self.settle_one), self.turns.state, if_alive(self.may_lose_memory))

@@ -10,6 +10,7 @@ import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.scalars import UpdateScalars
 
 GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,7 +36,7 @@ class Operands:
         return Operands(*(None if t is None else t[start:end] for t in vars(self).values()))  # type: ignore[arg-type]
 
 
-def kernel_(operands: Operands, scalars: AdamScalars, library: ctypes.CDLL | None = None) -> None:
+def kernel_(operands: Operands, scalars: UpdateScalars, library: ctypes.CDLL | None = None) -> None:
     o, lib = operands, library or build.load(("kernels_c.cpp",))
     pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, o.master, o.m, o.v, o.vmax, o.out)]
     grad, master, m, v, vmax, out = pointers

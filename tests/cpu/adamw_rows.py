@@ -6,8 +6,7 @@ import ctypes
 
 import torch
 
-from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.scalars import ScalarsStruct
+from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateScalars
 
 from .adamw_operands import Operands
 
@@ -22,7 +21,7 @@ class Row(ctypes.Structure):
                 ("scalars", ScalarsStruct), ("nonfinite", ctypes.c_void_p), ("mark", ctypes.c_int), ("skip", ctypes.c_void_p))
 
 
-def row_of(o: Operands, scalars: AdamScalars, low: torch.Tensor | None, nonfinite: torch.Tensor, skip: torch.Tensor | None = None) -> Row:
+def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, nonfinite: torch.Tensor, skip: torch.Tensor | None = None) -> Row:
     """A row that updates `o`.
 
     low        the other half of the master, for kernels of masters in halves
@@ -32,4 +31,5 @@ def row_of(o: Operands, scalars: AdamScalars, low: torch.Tensor | None, nonfinit
     master = o.master if low is None else low
     states = (ctypes.c_void_p * 3)(*(state.data_ptr() for state in o.states))
     out = None if o.out is None else o.out.data_ptr()
-    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, None if skip is None else skip.data_ptr())
+    left_out = None if skip is None else skip.data_ptr()
+    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, left_out)

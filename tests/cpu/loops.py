@@ -78,12 +78,13 @@ class HandAdam(torch.optim.Optimizer):
 
 
 class TorchAdam(torch.optim.Optimizer):
-    """torch's own class on fp32 masters: gradients are cast up, weights cast down. With fp32 parameters it is that class itself."""
+    """A class's own step on fp32 masters: gradients are cast up, weights cast down. With fp32 parameters it is that class itself."""
 
     def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **hyper: Any) -> None:
         super().__init__(params, dict(hyper))
         self.masters = {p: p.detach().float().clone() for group in self.param_groups for p in group["params"]}
-        self._inner = kind([{**g, "params": [self.masters[p] for p in g["params"]]} for g in self.param_groups], foreach=False)  # type: ignore[call-arg]
+        plain: dict[str, Any] = {"foreach": False} if kind.__module__.startswith("torch.") else {}
+        self._inner = kind([{**g, "params": [self.masters[p] for p in g["params"]]} for g in self.param_groups], **plain)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

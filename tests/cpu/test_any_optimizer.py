@@ -198,7 +198,7 @@ def test_what_cannot_be_had_is_refused() -> None:
     for optimizer, options, why in (
         (torch.optim.LBFGS(model.parameters()), {}, "LBFGS needs all parameters at once"),
         (GlobalNorm(model.parameters()), {}, "GlobalNorm.step.. needs all parameters at once"),
-        (torch.optim.SGD(model.parameters(), 0.1), {"engine": "native"}, "engine='native' with SGD: that is for Adam and AdamW"),
+        (torch.optim.SGD(model.parameters(), 0.1), {"engine": "native"}, "engine='native' with SGD: that is for AdamW, Adam, Lion"),
         (torch.optim.SGD(model.parameters(), 0.1), {"stream": 0.5}, "streamed states with SGD"),
     ):
         with pytest.raises(UnsupportedError, match=why):

@@ -18,6 +18,7 @@ from hytrain_fx.ir.states import ADAMW
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, GuessCounts, RowSpec, RowStates, Stage
 from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.split_master import whole_states
 
 from .engine_loop import GROUP, assert_same_states, host_states
@@ -50,6 +51,9 @@ class ClippedLoop:
             return states
         return replace(states, table=ADAMW, states=(*states.states, torch.zeros_like(states.states[0])))
 
+    def _scalars(self) -> UpdateScalars:
+        return AdamScalars.of(self.group, self.steps, decoupled=True, torch_cuda=False)
+
     def step(self, factor: float, late_us: float = LATE_US, left_out: bool | None = None, infinite: bool = False) -> None:
         """One backward, a commit whose factor takes `late_us` on average, and the reference's update.
 
@@ -59,7 +63,7 @@ class ClippedLoop:
         self.steps += 1
         rows = list(range(len(self.weights)))
         self.engine.wait(rows)
-        scalars = AdamScalars.of(self.group, self.steps, decoupled=True, torch_cuda=False)
+        scalars = self._scalars()
         self.grads = [torch.randn(weight.numel()).to(self.dtype) for weight in self.weights]
         for grad in self.grads if infinite else ():
             grad[grad.numel() // 2] = float("inf")
@@ -79,8 +83,7 @@ class ClippedLoop:
             self.steps -= 1
         for row in () if left_out else rows:
             state = self.reference[row]
-            scaled = replace(scalars, factors=(factor,))
-            adamw_(self.grads[row], state.master, state.states, scaled)
+            replace(scalars, factors=(factor,)).update_(self.grads[row], state.master, state.states)
 
     def check(self) -> None:
         """Weights, masters and moments have the reference's bits."""

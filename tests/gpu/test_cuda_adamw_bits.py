@@ -14,6 +14,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CUDA_BLOCK_ELEMENTS, CUDA_BLOCK_THREADS
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 from hytrain_fx.runtime.native import build, cuda_module, cuda_updates
+from hytrain_fx.runtime.scalars import UpdateScalars
 
 from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 from ..cpu.adamw_rows import Row, row_of
@@ -51,11 +52,11 @@ def moved(o: Operands, device: torch.device | str) -> Operands:
     return Operands(*(None if t is None else t.to(device) for t in vars(o).values()))  # type: ignore[arg-type]
 
 
-def cuda_kernel_(o: Operands, scalars: AdamScalars) -> None:
+def cuda_kernel_(o: Operands, scalars: UpdateScalars, update: str = "adamw") -> None:
     """One row in one launch on torch's current stream, as csrc/cuda_device.cpp launches it."""
     driver = cuda_module.binding("driver")
     form = FORMS[o.grad.dtype, o.grad.dtype if o.out is None else o.out.dtype]
-    kernel = cuda_module.function(DEVICE.index, cuda_updates.SOURCE, f"adamw_rows_{form}")
+    kernel = cuda_module.function(DEVICE.index, cuda_updates.SOURCE, f"{update}_rows_{form}")
     nonfinite = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     rows = (Row * ROWS)(row_of(o, scalars, None, nonfinite))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(rows))

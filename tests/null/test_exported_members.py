@@ -22,8 +22,8 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the passes, two value classes and seven functions; `dir` shows them unloaded, and the version."""
-    assert hytrain_fx.__all__ == ["DEFAULT_PASSES", "Config", "Plan", *FUNCTIONS]
+    """`__all__` holds the passes, two value classes, an optimizer and seven functions; `dir` shows them unloaded, and the version."""
+    assert hytrain_fx.__all__ == ["DEFAULT_PASSES", "Config", "Lion", "Plan", *FUNCTIONS]
     assert dir(hytrain_fx) == sorted([*hytrain_fx.__all__, "__version__"])
 
 

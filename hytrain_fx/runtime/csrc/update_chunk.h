@@ -2,6 +2,7 @@
 #pragma once
 
 #include "adamw.h"
+#include "lion.h"
 
 namespace hytrain_fx {
 namespace detail {
@@ -10,6 +11,7 @@ namespace detail {
 inline UpdateBlock block_of(const UpdateScalars& scalars) {
   switch (static_cast<Kernel>(scalars.kernel)) {
     case Kernel::kAdamw: return adamw_block_for(scalars.flags);
+    case Kernel::kLion: return lion_block;
   }
   return nullptr;
 }

@@ -7,6 +7,7 @@
 //     adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16   both the same; for f32 the master is the weight
 //     adamw_rows_f32_bf16                               bf16 weights with fp32 gradients
 //     adamw_rows_split, adamw_rows_split_f32            bf16 weights with masters in two halves, gradients bf16 or fp32
+//     lion_rows_f32, lion_rows_bf16, lion_rows_f16      both the same
 //
 // Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block (kBlockThreads, 1, 1), no shared memory,
 // grid (any x, number of rows); ceil(n / kBlockElements) blocks in x is a good number. No array may overlap another, but out may be grad
@@ -85,6 +86,16 @@ struct AdamW {
     const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(used), s.bias2_sqrt), s.eps);
     p = (s.flags & kTorchCuda) ? __fmaf_rn(s.neg_step_size, __fdiv_rn(m, denominator), weight)
                                : __fadd_rn(weight, __fdiv_rn(__fmul_rn(s.neg_step_size, m), denominator));
+  }
+};
+
+struct Lion {  // lion.h
+  static constexpr bool has_second = false;
+  static __device__ bool has_third(const UpdateScalars&) { return false; }
+  static __device__ __forceinline__ void update(float g, float& p, float& m, float&, float&, const UpdateScalars& s) {
+    const float direction = __fadd_rn(__fmul_rn(m, s.beta1), __fmul_rn(g, s.lerp));
+    m = __fadd_rn(__fmul_rn(m, s.beta2), __fmul_rn(g, s.one_minus_beta2));
+    p = __fadd_rn(__fmul_rn(p, s.decay), direction > 0.0f ? s.neg_step_size : direction < 0.0f ? -s.neg_step_size : -0.0f);
   }
 };
 
@@ -250,6 +261,10 @@ UPDATE_ROWS(adamw_rows_f32, AdamW, F32, F32)
 UPDATE_ROWS(adamw_rows_bf16, AdamW, BF16, BF16)
 UPDATE_ROWS(adamw_rows_f16, AdamW, F16, F16)
 UPDATE_ROWS(adamw_rows_f32_bf16, AdamW, F32, BF16)
+
+UPDATE_ROWS(lion_rows_f32, Lion, F32, F32)
+UPDATE_ROWS(lion_rows_bf16, Lion, BF16, BF16)
+UPDATE_ROWS(lion_rows_f16, Lion, F16, F16)
 
 #define UPDATE_ROWS_SPLIT(name, Step, Grad)                                                                                      \
   extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) { \

@@ -15,15 +15,15 @@ enum UpdateFlags : unsigned int {
   kWideFactors = 1u << 5,  // a 16-bit gradient is widened first: factors multiply it in fp32, and nothing is rounded to 16 bits
 };
 
-enum class Kernel : unsigned int { kAdamw = 0 };  // ir/states.py
+enum class Kernel : unsigned int { kAdamw = 0, kLion = 1 };  // ir/states.py
 
 struct UpdateScalars {
   float decay;                // 1 - lr * weight_decay, or 1
   float l2;                   // weight_decay with kL2, else 0
-  float lerp;                 // w = 1 - beta1, or w - 1 with kLerpFromEnd
+  float lerp;                 // w = 1 - beta1, or w - 1 with kLerpFromEnd (never Lion's)
   float beta2;
   float one_minus_beta2;
-  float neg_step_size;        // -lr / (1 - beta1^step)
+  float neg_step_size;        // -lr / (1 - beta1^step); Lion's is -lr
   float bias2_sqrt;           // sqrt(1 - beta2^step)
   float eps;
   unsigned int flags;         // UpdateFlags

@@ -1,11 +1,13 @@
-"""The AdamW kernels of `csrc/update_rows.cu`: compiled once by NVRTC, loaded by the driver, launched by handles that need no Python."""
+"""The update kernels of `csrc/update_rows.cu`: compiled once by NVRTC, loaded by the driver, launched by handles that need no Python."""
 
 from __future__ import annotations
 
 from hytrain_fx.runtime.native import cuda_module
 
 SOURCE = "update_rows.cu"
-FORMS = ("f32", "bf16", "f16", "split", "f32_bf16", "split_f32")  # as update_kernel of csrc/device.h numbers them
+_ALIKE = ("f32", "bf16", "f16")
+# As update_kernel of csrc/device.h numbers them.
+NAMES = (*(f"adamw_rows_{form}" for form in (*_ALIKE, "split", "f32_bf16", "split_f32")), *(f"lion_rows_{form}" for form in _ALIKE))
 
 
 def functions(ordinal: int) -> list[int]:
@@ -14,4 +16,4 @@ def functions(ordinal: int) -> list[int]:
 
     Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
     """
-    return [cuda_module.function(ordinal, SOURCE, f"adamw_rows_{form}") for form in FORMS]
+    return [cuda_module.function(ordinal, SOURCE, name) for name in NAMES]

@@ -139,6 +139,11 @@ class PlacedStates:
         """Whether they are of an optimizer without a kernel."""
         return any(table.kernel is Kernel.NONE for table in self._tables)
 
+    @property
+    def may_halve(self) -> bool:
+        """Whether a state of every parameter has signs to spare, so that masters of bf16 weights may be in halves."""
+        return all(table.tie is not None for table in self._tables)
+
     def form_of(self, piece: Piece) -> RowForm:
         """What a piece takes of memory, whether or not the parameter is cut so."""
         table = self._tables[piece.parameter]
