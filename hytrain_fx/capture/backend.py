@@ -59,6 +59,7 @@ class Capture(Generic[R]):
     units                their grouping (`units.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
     around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
+    around_forward       entered, with the graph's index, while any other compiled graph runs
     timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten
     copies_for           says, of a graph with its example inputs and their rows, which inputs are to be read in bf16 copies;
                          None: none ever are
@@ -71,6 +72,7 @@ class Capture(Generic[R]):
         units: Sequence[Unit],
         rewrite: Callable[[CapturedGraph], R],
         around_backward: Callable[[int], AbstractContextManager[tensors.Edit | None]] = lambda _: contextlib.nullcontext(),
+        around_forward: Callable[[int], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies] | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class Capture(Generic[R]):
         self.graphs: list[CompiledGraph[R]] = []
         self._rewrite = rewrite
         self._around_backward = around_backward
+        self._around_forward = around_forward
         self._timed = timed
         self._copies_for = copies_for
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
@@ -122,11 +125,13 @@ class Capture(Generic[R]):
                 captured = alive()._on_graph(graph, pair, _kind(kwargs))
             with tensors.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
                 compiled = tensors.compile_fx_inner(graph, inputs, **kwargs)
-            if captured.kind is not GraphKind.BACKWARD:
-                return compiled
-            # The compiled backward reads weights too, which is no touch by the user; and its nodes are counted.
-            index = captured.index
-            return tensors.boxed_within(lambda: alive()._around_backward(index), compiled)
+            # What a compiled backward reads of weights is no touch by the user. And the nodes of every graph are counted.
+            index, backward = captured.index, captured.kind is GraphKind.BACKWARD
+
+            def around() -> AbstractContextManager[tensors.Edit | None]:
+                return alive()._around_backward(index) if backward else alive()._around_forward(index)
+
+            return tensors.boxed_within(around, compiled)
 
         def timed_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             backward = _kind(kwargs) is GraphKind.BACKWARD

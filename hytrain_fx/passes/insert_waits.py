@@ -14,7 +14,7 @@ from torch import fx
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.passes.base import Fact, PassContext, graph_pass
-from hytrain_fx.passes.node_notes import by_unit, insert, note
+from hytrain_fx.passes.node_notes import by_unit, insert, note, rows_of
 from hytrain_fx.passes.ops import WAIT
 
 
@@ -29,3 +29,8 @@ def insert_waits(module: fx.GraphModule, context: PassContext) -> str:
         with module.graph.inserting_before(min(user for weight in weights for user in weight.users)):
             insert(module.graph, WAIT, (weights, context.session, list(rows)), unit)
     return f"waits for {len(read)} weights of {len(groups)} units"
+
+
+def waited_rows(module: fx.GraphModule) -> int:
+    """How many rows the `wait` nodes of a rewritten graph name."""
+    return sum(len(rows_of(node)) for node in module.graph.nodes if node.target is WAIT)

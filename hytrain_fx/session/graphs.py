@@ -25,6 +25,7 @@ from hytrain_fx.ir.startup import Phase
 from hytrain_fx.passes.base import GraphPass
 from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
+from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.nodes import SessionNodes
@@ -68,7 +69,7 @@ class SessionGraphs:
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
-            table.names, table.parameters, units, self._rewrite, self._around_backward, phase,
+            table.names, table.parameters, units, self._rewrite, self._around_backward, nodes.all_waited, phase,
             None if copies is None else copies.copies_for)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
@@ -79,6 +80,7 @@ class SessionGraphs:
             self._grads[graph.index] = graph.grads
             self._kept.update((row, self._table.parameters[row]) for row in graph.grads)
         else:
+            self._nodes.graph_waits[graph.index] = waited_rows(graph.module)
             self._number_units()
         return record
 

@@ -3,12 +3,13 @@
     grad_offload   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the graph to return
                    any other: into the engine or into `.grad` (gradients/taking.py)
     all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
+    all_waited     the same of a forward graph
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -32,6 +33,7 @@ class SessionNodes:
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
+        self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
         self._engine = engine
         self._states = states
@@ -39,6 +41,7 @@ class SessionNodes:
         self._offloaded: set[int] = set()
         self._elsewhere = NOWHERE_ELSE
         self._returned: dict[int, torch.Tensor] = {}
+        self._unwaited: set[int] = set()  # rows of the last steps whose new weights no forward has waited for yet
 
     # ---- the nodes ----
 
@@ -48,6 +51,8 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
+        if self._unwaited and not self._unwaited.isdisjoint(rows):  # a backward that comes after the step() that its forward came before
+            self._end_updates(rows)
         group = self.gradients.groups[rows]
         group.place(self._states)  # the nodes behind this one go by it, whichever of its gradients are taken
         if self._elsewhere:
@@ -107,11 +112,28 @@ class SessionNodes:
         """Return when the compute stream will see the committed weights of `rows`."""
         unit = self.unit_of[rows[0]]
         self._marks.mark(Mark.WAIT_BEGIN, unit)
-        self._engine.wait(self._states.pieces.rows(rows))
-        if self.gradients.held:
-            self.gradients.let_go(rows)
+        self._end_updates(rows)
         self._marks.mark(Mark.WAIT_END, unit)
         self.runs["wait"] += len(rows)
+
+    def _end_updates(self, rows: Sequence[int]) -> None:
+        self._engine.wait(self._states.pieces.rows(rows))
+        self._unwaited.difference_update(rows)
+        if self.gradients.held:
+            self.gradients.let_go(rows)
+
+    def committed(self, rows: Iterable[int]) -> None:
+        """A `step()` has begun the updates of these rows."""
+        self._unwaited.update(rows)
+
+    @contextmanager
+    def all_waited(self, graph: int) -> Iterator[None]:
+        """Around one run of a compiled forward graph. Raises DroppedNodeError where it ends and has not waited for every row it reads."""
+        before = self.runs["wait"]
+        yield
+        ran, expected = self.runs["wait"] - before, self.graph_waits[graph]
+        if ran < expected:
+            raise _dropped("forward", graph, "wait", ran, expected)
 
     # ---- around one run of a backward graph ----
 
@@ -133,10 +155,7 @@ class SessionNodes:
         for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "backward_end"):
             ran, expected = self.runs[kind] - before[kind], min(rows, 1) if kind == "backward_end" else rows
             if ran < expected:
-                raise DroppedNodeError(
-                    f"backward graph {graph} ran {kind} for {ran} rows, expected {expected}; an inserted node was dropped by the compiler: "
-                    "please report this with the torch version"
-                )
+                raise _dropped("backward", graph, kind, ran, expected)
 
     def fetching_ahead(self, graph: int) -> AbstractContextManager[None]:
         """Around one run of a backward graph, all of whose gradients go to `.grad`: what slots have comes back ahead of its nodes."""
@@ -160,3 +179,10 @@ class SessionNodes:
                 self._returned[row] = self._returned[row] + grad if row in self._returned else grad.clone()
         stay = [i for i, row in enumerate(rows) if row not in of.returned and row not in of.unwanted]
         return [rows[i] for i in stay], [grads[i] for i in stay]
+
+
+def _dropped(direction: str, graph: int, kind: str, ran: int, expected: int) -> DroppedNodeError:
+    return DroppedNodeError(
+        f"{direction} graph {graph} ran {kind} for {ran} rows, expected {expected}; an inserted node was dropped by the compiler: "
+        "please report this with the torch version"
+    )

@@ -285,6 +285,7 @@ class Session:
                 self.builder.doubt(items, self.engine.skipped)
             self.foresight.stepped(items)
             rows = self.builder.parameters_of(items)
+            self.nodes.committed(rows)
             self.nodes.gradients.taken.update(item.row for item in items if item.grad is None and item.row < len(self.table))
             increment_versions([self.table.parameters[row] for row in rows])
             self.copies.committed(rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from hytrain_fx.gradients.standin import GradStandIn
@@ -217,3 +218,44 @@ def test_a_gradient_buffer_may_be_written_right_after_step(twins: Twins, edit: b
         return losses
 
     twins.agree(loop)
+
+
+class OneLayer(nn.Module):
+    """Its backward reads what came in and what came out, and no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()  # type: ignore[no-any-return]
+
+
+def one_layer() -> tuple[nn.Module, Batches]:
+    return OneLayer(), [(torch.randn(4, 6),) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 0, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
+def test_a_backward_may_come_after_a_step_that_its_forward_came_before(options: dict[str, Any]) -> None:
+    """torch refuses it only where it reads a weight that the step has written. No forward has waited for the update, which is running."""
+    made = Twins(one_layer, workers=2, timeout_s=20.0, **options)
+    for stage in (Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D):
+        made.session.engine.set_delay(stage, 2000)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(6):
+            late, loss = model(*batches[0]), model(*batches[1])
+            loss.backward()
+            optimizer.step()
+            if step % 2:
+                optimizer.zero_grad()
+            late.backward()
+            optimizer.step()
+            losses += [float(p.grad.double().sum()) for p in model.parameters()]
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    made.agree(loop)
+    made.close()
