@@ -15,6 +15,8 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -328,41 +330,61 @@ def text(program: Program) -> str:
 def _worker(first: int, seeds: int, programs: int) -> None:
     """One line of JSON a seed."""
     for number in range(first, first + seeds):
-        begin_s = time.monotonic()
+        begin_s, begin_cpu_s = time.monotonic(), time.process_time()
         found = search(number, programs)
         print(json.dumps({"seed": number, "programs": found.programs, "counts": found.counts, "took_s": time.monotonic() - begin_s,
+                          "cpu_s": time.process_time() - begin_cpu_s,
                           "failures": [vars(failure) for failure in found.failures]}), flush=True)
 
 
 def _in_a_process(first: int, seeds: int, programs: int) -> Found:
-    """Seeds in a process of its own: a crash is a failure of the seed it came in."""
+    """Seeds in a process of its own: a crash is a failure of the seed it came in. Each seed is told when it ends."""
     command = [sys.executable, "-m", "tests.cpu.programs", "--worker", str(seeds), "--seed", str(first), "--programs", str(programs)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    total, done = Found(), 0
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    try:
-        out, err = process.communicate(timeout=_MOST_S * seeds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        err += f"\nkilled after {_MOST_S * seeds:.0f} s"
-    for line in out.splitlines():
-        if not line.startswith('{"seed"'):
-            continue
-        read = json.loads(line)
-        done += 1
-        total.programs += read["programs"]
-        total.counts.update(read["counts"])
-        total.failures += [Failure(**failure) for failure in read["failures"]]
-        shown = "".join(f" FAILED {failure['error']}\n{failure['program']}" for failure in read["failures"])
-        print(f"seed {read['seed']}: {read['programs']} programs, {read['took_s']:.1f} s{shown or ', ok'}", flush=True)
+    total, done, killed = Found(), 0, threading.Event()
+    with tempfile.TemporaryFile("w+") as err, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=env) as process:
+
+        def kill() -> None:
+            killed.set()
+            process.kill()
+
+        limit = _started(kill)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"seed"'):
+                limit.cancel()
+                limit = _started(kill)
+                done += 1
+                _add(total, json.loads(line))
+        limit.cancel()
+        process.wait()
+        err.seek(0)
+        told = err.read()[-2000:] + (f"\nkilled after {_MOST_S:.0f} s" if killed.is_set() else "")
     if done < seeds:
         lost = first + done
         not_run = ", ".join(map(str, range(lost + 1, first + seeds)))
         after = f"; not run after it: seed {not_run}" if not_run else ""
         total.failures.append(
-            Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}{after}: {err[-2000:]}", True))
+            Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}{after}: {told}", True))
     return total
+
+
+def _started(kill: Callable[[], None]) -> threading.Timer:
+    """Calls it when the time for one seed is over."""
+    timer = threading.Timer(_MOST_S, kill)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _add(total: Found, read: dict[str, Any]) -> None:
+    """Count and show what a worker has told of a seed."""
+    total.programs += read["programs"]
+    total.counts.update(read["counts"])
+    total.failures += [Failure(**failure) for failure in read["failures"]]
+    shown = "".join(f" FAILED {failure['error']}\n{failure['program']}" for failure in read["failures"])
+    took = f"{read['took_s']:.1f} s, {read['cpu_s']:.1f} s of it computing"
+    print(f"seed {read['seed']}: {read['programs']} programs, {took}{shown or ', ok'}", flush=True)
 
 
 def main() -> int:
