@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,10 @@ for variable in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
     if variable not in os.environ:
         os.environ[variable] = tempfile.mkdtemp(prefix="hytrain_fx-tests-")
         atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
+
+# A shell's background job has the signal ignored, and some tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 SLOWEST_FILES = 10

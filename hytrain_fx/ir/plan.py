@@ -73,12 +73,6 @@ class PlacedPiece:
     placement: Placement
 
 
-def whole_pieces(numels: Sequence[int], placement: Sequence[Placement]) -> tuple[PlacedPiece, ...]:
-    """Parameters of these sizes, none of which is cut, where `placement` has them."""
-    pairs = zip(numels, placement, strict=True)
-    return tuple(PlacedPiece(Piece(number, 0, numel), place) for number, (numel, place) in enumerate(pairs))
-
-
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """One share: parameters `begin..end` (flat, in elements) of unit number `unit`."""

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
@@ -95,6 +96,12 @@ class TorchAdam(torch.optim.Optimizer):
         self._inner.step()
         for p, master in self.masters.items():
             p.copy_(master)
+
+
+def whole_pieces(numels: Sequence[int], placement: Sequence[Placement]) -> tuple[PlacedPiece, ...]:
+    """Parameters of these sizes, none of which is cut, where `placement` has them."""
+    pairs = zip(numels, placement, strict=True)
+    return tuple(PlacedPiece(Piece(number, 0, numel), place) for number, (numel, place) in enumerate(pairs))
 
 
 def plain_loop(steps: int) -> Loop:

@@ -15,13 +15,13 @@ from torch import nn
 
 from hytrain_fx.capture.parameters import build_table
 from hytrain_fx.gradients.ahead import SlotReader
-from hytrain_fx.ir.plan import Placement, whole_pieces
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.fallback.engine import TorchEngine
 from hytrain_fx.runtime.states.store import StateStore
 
-from .loops import Twins, assert_same, plain_loop, weights
+from .loops import Twins, assert_same, plain_loop, weights, whole_pieces
 from .models import Batches, mlp
 
 ANY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

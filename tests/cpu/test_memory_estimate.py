@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.ir.plan import Placement, whole_pieces
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, StateTable
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
 from hytrain_fx.runtime.states.slabs import padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
+
+from .loops import whole_pieces
 
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
 Rows = list[tuple[RowSize, Placement]]

@@ -12,7 +12,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.ir.plan import Placement, whole_pieces
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.native.engine import NativeEngine
@@ -20,6 +20,7 @@ from hytrain_fx.runtime.states.slabs import HostSlab, Pinning
 from hytrain_fx.session.resources import pinning_of
 
 from .explained import compiled
+from .loops import whole_pieces
 from .models import Batches
 from .test_placements import plan_of
 
