@@ -13,8 +13,9 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import DroppedNodeError, HytrainError
+from hytrain_fx.errors import DroppedNodeError, GraphInvariantError, HytrainError
 from hytrain_fx.passes import ops
+from hytrain_fx.torch_private import tensors
 
 from .loops import HYPER, Twins, assert_same, plain_loop, weights
 from .models import Batches, gpt, mlp
@@ -202,21 +203,44 @@ def test_a_lost_release_is_made_up_for_by_step(small: tuple[Any, Any, Batches], 
     assert len(set(losses)) == 4
 
 
-def test_nodes_dropped_by_the_compiler_are_noticed() -> None:
+def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators without the mark of a side effect are removed from every backward graph: an error, not weights that stand still."""
     from torch._inductor import config as inductor_config
 
     marked = torch.fx.node._side_effectful_functions
     removed = (ops.ALL_OPS - {ops.WAIT}) & marked
+    compile_fx_inner = tensors.compile_fx_inner
+
+    def unmarked(*args: Any, **kwargs: Any) -> Any:
+        marked.difference_update(removed)
+        try:
+            return compile_fx_inner(*args, **kwargs)
+        finally:
+            marked.update(removed)
+
     assert removed
     torch._dynamo.reset()
     model, batches = mlp()
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+    monkeypatch.setattr(tensors, "compile_fx_inner", unmarked)
     try:
-        marked.difference_update(removed)
         # The cache on disk knows nothing of the mark: it would give a whole graph here, and this one to others.
         with inductor_config.patch(fx_graph_cache=False), pytest.raises(DroppedNodeError, match="graph 1 ran grad_offload for 0 rows"):
             plain_loop(2)(model, optimizer, batches)
     finally:
-        marked.update(removed)
+        hytrain_fx.close(model)
+
+
+def test_operators_without_the_mark_of_a_side_effect_are_refused() -> None:
+    """Where the mark is missing already when the passes run, the pass that inserts the node is told, and nothing is compiled."""
+    marked = torch.fx.node._side_effectful_functions
+    torch._dynamo.reset()
+    model, batches = mlp()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+    try:
+        marked.discard(ops.GRAD_OFFLOAD)
+        with pytest.raises(GraphInvariantError, match="after insert_grad_offload: nobody uses the result of node"):
+            plain_loop(1)(model, optimizer, batches)
+    finally:
+        marked.add(ops.GRAD_OFFLOAD)
         hytrain_fx.close(model)
