@@ -34,7 +34,7 @@ def _is_cut(numel: int, unit: Unit | UnitProfile) -> bool:
 
 
 def _parts(numel: int, grain: int) -> tuple[int, ...]:
-    """At most `_MOST_GRAINS` parts, each a multiple of `grain` but for the last."""
+    """At most `_MOST_GRAINS` parts, each a multiple of `grain` except for the last."""
     size = -(-numel // (_MOST_GRAINS * grain)) * grain
     return tuple(min(size, numel - at) for at in range(0, numel, size))
 

@@ -50,7 +50,7 @@ class GradDestinations:
             return NOWHERE_ELSE
         # A parameter that was frozen since the forward accumulates nothing, and torch gives no node for it.
         frozen = frozenset(row for row in rows if not _is_trained(self._parameters[row]))
-        leaves = self._leaves_of(rows - frozen)  # anew: one that torch has replaced is in no graph
+        leaves = self._leaves_of(rows - frozen)  # read again: one that torch has replaced is in no graph
         if not frozen:
             self._known[rows] = leaves
             if leaves.all_accumulate():

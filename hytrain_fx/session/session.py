@@ -200,7 +200,7 @@ class Session:
         if not self.capture.graphs:
             self._clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
         self.plain.begin()
-        self._depth = 1  # not before: after an error in here the next forward begins anew, and is no inner one
+        self._depth = 1  # not before: after an error in here the next forward is an outer one again
 
     def _follow_plan(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot). Raises nothing."""

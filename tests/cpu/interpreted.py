@@ -15,6 +15,8 @@ from torch import fx
 from torch._inductor import compile_fx
 from torch.fx.graph import _BoxedCodeGen
 
+from hytrain_fx.torch_private.tensors import autograd_cache_off
+
 
 def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
     """Called instead of Inductor; what it gives lets go of inputs and of values after their last use, as Inductor's code does."""
@@ -33,7 +35,10 @@ def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -
 
 @contextlib.contextmanager
 def graphs_interpreted() -> Iterator[None]:
-    """Meanwhile no thread gives a graph to Inductor."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Meanwhile no thread gives a graph to Inductor.
+
+    Nor does one come from torch's cache: the plain model's, that an earlier module has had compiled, would have other bits than ours.
+    """
+    with pytest.MonkeyPatch.context() as patch, autograd_cache_off():
         patch.setattr(compile_fx, "_compile_fx_inner", interpreted)
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, pairwise
+from itertools import count, cycle, pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import CUT_ALIGN_PARAMS, Piece, PlacedPiece, Placement, Plan, PlanRow, leading_device_units, pieces_of_unit
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.runtime.states import unit_slabs
+from hytrain_fx.runtime.states.slabs import pin_slabs
 from hytrain_fx.session.session import Session
 
 from .loops import Twins, compare, plain_loop
@@ -204,6 +207,29 @@ def test_a_gradient_is_told_before_the_update_in_its_place(twins: Twins) -> None
         for piece in pieces:
             assert (session.states[piece].slot is not None) == session.states.placement[piece].updates_on_cpu
     twins.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2, 5])
+def test_a_cut_that_is_refused_memory_leaves_states_whole(twins: Twins, monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    """Wherever pinning fails in the move, parameters are as they were or wholly as they were to be: training has the same bits."""
+    calls = count()
+
+    def pin(*args: Any) -> None:
+        if next(calls) == refused:
+            raise EngineError("pinning was refused by this test")
+        pin_slabs(*args)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = list(plain_loop(2)(model, optimizer, batches))
+        if model is twins.ours:
+            with monkeypatch.context() as patch:
+                patch.setattr(unit_slabs, "pin_slabs", pin)
+                with pytest.raises(EngineError, match="refused by this test"):
+                    twins.session.place(cut_plan(twins.session, [3, 5], PLACES))
+        return losses + list(plain_loop(2)(model, optimizer, batches))
+
+    twins.session.place(cut_plan(twins.session, [7], [Placement.CPU, Placement.GPU]))
+    twins.agree(loop)
 
 
 def test_memory_in_use_is_what_was_estimated(twins: Twins) -> None:

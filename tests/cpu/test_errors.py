@@ -126,12 +126,12 @@ def test_a_wrong_option_is_a_config_error(name: str) -> None:
 @pytest.mark.parametrize("k", [0, 1])
 def test_too_little_host_memory_is_known_before_anything_is_allocated(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that do not fit raise HostMemoryError with both figures; no slab has been made."""
-    from hytrain_fx.runtime.states import store
+    from hytrain_fx.runtime.states import unit_slabs
 
     def no_slab(nbytes: int) -> None:
         raise AssertionError("a slab was allocated")
 
-    monkeypatch.setattr(store, "HostSlab", no_slab)
+    monkeypatch.setattr(unit_slabs, "HostSlab", no_slab)
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(3)))
     with pytest.raises(errors.HostMemoryError, match=r"0\.0[34] GiB, 0\.00 GiB"):
         hytrain_fx.compile(model, adamw(model), k=k, host_memory=4096)

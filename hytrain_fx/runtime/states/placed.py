@@ -171,12 +171,7 @@ class PlacedStates:
         for pieces in _by_parameter(placed).values():
             self._cut(pieces)
         rows = list(self.placement)
-        on_host = [row for row in rows if not self.placement[row].rests_on_device]
-        require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
-        self._states |= self._slabs.allocate(on_host)
-        for row in rows:
-            if self.placement[row].rests_on_device:
-                self._states[row] = self._device_states(row)
+        self._make(rows, limit_bytes)
         load_masters((self._states[row].master, self._weight(row)) for row in rows)
         self._tell_engine({*rows, *self._slabs.arrange_slots(rows, self.placement, self._states)})
 
@@ -238,21 +233,27 @@ class PlacedStates:
             for row in set(old) - set(new):
                 self._slabs.states.pop(row, None)
                 del self._states[row]
-            on_host = [row for row in new if not self.placement[row].rests_on_device]
-            require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
-            self._states |= self._slabs.allocate(on_host)
+            self._make(new, limit_bytes)
             for row in new:
-                if self.placement[row].rests_on_device:
-                    self._states[row] = self._device_states(row)
-                    self._slabs.states.pop(row, None)
                 self._fill_from(row, before)
-            to_tell = {*new, *self._slabs.arrange_slots({*old, *new}, self.placement, self._states)}
-            self._tell_engine(to_tell)
+            told = {*new, *self._slabs.arrange_slots({*old, *new}, self.placement, self._states)}
+            to_tell.update(told)
+            self._tell_engine(told)
             if self._engine.can_stream:
                 for row in new:
                     self._engine.send_weight(row, parameter in self._kept)
         for row in set(old) - set(new):
             self._engine.retire(row)
+
+    def _make(self, rows: Iterable[int], limit_bytes: int | None) -> None:
+        """Master and states of these rows where they are placed, zero. Raises HostMemoryError, EngineError, torch.OutOfMemoryError."""
+        on_device = [row for row in rows if self.placement[row].rests_on_device]
+        on_host = [row for row in rows if not self.placement[row].rests_on_device]
+        require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
+        self._states |= self._slabs.allocate(on_host)
+        for row in on_device:
+            self._states[row] = self._device_states(row)
+            self._slabs.states.pop(row, None)
 
     def _cut(self, pieces: Sequence[PlacedPiece]) -> tuple[int, ...]:
         parameter = pieces[0].piece.parameter
