@@ -1,8 +1,9 @@
 """A unit's part of a plan, piece by piece: a piece is a whole parameter or a range of one.
 
     whole parameters   where nothing else is known, and of optimizers whose update is not elementwise
-    grains             a parameter that makes up much of its unit may be placed in up to 16 parts
     a remainder        what a bound on resident states leaves is filled to a chunk, inside a parameter
+
+Shares between CPU and streaming end between parameters: what the CPU updates of a cut parameter leaves only at `step()`.
 """
 
 from __future__ import annotations
@@ -15,36 +16,13 @@ from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import UnitProfile
 from hytrain_fx.ir.task_graph import Unit
 
-# A cut parameter keeps its whole gradient on the device and takes a row of the engine for each piece,
-# so only a parameter is cut without need that its unit cannot be shared out around.
-_CUT_SHARE = 1 / 4  # of its unit
-_LEAST_GRAINS, _MOST_GRAINS = 4, 16  # of one parameter
-
-
-def grains_of(unit: Unit | UnitProfile) -> tuple[int, ...]:
-    """Elements of what may be placed by itself, in the unit's order: parameters, and grains of those that make up much of it."""
-    numels, grain = unit.param_numels or (unit.params,), unit.grain_params
-    if not grain:
-        return numels
-    return tuple(part for numel in numels for part in (_parts(numel, grain) if _is_cut(numel, unit) else (numel,)))
-
-
-def _is_cut(numel: int, unit: Unit | UnitProfile) -> bool:
-    return numel >= _LEAST_GRAINS * unit.grain_params and numel > _CUT_SHARE * unit.params
-
-
-def _parts(numel: int, grain: int) -> tuple[int, ...]:
-    """At most `_MOST_GRAINS` parts, each a multiple of `grain` except for the last."""
-    size = -(-numel // (_MOST_GRAINS * grain)) * grain
-    return tuple(min(size, numel - at) for at in range(0, numel, size))
-
 
 def pieces_of(plan: Plan, unit: Unit | UnitProfile) -> list[PlanRow]:
-    """One row for each grain of the unit, cut further where a share of the plan ends in a parameter that may be cut.
+    """One row for each parameter of the unit, cut where a share of the plan ends in one that may be cut.
 
     Where parameters are whole, each has placement and reason of the share that holds its first element.
     """
-    shares, ends = plan.shares(unit.index), set(accumulate(grains_of(unit)))
+    shares, ends = plan.shares(unit.index), set(accumulate(unit.param_numels or (unit.params,)))
     if unit.grain_params:
         ends.update(share.end for share in shares)
     pieces, at = [], 0

@@ -1,8 +1,7 @@
 """How much to stream: the share y that exposes least beside a given k, and the parameters that make it up.
 
 For a given k the exposed time is convex in y (`windows.py`): the golden section finds its least, bisection the smallest y that
-reaches it. Whole parameters are streamed, or grains of large ones (`pieces.py`), chosen so that of every prefix of units as near
-y as possible is.
+reaches it. Whole parameters are streamed, chosen so that of every prefix of units as near y as possible is.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from hytrain_fx.cost_model.pieces import grains_of
 from hytrain_fx.cost_model.windows import Windows
 from hytrain_fx.ir.limits import LEAST_GAIN_SHARE, SMALL_PARAMETER_SHARE
 from hytrain_fx.ir.plan import Placement
@@ -73,13 +71,13 @@ def least_of_convex(value: Callable[[float], float], low: float, high: float) ->
 
 
 def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tuple[int, int, Placement]]]:
-    """Each unit as ranges (begin, end, placement), CPU or STREAM, whole grains in order, equal neighbours merged.
+    """Each unit as ranges (begin, end, placement), CPU or STREAM, whole parameters in order, equal neighbours merged.
 
-    Of each unit those neighbouring grains are streamed that bring the streamed part of all units so far nearest to `share`.
+    Of each unit those neighbouring parameters are streamed that bring the streamed part of all units so far nearest to `share`.
     """
     split, wanted, streamed = [], 0.0, 0
     for unit in units:
-        numels = grains_of(unit)
+        numels = unit.param_numels or (unit.params,)
         wanted += share * unit.params
         chosen = _nearest_run(numels, wanted - streamed) if share > 0 else frozenset()
         streamed += sum(numels[i] for i in chosen)
@@ -88,7 +86,7 @@ def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tu
 
 
 def _nearest_run(numels: Sequence[int], wanted: float) -> frozenset[int]:
-    """The positions of neighbouring grains, small ones passed over, whose elements sum nearest to `wanted`; of equals the last."""
+    """The positions of neighbouring parameters, small ones passed over, whose elements sum nearest to `wanted`; of equals the last."""
     large = [i for i, numel in enumerate(numels) if numel >= SMALL_PARAMETER_SHARE * max(numels)]
     ends = list(accumulate((numels[i] for i in large), initial=0))
     runs = []

@@ -1,6 +1,6 @@
 """The rows that one node names and their gradients: alike or not, where they go, their norms and order of memory.
 
-A row here is a parameter. The gradient of one that is cut stays on the device, and what the CPU updates of it goes to the host besides.
+A row here is a parameter. The gradient of one that is cut stays on the device until `step()`.
 
 What is fixed of them is read once; each run of a node compares whole lists, in C.
 """
@@ -40,22 +40,11 @@ class Part:
         return [grads[i] for i in self.positions]
 
 
-@dataclass(frozen=True, slots=True)
-class HostPieces:
-    """What the CPU updates of one parameter that is cut: rows of the engine, and the range of each."""
-
-    row: int
-    parameter: nn.Parameter
-    pieces: tuple[int, ...]
-    ranges: tuple[slice, ...]
-
-
 @dataclass(slots=True)
 class RowGroup:
     """The rows that a node names: what is fixed of them, and where the plan in force has them.
 
     on_device  also of streamed rows, and of parameters that are cut
-    cut        of these: what goes to the host
     pieces     the rows of the engine that stand for these rows
     """
 
@@ -66,7 +55,6 @@ class RowGroup:
     layouts: list[torch.layout]
     on_host: Part = Part()
     on_device: Part = Part()
-    cut: tuple[HostPieces, ...] = ()
     pieces: Sequence[int] = ()
     _arrangement: int = -1  # of the states, for which these were made
 
@@ -88,9 +76,6 @@ class RowGroup:
         self.on_host = self.part([i for i, goes in enumerate(leaves) if goes])
         self.on_device = self.part([i for i, goes in enumerate(leaves) if not goes])
         self.pieces = states.pieces.rows(self.rows)
-        found = [(row, p, states.host_pieces(row)) for row, p in zip(self.rows, self.parameters, strict=True)]
-        self.cut = tuple(HostPieces(row, p, tuple(of), tuple(slice(piece.begin, piece.end) for piece in of.values()))
-                         for row, p, of in found if of)
 
     def part(self, positions: Sequence[int]) -> Part:
         """The rows at these positions."""

@@ -2,7 +2,7 @@
 
     row on the host                      gradient to its slot, `.grad` becomes a stand-in
     row updated on the device            gradient copied into a real `.grad`
-    a parameter that is cut              the same, and what the CPU updates of it goes to its slots besides
+    a parameter that is cut              the same; what the CPU updates of it goes to its slots at `step()`
     a row that has a gradient already    the new one is added: on the device, to what comes back from the slot, or to the real `.grad`
     one of several parts of a backward, behind an earlier gradient: see `parts`
 
@@ -22,7 +22,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.ahead import EarlierGradients, SlotReader
 from hytrain_fx.gradients.parts import BackwardParts
-from hytrain_fx.gradients.rows import HostPieces, Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
+from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
 from hytrain_fx.gradients.sources import (
     HeldGradient,
     KeptGradient,
@@ -69,7 +69,6 @@ class SessionGradients:
         self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
         self._before = BeforeBackward()
         self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
-        self._parted: dict[int, _Noted] = {}  # of those: whose pieces have gone to the host, of parameters that are cut
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
         self._summed: dict[int, _Noted] = {}  # and real ones of others that the graph has added to, with their version
 
@@ -145,10 +144,6 @@ class SessionGradients:
         pieces, flat = self._states.host_pieces(row), flat_memory(grad)
         self._engine.grad_offload(list(pieces), [flat[piece.begin : piece.end] for piece in pieces.values()])
         self._arm_late(*pieces)
-
-    def is_parted(self, row: int, grad: torch.Tensor) -> bool:
-        """Whether this real gradient's pieces have gone to the host as they are now."""
-        return _is_as_noted(grad, self._parted.get(row))
 
     def is_eager(self, row: int) -> bool:
         """Whether the row's present `.grad` has a part that did not come from the graphs. Asked when autograd has added what it has."""
@@ -243,22 +238,6 @@ class SessionGradients:
                 with torch.no_grad():
                     self._take_more(group, grads, held, alike, again)
                     self._earlier.go_ahead()  # in the memory of what has just been added to
-            if group.cut:
-                self._send_pieces(group.cut)
-
-    def _send_pieces(self, cut: Sequence[HostPieces]) -> None:
-        """Of gradients that are in `.grad` now, what the CPU updates; others go at `step()`. Called `without_torch_function`."""
-        pieces: list[int] = []
-        parts: list[torch.Tensor] = []
-        for of in cut:
-            grad = get_grad(of.parameter)
-            if grad is not None and self.is_untouched(of.row, grad) and of.row not in self.parts.open:
-                self._parted[of.row] = _noted(grad)
-                flat = flat_memory(grad)
-                pieces += of.pieces
-                parts += [flat[part] for part in of.ranges]
-        if pieces:
-            self._engine.grad_offload(pieces, parts)
 
     def _take_more(
         self, group: RowGroup, grads: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None], alike: bool, again: Collection[int]

@@ -3,7 +3,7 @@
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
     a real tensor                        the update on the device reads it; for a row on the host it is offloaded now
-    a real tensor of a cut parameter     pieces on the device read their part of it; the others' parts are in their slots, or go there now
+    a real tensor of a cut parameter     pieces on the device read their part of it, the others' parts go to their slots now
     one that a `step()` has taken        a real tensor again: torch's optimizers step on it once more
 """
 
@@ -90,7 +90,7 @@ class CommitBuilder:
                 if step not in by_step:
                     by_step[step] = self._scalars(group, step)
                 if row in states.pieces.cut:
-                    items += self._items_of_pieces(row, grad, by_step[step], row in touched)
+                    items += self._items_of_pieces(row, grad, by_step[step])
                     continue
                 on_host = states.gradient_leaves(row)
                 if on_host and type(grad) is GradStandIn and is_in_slot(grad):
@@ -169,21 +169,21 @@ class CommitBuilder:
         # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
         return CommitItem(row, numbers, self._gradients.on_device(row, grad), at_end=True)
 
-    def _items_of_pieces(self, row: int, grad: torch.Tensor, numbers: UpdateScalars, touched: bool) -> list[CommitItem]:
-        """Of a parameter that is cut, whose gradient is on the device."""
+    def _items_of_pieces(self, row: int, grad: torch.Tensor, numbers: UpdateScalars) -> list[CommitItem]:
+        """Of a parameter that is cut, whose gradient is on the device. Its pieces leave now and not as the gradient is made: not every
+        write to a gradient counts up its version (GradScaler's unscaling of bf16, `.grad.data`), so that nobody could tell a stale piece.
+        """
         if isinstance(grad, GradStandIn):
             grad = grad.grad_state.materialize()
-        at_end = touched
-        if not self._gradients.is_parted(row, grad):
-            at_end = True
-            self._gradients.require_strided(row, grad)
-            self._gradients.end_update(row)
-            grad = self._gradients.on_device(row, grad)
-            self._gradients.offload_pieces(row, grad)
+        self._gradients.require_strided(row, grad)
+        self._gradients.end_update(row)
+        grad = self._gradients.on_device(row, grad)
+        self._gradients.offload_pieces(row, grad)
         self._cut_grads[row] = grad
         flat, on_host = flat_memory(grad), self._states.host_pieces(row)
         pieces = ((of, self._states.pieces.piece(of)) for of in self._states.pieces.of(row))
-        return [CommitItem(of, numbers, None if of in on_host else flat[piece.begin : piece.end], at_end) for of, piece in pieces]
+        return [CommitItem(of, numbers, None if of in on_host else flat[piece.begin : piece.end], at_end=True) for of, piece in pieces]
+
 
 
 def _readable(group: Mapping[str, Any]) -> bool:

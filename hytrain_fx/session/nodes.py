@@ -65,7 +65,7 @@ class SessionNodes:
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
         group = self.gradients.groups[rows]
-        if group.on_host or group.cut:
+        if group.on_host:
             self._engine.arm_cpu(group.pieces)
         self.runs["cpu_step"] += len(rows)
 
@@ -81,7 +81,7 @@ class SessionNodes:
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights of rows placed on the host."""
         group = self.gradients.groups[rows]
-        if group.on_host or group.cut:
+        if group.on_host:
             self._engine.arm_reload(group.pieces)
         self.runs["reload"] += len(rows)
 

@@ -133,6 +133,20 @@ def written(model: Any, optimizer: Any, batches: Batches) -> list[float]:
     return losses
 
 
+def unscaled(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+    """Gradients are written to without a count of their versions, as GradScaler's unscaling and `.grad.data` do."""
+    losses = []
+    for step in range(3):
+        loss = model(*batches[step % len(batches)])
+        loss.backward()
+        for p in model.parameters():
+            p.grad.data.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def given_by_hand(model: Any, optimizer: Any, batches: Batches) -> list[float]:
     """Gradients come from user code."""
     losses = []
@@ -147,7 +161,10 @@ def given_by_hand(model: Any, optimizer: Any, batches: Batches) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("loop", [clipped, accumulated, read_and_stepped_again, written, given_by_hand], ids=lambda loop: loop.__name__)
+LOOPS = [clipped, accumulated, read_and_stepped_again, written, unscaled, given_by_hand]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops_keep_their_bits(twins: Twins, loop: Any) -> None:
     """Whatever a loop does with weights and gradients of cut parameters."""
 

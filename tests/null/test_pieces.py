@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.pieces import grains_of, joined, pieces_of
+from hytrain_fx.cost_model.pieces import joined, pieces_of
 from hytrain_fx.cost_model.planner import plan
-from hytrain_fx.cost_model.streaming import ranges_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow, validate
 from hytrain_fx.ir.profile import Profile, UnitProfile
@@ -26,27 +25,10 @@ def with_grain(profile: Profile, grain: int) -> Profile:
     return profile_of([replace(u, grain_params=grain) for u in profile.units])
 
 
-@given(profile=streaming_profiles(), grain=GRAINS)
-def test_grains_tile_their_unit_and_keep_small_parameters_whole(profile: Profile, grain: int) -> None:
-    """Every end of a parameter is one of a grain; others lie at multiples of the grain, in parameters that are a large part of the unit."""
-    for of in with_grain(profile, grain).units:
-        ends, parameter_ends = list(accumulate(grains_of(of))), list(accumulate(of.param_numels))
-        assert ends[-1] == of.params
-        assert set(parameter_ends) <= set(ends)
-        for end in set(ends) - set(parameter_ends):
-            begin = max([0, *(at for at in parameter_ends if at < end)])
-            numel = min(at for at in parameter_ends if at > end) - begin
-            assert (end - begin) % grain == 0
-            assert numel > of.params / 4
-            assert numel >= 4 * grain
-        assert len(ends) <= len(parameter_ends) + 3 * 15, "at most three parameters exceed a quarter, each in 16 parts at most"
-
-
 @given(profile=streaming_profiles())
 def test_without_a_grain_parameters_are_whole(profile: Profile) -> None:
     """The pieces of a plan are the parameters, wherever its shares end."""
     for of in profile.units:
-        assert grains_of(of) == of.param_numels
         shares = (PlanRow(of.index, of.name, 0, 1, Placement.GPU, ""), PlanRow(of.index, of.name, 1, of.params, Placement.CPU, ""))
         placed = pieces_of(Plan(shares if of.params > 1 else shares[:1], 0, "loaded"), of)
         assert tuple(piece.numel for piece in placed) == of.param_numels
@@ -60,21 +42,6 @@ def test_pieces_give_the_plan_back(profile: Profile, grain: int, data: st.DataOb
     places = data.draw(st.permutations(list(Placement)))
     shares = [PlanRow(0, of.name, begin, end, places[i % 3], "") for i, (begin, end) in enumerate(pairwise(cuts))]
     assert joined(pieces_of(Plan(tuple(shares), 0, "loaded"), of)) == shares
-
-
-@given(profile=streaming_profiles(), grain=GRAINS, share=st.floats(0, 1))
-def test_streamed_ranges_are_whole_grains(profile: Profile, grain: int, share: float) -> None:
-    """The streamed part of every prefix of units is within half of the largest grain of the share, small grains left out."""
-    wanted, streamed, slack, largest = 0.0, 0, 0, 0
-    units = with_grain(profile, grain).units
-    for of, ranges in zip(units, ranges_of(units, share), strict=True):
-        grains = grains_of(of)
-        largest = max(largest, *grains)
-        slack += sum(numel for numel in grains if numel < max(grains) / 1024)
-        wanted += share * of.params
-        streamed += sum(end - begin for begin, end, place in ranges if place is Placement.STREAM)
-        assert {end for _, end, _ in ranges} <= set(accumulate(grains))
-        assert abs(streamed - wanted) <= largest / 2 + slack + 1e-6
 
 
 @given(profile=streaming_profiles(), grain=st.integers(1, 20), budget=st.integers(0, 100_000))
