@@ -28,10 +28,7 @@ CUTS: tuple[tuple[Sequence[int], Sequence[Placement]], ...] = (
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_cut_changes_a_bit(dtype: torch.dtype, clip: float | None) -> None:
-    """Losses and weights equal the all-GPU loop's while the cut changes every two steps, each stage slow in turn.
-
-    Clipping writes to gradients after their pieces have gone to the host, so these go again.
-    """
+    """Losses and weights equal the all-GPU loop's while the cut changes every two steps, each stage slow in turn."""
     losses, weights = plain(dtype, clip)
     for delay in (None, Stage.D2H, Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE, Stage.STREAM_IN):
         net = build(dtype)
