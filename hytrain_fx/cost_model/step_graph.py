@@ -58,10 +58,10 @@ def check_streaming(profile: Profile, plan: Plan, discipline: Discipline) -> Non
     """Raise PlanError for a streamed share whose unit has no streaming times, and under the barrier "zero_offload"."""
     for row in plan.rows:
         unit = profile.units[row.unit]
-        if row.placement is Placement.STREAM and not unit.can_stream:
+        if row.placement.visits_device and not unit.can_stream:
             raise PlanError(f"unit {unit.index} ({unit.name}) has a streamed share, but its profile has no times for streaming "
                             f"(stream_in_us={unit.stream_in_us}, stream_out_us={unit.stream_out_us}); measure them or place it elsewhere")
-        if row.placement is Placement.STREAM and discipline.barrier == "zero_offload":
+        if row.placement.visits_device and discipline.barrier == "zero_offload":
             raise PlanError(f"unit {unit.index} ({unit.name}) has a streamed share; nothing is streamed under the barrier \"zero_offload\"")
 
 
@@ -79,7 +79,7 @@ class _Builder:
         self._rows: dict[int, list[PlanRow]] = defaultdict(list)
         for row in plan.rows:
             self._rows[row.unit].append(row)
-        streamed = [row for row in plan.rows if row.placement is Placement.STREAM]
+        streamed = [row for row in plan.rows if row.placement.visits_device]
         chunk = discipline.chunk_params
         resident_chunk = max(chunk, profile.params // _MOST_CHUNKS) if chunk else None
         streamed_chunk, self._slots = _staging(streamed, discipline)
@@ -120,7 +120,7 @@ class _Builder:
             share = row.numel / unit.params / pieces
             for kind in _WAYS[row.placement]:
                 cuts[kind].append(Cut(row.begin, pieces, _task_us(unit, kind) * share, share * traffic_bytes(unit, kind),
-                                      row.placement is Placement.STREAM))
+                                      row.placement.visits_device))
                 numel[kind] += row.numel
         for kind, own in cuts.items():
             share = numel[kind] / unit.params
@@ -134,8 +134,8 @@ class _Builder:
             way = [TaskId(kind, unit.index) for kind in _WAYS[placement]]
             for before, after in itertools.pairwise(way):
                 self._edge(before, after, by_piece=True)
-            self._edge(gradient, way[1] if placement is Placement.STREAM else way[0])
-            self._edge(way[1] if placement is Placement.STREAM else way[-1], wait)
+            self._edge(gradient, way[1] if placement.visits_device else way[0])
+            self._edge(way[1] if placement.visits_device else way[-1], wait)
 
     # ---- What the discipline adds ----
 
