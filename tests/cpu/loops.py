@@ -21,7 +21,7 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 
-from .models import Batches
+from .models import Batches, gpt
 
 Make = Callable[[], tuple[nn.Module, Batches]]
 Loop = Callable[[Any, Any, Batches], list[float]]
@@ -219,3 +219,13 @@ def compare(
         assert results[1][0] == results[0][0]
         assert_same(results[1][1], results[0][1])
     return results[1][0]
+
+
+def gpt_in(dtype: torch.dtype) -> Make:
+    """Makes a small GPT with parameters of this dtype."""
+
+    def make() -> tuple[nn.Module, Batches]:
+        model, batches = gpt()
+        return model.to(dtype), batches
+
+    return make

@@ -131,7 +131,7 @@ def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
 
 def test_a_share_that_noise_moves_back_stays() -> None:
     """A second move the other way needs ends twice as far apart, a third four times; a plan with
-    another k begins anew.
+    another k starts again from nothing.
     """
     units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
 

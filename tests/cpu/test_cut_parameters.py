@@ -20,7 +20,7 @@ from hytrain_fx.runtime.states import unit_slabs
 from hytrain_fx.runtime.states.slabs import pin_slabs
 from hytrain_fx.session.session import Session
 
-from .loops import Twins, compare, plain_loop
+from .loops import Twins, compare, gpt_in, plain_loop
 from .models import Batches, gpt
 
 PLACES = list(Placement)
@@ -48,11 +48,7 @@ def is_cut(session: Session) -> bool:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
-    def make() -> tuple[torch.nn.Module, Batches]:
-        model, batches = gpt()
-        return model.to(request.param), batches
-
-    made = Twins(make, workers=2)
+    made = Twins(gpt_in(request.param), workers=2)
     yield made
     made.close()
 

@@ -14,8 +14,8 @@ from hytrain_fx.ir.plan import Placement, Plan, PlanRow, leading_device_units
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
 
-from .loops import Twins, plain_loop
-from .models import Batches, gpt
+from .loops import Twins, gpt_in, plain_loop
+from .models import Batches
 
 PLACES = list(Placement)
 
@@ -36,11 +36,7 @@ def plan_of(session: Session, places: Sequence[Placement]) -> Plan:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
-    def make() -> tuple[torch.nn.Module, Batches]:
-        model, batches = gpt()
-        return model.to(request.param), batches
-
-    made = Twins(make, workers=2)
+    made = Twins(gpt_in(request.param), workers=2)
     yield made
     made.close()
 
