@@ -1,7 +1,8 @@
 """What host memory and the link give together: a CPU AdamW of some threads beside pinned copies both ways, as Markdown.
 
-torch's fused AdamW on fp32 tensors moves 28 bytes of host memory a parameter, a copy its own bytes. Where the sum stays the same from a
-number of threads on, host memory is what binds, and streamed updates cost the CPU's what they gain.
+torch's fused AdamW on fp32 tensors moves 28 bytes of host memory a parameter, a copy its own bytes.
+Where the sum stays the same from a number of threads on, host memory is what binds, and streamed
+updates cost the CPU's what they gain.
 """
 
 from __future__ import annotations

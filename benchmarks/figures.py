@@ -3,7 +3,8 @@
     python -m benchmarks figures --out DIR                                   draw what is in results.json and trials.json
     python -m benchmarks figures --out DIR --run --sizes 1b,3b --batches 1,4 measure what is missing first
 
-The largest models are estimated from bytes by tier; `python -m benchmarks largest` puts trials beside the estimates.
+The largest models are estimated from bytes by tier; `python -m benchmarks largest` puts trials
+beside the estimates.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def groups(results: Results, figure_of: Callable[[Case, Row], float | None]) -> Groups:
-    """Model and batch, small ones first -> way of training -> figure. Plain training only: no clipping, bf16 (torchao: autocast), the floor
-    left out.
+    """Model and batch, small ones first -> way of training -> figure. Plain training only: no
+    clipping, bf16 (torchao: autocast), the floor left out.
     """
     found: Groups = {}
     for case, row in sorted(results.all_measured(), key=lambda of: (of[1]["params"], of[0].batch, list(TITLES).index(of[0].mode))):

@@ -19,7 +19,8 @@ TRACED_STEPS = 3
 def kernel_time(step: Callable[[], object], finish: Callable[[], None]) -> dict[str, float]:
     """Seconds of a step in which some stream runs a kernel; copies do not count. Raises CannotRun without a GPU.
 
-    The wall time of a traced step is given too: the profiler slows launching down, so idle shares are of untraced steps.
+    The wall time of a traced step is given too: the profiler slows launching down, so idle shares
+    are of untraced steps.
     """
     if not torch.cuda.is_available():
         raise CannotRun("the GPU's idle time needs a GPU: leave --idle out")

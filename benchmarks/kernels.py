@@ -2,9 +2,10 @@
 
     python benchmarks/kernels.py [--parameters N] [--threads 1,2,4] [--repeats R]
 
-CPU: the C++ kernel (bf16 gradient in, bf16 weight out, fp32 states: 28 bytes of DRAM traffic a parameter) and torch._fused_adamw_ (fp32
-gradient in, no 16-bit weight: also 28 bytes), by threads, from DRAM and, one thread, from a chunk of 64 Ki parameters in L2.
-GPU, where there is one: the CUDA kernel and torch._fused_adamw_. Rates are of the fastest repeat; GB/s counts the 28 bytes.
+CPU: the C++ kernel (bf16 gradient in, bf16 weight out, fp32 states: 28 bytes of DRAM traffic a
+parameter) and torch._fused_adamw_ (fp32 gradient in, no 16-bit weight: also 28 bytes), by threads,
+from DRAM and, one thread, from a chunk of 64 Ki parameters in L2. GPU, where there is one: the CUDA
+kernel and torch._fused_adamw_. Rates are of the fastest repeat; GB/s counts the 28 bytes.
 """
 
 from __future__ import annotations

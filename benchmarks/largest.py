@@ -2,8 +2,9 @@
 
     python -m benchmarks largest --out DIR --batches 1,4 --modes all_gpu,ours     tries sizes near the estimate, writes trials.json
 
-Models are of one family: N layers of N heads of 128 (N = 32 is Llama 7B). A trial runs as many steps as the mode needs to settle
-(for hytrain_fx until its states are where the solved plan has them). `figures` draws both.
+Models are of one family: N layers of N heads of 128 (N = 32 is Llama 7B). A trial runs as many
+steps as the mode needs to settle (for hytrain_fx until its states are where the solved plan has
+them). `figures` draws both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hytrain_fx.forecast.memory import HOST_SHARE, footprint
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.shapes import ModelShape, read_shape
 
-# fp32 weights, both moments and gradients, all on the host: https://deepspeed.readthedocs.io/en/latest/memory.html (ZeRO-2, offload).
+# fp32 weights, both moments and gradients, all on the host:
+# https://deepspeed.readthedocs.io/en/latest/memory.html (ZeRO-2, offload).
 ZERO_OFFLOAD_HOST_BYTES = 16
 WIDEST = 128
 TRIES = 4

@@ -43,8 +43,8 @@ def shape_of(size: str) -> dict[str, int]:
 def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> nn.Module:
     """A LlamaForCausalLM of a named shape, seed 0, in training mode.
 
-    It is made without memory and its weights are drawn on `device` in `dtype`: no other copy of them ever exists.
-    Raises CannotRun for an unknown size or where transformers is not installed.
+    It is made without memory and its weights are drawn on `device` in `dtype`: no other copy of
+    them ever exists. Raises CannotRun for an unknown size or where transformers is not installed.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,7 +12,8 @@ import torch
 def memory(device: torch.device, pinned_elsewhere_bytes: int = 0) -> dict[str, float | None]:
     """Peaks of the device since its statistics were reset; of the host now, and its peak since the process began.
 
-    `gpu_used_gb` is what the driver counts, the CUDA context included. `pinned_elsewhere_bytes` is pinned without torch's allocator.
+    `gpu_used_gb` is what the driver counts, the CUDA context included. `pinned_elsewhere_bytes` is
+    pinned without torch's allocator.
     """
     host = {"host_rss_gb": _gb(psutil.Process().memory_info().rss),
             "host_peak_rss_gb": _gb(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}

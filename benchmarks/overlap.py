@@ -1,7 +1,7 @@
 """How much of the CPU's updating runs while the GPU computes, from a profiler trace of real steps.
 
-The trace has the GPU's kernels and copies; the engine's own records of CPU updates are put beside them on the same clock,
-and the whole is written as one Chrome trace.
+The trace has the GPU's kernels and copies; the engine's own records of CPU updates are put beside
+them on the same clock, and the whole is written as one Chrome trace.
 """
 
 from __future__ import annotations

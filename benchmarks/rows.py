@@ -2,9 +2,10 @@
 
     python -m benchmarks rows FILE --gpus 2 --rows-per-gpu 2 --out DIR
 
-A line has the arguments of `steps` that make the case; behind ` -- ` further ones, which look into it; behind ` # ` a remark. With
---rows-per-gpu no row begins whose memory others have (rows by their lines, other programs by what the system says is available), where the
-lines say what it takes at most (GB):
+A line has the arguments of `steps` that make the case; behind ` -- ` further ones, which look into
+it; behind ` # ` a remark. With --rows-per-gpu no row begins whose memory others have (rows by their
+lines, other programs by what the system says is available), where the lines say what it takes at
+most (GB):
 
     ours 7b --option gpu_states=0.25 --gpu-gb 75 --host-gb 100 -- --timeline 7b.json --explain
     floor 7b --gpu-gb 51

@@ -40,8 +40,10 @@ class Launch:
     extra     further arguments of `steps`
     cache     Inductor's cache, shared by all rows; None = torch's own place, which is shared too
     command   what is run, before the case's arguments
-    total_s   seconds after which no row goes on; what is missing then is run by the next call, None = no end
-    seats     GPUs that rows run on side by side (`benchmarks.turns`); none = one after the other, on this process's GPU and cores
+    total_s   seconds after which no row goes on; what is missing then is run by the next call, None
+              = no end
+    seats     GPUs that rows run on side by side (`benchmarks.turns`); none = one after the other,
+              on this process's GPU and cores
     """
 
     logs: Path

@@ -2,10 +2,12 @@
 
     python -m benchmarks steps ours 3b --batch 4 --sequence 2048 --option gpu_states=0.25
 
-A step is wall time over a window of consecutive steps without synchronisation, ended by a full drain; three windows, median and
-spread. Modes: `floor` (compiled forward and backward, no optimizer), `all_gpu` (fp32 masters and fused AdamW on the device),
-`reference` (as all_gpu, with AdamW(foreach=True), whose bits are ours), `ours`; peers, where they are installed: `zero_offload`
-(DeepSpeed ZeRO-2 with CPU offload, compiled), `torchao` (CPUOffloadOptimizer, blocks compiled, fp32 parameters under autocast).
+A step is wall time over a window of consecutive steps without synchronisation, ended by a full
+drain; three windows, median and spread. Modes: `floor` (compiled forward and backward, no
+optimizer), `all_gpu` (fp32 masters and fused AdamW on the device), `reference` (as all_gpu, with
+AdamW(foreach=True), whose bits are ours), `ours`; peers, where they are installed: `zero_offload`
+(DeepSpeed ZeRO-2 with CPU offload, compiled), `torchao` (CPUOffloadOptimizer, blocks compiled, fp32
+parameters under autocast).
 """
 
 from __future__ import annotations
@@ -131,7 +133,8 @@ def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window:
           step_tokens: int) -> dict[str, Any]:
     """Three windows of `window` steps: median, each, and the spread over the median. Peaks of device memory are those of the windows.
 
-    Energy is that of all three windows, for each step and each of its `step_tokens` (`benchmarks.energy`).
+    Energy is that of all three windows, for each step and each of its `step_tokens`
+    (`benchmarks.energy`).
     """
     warmup = _warm_up(trainer, tokens, warmup)
     plans = trainer.plans()

@@ -2,7 +2,8 @@
 
     python -m benchmarks sweep 1b --tokens 2048,4096,8192,16384,32768,65536 --out DIR
 
-A micro-batch is made of sequences of --sequence tokens. Every point is a process of its own, with the caches of those before it.
+A micro-batch is made of sequences of --sequence tokens. Every point is a process of its own, with
+the caches of those before it.
 """
 
 from __future__ import annotations

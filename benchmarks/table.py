@@ -2,8 +2,9 @@
 
     python -m benchmarks table --out DIR 3b-host 3b-clip        `--list` names the cases; without a CASE nothing is run, only drawn
 
-Each row runs in a process of its own. A row that fails is told with its reason, and the others run. Rows in results.json are not
-run again, so that a table that was broken off goes on where it stopped.
+Each row runs in a process of its own. A row that fails is told with its reason, and the others run.
+Rows in results.json are not run again, so that a table that was broken off goes on where it
+stopped.
 """
 
 from __future__ import annotations

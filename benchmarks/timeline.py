@@ -1,7 +1,8 @@
 """What a run of `ours` did when, recorded by `hytrain_fx.record` after its windows, and what recording costs.
 
-A barrier as ZeRO-Offload has it: `step()` is called when the device has ended the backward, and the next forward begins when every
-update has ended and every weight is back. Gradients go to the host during the backward, as there.
+A barrier as ZeRO-Offload has it: `step()` is called when the device has ended the backward, and the
+next forward begins when every update has ended and every weight is back. Gradients go to the host
+during the backward, as there.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class Trainer:
     """
-    step     one training step on tokens [batch, sequence]; returns the loss, and does not wait for the device
+    step     one training step on tokens [batch, sequence]; returns the loss, and does not wait for
+             the device
     finish   returns when everything of the steps so far is done, on every device
     about    what the mode has to tell about itself once its steps are timed, as JSON
     plans    how many plans it has made: steps are timed when it makes no more of them

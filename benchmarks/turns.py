@@ -1,9 +1,10 @@
 """Rows side by side on the GPUs of one machine: they compile together, and are timed one at a time.
 
-The host's memory is one, and a row whose states are there is bound by it. So such a row waits, compiled, until no other row compiles or is
-timed (an exclusive lock on a file); rows with everything on the GPU hold the lock shared, from beginning to end. Where several rows have
-one GPU, so that more of them compile at once, each of them waits. A row's process is started with the lock, as reading torch and what it
-needs takes seconds of cores that another row may have.
+The host's memory is one, and a row whose states are there is bound by it. So such a row waits,
+compiled, until no other row compiles or is timed (an exclusive lock on a file); rows with
+everything on the GPU hold the lock shared, from beginning to end. Where several rows have one GPU,
+so that more of them compile at once, each of them waits. A row's process is started with the lock,
+as reading torch and what it needs takes seconds of cores that another row may have.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python docs/compare_predictions.py [file.md]
 
-The measured figures are those of docs/measurements.md and docs/earlier_runs.md; k and the streamed share are taken from there, all
-else from the named device `h200`.
+The measured figures are those of docs/measurements.md and docs/earlier_runs.md; k and the streamed
+share are taken from there, all else from the named device `h200`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python docs/draw_overlap.py [file.png]
 
-Nothing is measured here: the profile comes from the rates of `forecast/device.py`, the schedules from `cost_model/simulate.py`.
+Nothing is measured here: the profile comes from the rates of `forecast/device.py`, the schedules
+from `cost_model/simulate.py`.
 """
 
 from __future__ import annotations

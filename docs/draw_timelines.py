@@ -7,7 +7,8 @@ The two files are Chrome traces that two runs on one machine wrote:
     python -m benchmarks steps ours 3b --option k=0 --option stream=0 --barrier --timeline barrier.json
     python -m benchmarks steps ours 3b --option gpu_states=0.0 --timeline ours.json
 
-Each picture is the last whole step of its file, from the begin of the device's backward to the begin of the next one.
+Each picture is the last whole step of its file, from the begin of the device's backward to the
+begin of the next one.
 """
 
 from __future__ import annotations

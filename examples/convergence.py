@@ -7,8 +7,9 @@
     bf16    16-bit parameters; the plain loop keeps fp32 masters by hand (MasterAdamW)
     fp16    fp32 parameters under fp16 autocast, with torch.amp.GradScaler
 
-On a GPU both curves have the same bits with --deterministic; without it kernels add in another order each time, and training is chaotic.
-On a CPU they part slowly: MKL's square root, which torch's AdamW uses there, is not correctly rounded. The printed differences say how far.
+On a GPU both curves have the same bits with --deterministic; without it kernels add in another
+order each time, and training is chaotic. On a CPU they part slowly: MKL's square root, which
+torch's AdamW uses there, is not correctly rounded. The printed differences say how far.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/train_accelerate.py                              # CPU: about a minute
     python examples/train_accelerate.py --mixed-precision bf16
 
-One line stands before `accelerator.prepare`, with the model on its device. Accumulation, clipping, mixed precision, saving and resuming are
-Accelerate's own.
+One line stands before `accelerator.prepare`, with the model on its device. Accumulation, clipping,
+mixed precision, saving and resuming are Accelerate's own.
 """
 
 from __future__ import annotations

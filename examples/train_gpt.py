@@ -3,8 +3,9 @@
     python examples/train_gpt.py                                          # CPU: about a minute
     python examples/train_gpt.py --layers 24 --width 2048 --context 1024  # a GPU; same file
 
-Both runs call the same `train`, start from the same weights and see the same batches. In 16-bit the plain loop keeps fp32 master
-weights, because that is the training hytrain_fx does: plain AdamW on 16-bit parameters would round its states to 16 bits.
+Both runs call the same `train`, start from the same weights and see the same batches. In 16-bit the
+plain loop keeps fp32 master weights, because that is the training hytrain_fx does: plain AdamW on
+16-bit parameters would round its states to 16 bits.
 """
 
 from __future__ import annotations

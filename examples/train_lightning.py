@@ -2,8 +2,9 @@
 
     python examples/train_lightning.py          # CPU: about a minute
 
-One line of `configure_optimizers` makes the difference; Lightning has moved the module to its device by then. Automatic optimization,
-accumulation, clipping, saving and resuming are Lightning's own.
+One line of `configure_optimizers` makes the difference; Lightning has moved the module to its
+device by then. Automatic optimization, accumulation, clipping, saving and resuming are Lightning's
+own.
 """
 
 from __future__ import annotations

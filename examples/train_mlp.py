@@ -2,7 +2,8 @@
 
     python examples/train_mlp.py
 
-The data is 1797 real scans of hand-written digits (8 x 8 pixels) that scikit-learn brings along, so nothing is downloaded.
+The data is 1797 real scans of hand-written digits (8 x 8 pixels) that scikit-learn brings along, so
+nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
     python examples/train_resume.py --checkpoint run.pt          # CPU: half a minute; the same command goes on where it was killed
 
-`save_whole` is all there is to it. A checkpoint is written beside the previous one and takes its name when every byte of it is on the disk.
-That weights and states belong to the same step, `state_dict()` sees to: it waits for updates that are under way. With OMP_NUM_THREADS=1 the
-weights at the end have the bits of a run that was never killed; sums over several threads may differ in the last ones.
+`save_whole` is all there is to it. A checkpoint is written beside the previous one and takes its
+name when every byte of it is on the disk. That weights and states belong to the same step,
+`state_dict()` sees to: it waits for updates that are under way. With OMP_NUM_THREADS=1 the weights
+at the end have the bits of a run that was never killed; sums over several threads may differ in the
+last ones.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python examples/train_trainer.py          # CPU: about a minute
 
-All that is needed is `HyTrainer`. Clipping, accumulation, warm-up, decay groups, saving and resuming are the Trainer's own.
+All that is needed is `HyTrainer`. Clipping, accumulation, warm-up, decay groups, saving and
+resuming are the Trainer's own.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ _HOME = {  # of the others: hytrain_fx.api
     "graph_pass": "hytrain_fx.passes.base",
 }
 
-# The package `explain` puts itself here when it is imported; done now and taken out, it cannot cover the function of that name later.
+# The package `explain` puts itself here when it is imported; done now and taken out, it cannot
+# cover the function of that name later.
 import_module("hytrain_fx.explain")
 globals().pop("explain")
 

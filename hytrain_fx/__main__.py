@@ -1,6 +1,7 @@
 """`python -m hytrain_fx`: reports without a GPU, saved plans, graphs of a script, the native engine.
 
-    report     what a model would cost on a machine, for each way of placing the updates (nothing is run)
+    report     what a model would cost on a machine, for each way of placing the updates (nothing is
+               run)
     profile    this machine's rates, measured, as a file for `report --device`
     explain    a saved plan as text
     inspect    the graphs of a script or a dump folder, and what each pass inserted
@@ -157,7 +158,8 @@ class Witness:
 def inspect_script(script: Path, arguments: Sequence[str] = ()) -> tuple[Inspection, ...]:
     """Run `script` as `python script arguments...` would, and inspect every model that it compiled, in the order of closing.
 
-    Raises ConfigError where it compiled none, and whatever the script raises (its SystemExit only with a status other than 0).
+    Raises ConfigError where it compiled none, and whatever the script raises (its SystemExit only
+    with a status other than 0).
     """
     witness = Witness()
     argv, path = sys.argv, list(sys.path)

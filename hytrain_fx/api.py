@@ -74,9 +74,11 @@ def compile(
     plan             a saved Plan to obey instead of solving one
     planner          the rule that solves k: "windowed", "seed" or "cotrain"
     stream           share of the other states that visit the device to be updated, "auto": solved
-    gpu_states       room for states on the device: "auto" (what is free), a fraction of them, or bytes
+    gpu_states       room for states on the device: "auto" (what is free), a fraction of them, or
+                     bytes
     host_memory      bytes that states may take on the host, None: what is available
-    speculate        whether updates by the CPU may begin before step(), on a guess that costs time at most
+    speculate        whether updates by the CPU may begin before step(), on a guess that costs time
+                     at most
     shadow_memory    bytes on the host for such guesses, 0: none
     replan_every     steps within which a change of their length is followed, 0: never
     warmup_steps     steps measured before a plan is solved
@@ -86,7 +88,8 @@ def compile(
     ring_bytes       device memory for gradients on their way to the host
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     timeout_s        seconds after which a wait on a worker or a copy is an error
-    passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one of yours
+    passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
+                     of yours
     dump             folder for each graph's text before and after each pass
     dynamic          handed on to torch.compile
     options          Inductor's, handed on too; not together with mode
@@ -130,8 +133,9 @@ def close(model: nn.Module) -> None:
 def settle(model: nn.Module) -> None:
     """Return when every committed update is done and every weight of `model` shows it.
 
-    Only for readers that this library cannot see: a raw pointer, or C++ code that keeps the parameter. Everybody else finds the new
-    weights anyway. Raises UnsupportedError for a model that is not compiled, EngineError where the engine has failed.
+    Only for readers that this library cannot see: a raw pointer, or C++ code that keeps the
+    parameter. Everybody else finds the new weights anyway. Raises UnsupportedError for a model that
+    is not compiled, EngineError where the engine has failed.
     """
     session_of(model).settle()
 
@@ -139,8 +143,8 @@ def settle(model: nn.Module) -> None:
 def explain(model: nn.Module) -> Explanation:
     """The plan in force with its reasons, predicted beside measured. `print` it, or take `to_json()`.
 
-    Before times are measured it shows where the updates run meanwhile. On a GPU it waits for the device.
-    Raises UnsupportedError for a model that is not compiled.
+    Before times are measured it shows where the updates run meanwhile. On a GPU it waits for the
+    device. Raises UnsupportedError for a model that is not compiled.
     """
     session = session_of(model)
     with session.turns.state:
@@ -181,8 +185,9 @@ def _explanation(session: Session) -> Explanation:
 def inspect(model: nn.Module) -> Inspection:
     """Every graph captured so far, before and after each pass, with times as `explain` has them, and the layer-level task graph.
 
-    `print` it, ask it (`diff`, `annotated`, `find`, `counts`), or `save` it as .html, .json, .txt or .svg.
-    On a GPU it waits for the device. Raises UnsupportedError for a model that is not compiled.
+    `print` it, ask it (`diff`, `annotated`, `find`, `counts`), or `save` it as .html, .json, .txt
+    or .svg. On a GPU it waits for the device. Raises UnsupportedError for a model that is not
+    compiled.
     """
     session = session_of(model)
     with session.turns.state:
@@ -211,8 +216,9 @@ def record(model: nn.Module) -> Iterator[Recording]:
         print(recording)                            # the last step, the predicted one under it
         recording.save("steps.json")                # all of them, for Perfetto or VizTracer's viewer; or .png
 
-    The lanes of the launching thread and of the device hold the last 9 steps at most. Raises UnsupportedError for a model that is
-    not compiled, and while the times for the first plan are being measured: both need the engine's records.
+    The lanes of the launching thread and of the device hold the last 9 steps at most. Raises
+    UnsupportedError for a model that is not compiled, and while the times for the first plan are
+    being measured: both need the engine's records.
     """
     session = session_of(model)
     if session.planning.recording:

@@ -4,13 +4,15 @@
     ├── ConfigError            an option has a wrong type, range or combination
     ├── UnsupportedError       the model, optimizer or torch version is outside what is supported
     ├── CaptureError           a captured graph does not have the shape the rewrite needs
-    ├── GraphInvariantError    a pass failed, or left a graph that is invalid or breaks a rule of `passes.verify`
+    ├── GraphInvariantError    a pass failed, or left a graph that is invalid or breaks a rule of
+                               `passes.verify`
     ├── PlanError              a plan does not fit the model, or no plan fits the memory
     ├── HostMemoryError        the host cannot hold the optimizer states
     ├── EngineError            the runtime failed: build, worker, copy, time-out
     │   ├── DroppedNodeError   an inserted node did not run
     │   └── NonFiniteGradientError  step() was given a gradient with NaN or infinities
-    ├── StatesError            loading optimizer states ended half-way, so they are a mixture of old and new ones
+    ├── StatesError            loading optimizer states ended half-way, so they are a mixture of old
+                               and new ones
     └── GradientConsumedError  `.grad` was read after another gradient had taken its memory
 
 Each message says what was found, what was expected and what to do.

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Nothing here depends on how fast the machine is: a deadline or slow generation on a busy one is no failure.
+# Nothing here depends on how fast the machine is: a deadline or slow generation on a busy one is no
+# failure.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-# Caches of our own. Inductor's: some tests compile graphs whose nodes are dropped on purpose, and the cache's key does not know of that.
-# Extensions': the lock of a build that was killed, in the user's cache, is waited for without end.
+# Caches of our own. Inductor's: some tests compile graphs whose nodes are dropped on purpose, and
+# the cache's key does not know of that. Extensions': the lock of a build that was killed, in the
+# user's cache, is waited for without end.
 for variable in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
     if variable not in os.environ:
         os.environ[variable] = tempfile.mkdtemp(prefix="hytrain_fx-tests-")

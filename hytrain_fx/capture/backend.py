@@ -3,15 +3,18 @@
     torch.compile -> backend(gm, example_inputs) -> compile_fx (stock: AOTAutograd, decompositions, partitioner)
                         -> inner_compile(graph): CapturedGraph -> rewrite -> compile_fx_inner (stock)
 
-Example inputs are the real Parameters, so a graph's placeholders and gradient outputs map to rows by identity, through
-`meta["desc"]`. A backward graph is compiled at the first backward, long after its forward graph; what the two share lives in one
-`_Pair` per call of the backend. A recompile (a new shape, a new branch) is a new pair, rewritten again with the same rows.
+Example inputs are the real Parameters, so a graph's placeholders and gradient outputs map to rows
+by identity, through `meta["desc"]`. A backward graph is compiled at the first backward, long after
+its forward graph; what the two share lives in one `_Pair` per call of the backend. A recompile (a
+new shape, a new branch) is a new pair, rewritten again with the same rows.
 
-A parameter read by two pairs (tied across a graph break, or a model called twice) has two partial gradients in one backward. Each pair
-offloads its own: two `grad_offload` for one row add up, as AccumulateGrad would, and of two releases the later counts. So no pair
-needs to know of another, and a pair that is already compiled stays right when the next one shows up.
+A parameter read by two pairs (tied across a graph break, or a model called twice) has two partial
+gradients in one backward. Each pair offloads its own: two `grad_offload` for one row add up, as
+AccumulateGrad would, and of two releases the later counts. So no pair needs to know of another, and
+a pair that is already compiled stays right when the next one shows up.
 
-A parameter with a gradient hook of the user keeps its gradient output, so that the hook sees it and `.grad` arrives as usual.
+A parameter with a gradient hook of the user keeps its gradient output, so that the hook sees it and
+`.grad` arrives as usual.
 """
 
 from __future__ import annotations
@@ -58,11 +61,13 @@ class Capture(Generic[R]):
     names, parameters    the managed parameters, row = position
     units                their grouping (`units.group_units`)
     rewrite              edits `CapturedGraph.module` in place; its result is kept in `graphs`
-    around_backward      entered, with the graph's index, while a compiled backward graph runs; may give what edits its results
+    around_backward      entered, with the graph's index, while a compiled backward graph runs; may
+                         give what edits its results
     around_forward       entered, with the graph's index, while any other compiled graph runs
-    timed                entered, with the phase of start-up it is, while a graph is compiled or rewritten
-    copies_for           says, of a graph with its example inputs and their rows, which inputs are to be read in bf16 copies;
-                         None: none ever are
+    timed                entered, with the phase of start-up it is, while a graph is compiled or
+                         rewritten
+    copies_for           says, of a graph with its example inputs and their rows, which inputs are
+                         to be read in bf16 copies; None: none ever are
     """
 
     def __init__(
@@ -125,7 +130,8 @@ class Capture(Generic[R]):
                 captured = alive()._on_graph(graph, pair, _kind(kwargs))
             with tensors.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
                 compiled = tensors.compile_fx_inner(graph, inputs, **kwargs)
-            # What a compiled backward reads of weights is no touch by the user. And the nodes of every graph are counted.
+            # What a compiled backward reads of weights is no touch by the user. And the nodes of
+            # every graph are counted.
             index, backward = captured.index, captured.kind is GraphKind.BACKWARD
 
             def around() -> AbstractContextManager[tensors.Edit | None]:
@@ -240,8 +246,8 @@ def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[i
 def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, float]:
     """Floating-point operations of each unit in this graph, by torch's own formulas (`torch.utils.flop_counter`).
 
-    A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the unit of the node before it.
-    Nodes before the first such node belong to the first unit met.
+    A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the
+    unit of the node before it. Nodes before the first such node belong to the first unit met.
     """
     owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
     owner.update({dataflow.view_base(graph.gradient(row)): unit_of[row] for row in graph.grads})

@@ -29,7 +29,8 @@ class CapturedGraph:
     module       the graph itself; the rewrite edits it in place
     weights      row -> placeholder that holds the parameter
     outputs      what the graph returned when it was captured: nodes or None
-    views        row -> backward placeholders that hold a view of the parameter, saved by the forward
+    views        row -> backward placeholders that hold a view of the parameter, saved by the
+                 forward
     grads        row -> position of its gradient in `outputs`; only rows that are to be offloaded
     kept_grads   row -> why its gradient output stays
     """

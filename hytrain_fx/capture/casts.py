@@ -5,8 +5,9 @@
     mm(..., permute(cast)), mm(..., cast)                                 calls: they read rounded values, whatever is fused around them
     grad: f32[16, 8] = convert_element_type(permute(mm_9), float32)       its gradient: one bf16 result of a call, widened
 
-Two casts of one weight have two gradients that are added in fp32. A cast that a pointwise kernel reads (a bias), or a gradient that one
-makes, is never rounded to bf16 there: Inductor computes such kernels in fp32. All of these stay as they are.
+Two casts of one weight have two gradients that are added in fp32. A cast that a pointwise kernel
+reads (a bias), or a gradient that one makes, is never rounded to bf16 there: Inductor computes such
+kernels in fp32. All of these stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _MAKERS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torc
 class CastRows:
     """Of the rows that are inputs of one graph.
 
-    in_bf16    read through one cast to bf16 alone; with a gradient that is a widened bf16 result, or none
+    in_bf16    read through one cast to bf16 alone; with a gradient that is a widened bf16 result,
+               or none
     trained    rows whose gradient the graph makes
     """
 
@@ -83,8 +85,9 @@ def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
 #
 #     run([x, p0, p1])  ->  graph([x, q0, p1])        q0 in autograd's graph behind p0
 #
-# Autograd finds the parameters where it looks for them: accumulation, hooks and torch.autograd.grad see p0. A gradient that comes back for
-# q0 is widened, which is exact; those that our nodes take come back as None.
+# Autograd finds the parameters where it looks for them: accumulation, hooks and torch.autograd.grad
+# see p0. A gradient that comes back for q0 is widened, which is exact; those that our nodes take
+# come back as None.
 
 
 class _Copies(torch.autograd.Function):
@@ -105,7 +108,8 @@ class InputCopies:
     """The bf16 copies that one graph reads instead of fp32 parameters among its inputs.
 
     copies    by position among the inputs, as the graph is traced
-    now       runs before each call of the graph, and gives them in this order; also of a graph that reads none
+    now       runs before each call of the graph, and gives them in this order; also of a graph that
+              reads none
     """
 
     copies: Mapping[int, torch.Tensor]

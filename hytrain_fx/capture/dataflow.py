@@ -1,9 +1,10 @@
 """Who reads a weight in an FX graph, and what runs before what.
 
-An alias of a weight is its placeholder or a view of it. A reader is a node that is no view and takes an alias. A reader *stands alone*
-where Inductor runs it as a call of its own: once its result exists, the weight has been read. A pointwise reader does not: Inductor may
-inline it into any later kernel. Casts and paddings whose only readers stand alone are seen through, since a call's operands are
-made before the call.
+An alias of a weight is its placeholder or a view of it. A reader is a node that is no view and
+takes an alias. A reader *stands alone* where Inductor runs it as a call of its own: once its result
+exists, the weight has been read. A pointwise reader does not: Inductor may inline it into any later
+kernel. Casts and paddings whose only readers stand alone are seen through, since a call's operands
+are made before the call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hytrain_fx.torch_private import tensors
 
 aten = torch.ops.aten
 
-# Operand positions that are read by the call itself. The bias of addmm or of a convolution is not among them: Inductor may add it later.
+# Operand positions that are read by the call itself. The bias of addmm or of a convolution is not
+# among them: Inductor may add it later.
 _STANDALONE: dict[object, tuple[int, ...]] = {
     aten.mm.default: (0, 1),
     aten.bmm.default: (0, 1),

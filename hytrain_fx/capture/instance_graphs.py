@@ -3,8 +3,9 @@
     for block in self.blocks:          Dynamo captures the forward of the block's class once, after a graph break, say,
         x = block(x)                   and runs that graph with each block's parameters: they are inputs of it
 
-Ours have nodes for certain rows, so a call with other parameters goes to graphs that are compiled for these. A parameter that is not
-managed (another model's, a clone) has no row: calls that differ in such ones only share their graphs.
+Ours have nodes for certain rows, so a call with other parameters goes to graphs that are compiled
+for these. A parameter that is not managed (another model's, a clone) has no row: calls that differ
+in such ones only share their graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def by_parameters(
     """What a backend gives for `gm`: calls the graphs of the parameters it is called with, which it compiles when they first come.
 
     row_of         gives, by `id`, the row of each managed parameter
-    compile_for    gives what compiles a graph for such example inputs and rows; `gm` itself is compiled at once
+    compile_for    gives what compiles a graph for such example inputs and rows; `gm` itself is
+                   compiled at once
     """
     positions = tuple(i for i, example in enumerate(example_inputs) if isinstance(example, nn.Parameter))
     if not positions:

@@ -1,7 +1,7 @@
 """Which parameters are managed, checked before anything is allocated: row numbers, names, optimizer groups.
 
-A managed parameter requires grad, is in the optimizer, and has elements. Rows count them in `model.named_parameters()` order,
-so the same model gives the same numbers in every process.
+A managed parameter requires grad, is in the optimizer, and has elements. Rows count them in
+`model.named_parameters()` order, so the same model gives the same numbers in every process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Groups parameters into units, the layers that the planner places together, from the module tree alone.
 
-A unit is the outermost child of a container (ModuleList, Sequential, ModuleDict) that is not itself a container: a decoder layer,
-a residual block, one Linear of a Sequential. A parameter outside every container belongs to the module that owns it:
-an embedding, a head, a final norm. Rows are positions in the list of managed names, which has a tied parameter once.
+A unit is the outermost child of a container (ModuleList, Sequential, ModuleDict) that is not itself
+a container: a decoder layer, a residual block, one Linear of a Sequential. A parameter outside
+every container belongs to the module that owns it: an embedding, a head, a final norm. Rows are
+positions in the list of managed names, which has a tied parameter once.
 
-    GPT-2      transformer.wte | transformer.wpe | transformer.h.0 | transformer.h.1 | ... | transformer.ln_f
+    GPT-2      transformer.wte | transformer.wpe | transformer.h.0 | transformer.h.1 | ... |
+               transformer.ln_f
     ResNet     conv1 | bn1 | layer1.0 | layer1.1 | layer2.0 | ... | fc
 """
 
@@ -32,7 +34,8 @@ class Unit:
 def group_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
     """Units of the parameters `names` (row = position) of `model`, numbered in the order of their first rows.
 
-    Every row is in exactly one unit. Raises UnsupportedError for a name that is no parameter of the model.
+    Every row is in exactly one unit. Raises UnsupportedError for a name that is no parameter of the
+    model.
     """
     rows: dict[str, list[int]] = {}
     for row, name in enumerate(names):

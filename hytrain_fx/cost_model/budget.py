@@ -25,8 +25,9 @@ class Budget:
 
     device_state_bytes    per resident parameter
     host_state_bytes      per parameter updated by the CPU or streamed, slot not counted
-    counts_streamed       whether gradients and staging slots of streamed parameters come out of `device_bytes` too: they do where that
-                          is what the device has free, not where it is a bound on resident states
+    counts_streamed       whether gradients and staging slots of streamed parameters come out of
+                          `device_bytes` too: they do where that is what the device has free, not
+                          where it is a bound on resident states
 
     Raises PlanError for negative figures.
     """

@@ -34,8 +34,10 @@ class CompiledGraph:
     ahead_rank          of each streamed load while its gradient is not there: new weights pass it
     loads_of            the loads whose gradient a task makes
     waits, then         of each piece: how many pieces must end first; the pieces that wait for it
-    gates, opens        of each task: how many tasks (or first pieces of them) must be over first; the tasks that wait for all of it
-    opens_at            by piece: the tasks that wait for this piece of the backward, with which the step is committed
+    gates, opens        of each task: how many tasks (or first pieces of them) must be over first;
+                        the tasks that wait for all of it
+    opens_at            by piece: the tasks that wait for this piece of the backward, with which the
+                        step is committed
     """
 
     tasks: list[TaskId]

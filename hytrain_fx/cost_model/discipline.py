@@ -15,17 +15,22 @@ CommitAt = Literal["backward_start", "backward_end"]
 class Discipline:
     """How the runtime orders and gates the work.
 
-    barrier         "none": each layer's forward waits for its own update; "before_forward": the forward waits for all
-                    (HyTrainDNN, CoTrain); "zero_offload": backward, copies, updates and copies back one after the other
-    commit_at       when the step is committed, before which no update begins: "backward_start" (or the profile's time) or "backward_end"
+    barrier         "none": each layer's forward waits for its own update; "before_forward": the
+                    forward waits for all (HyTrainDNN, CoTrain); "zero_offload": backward, copies,
+                    updates and copies back one after the other
+    commit_at       when the step is committed, before which no update begins: "backward_start" (or
+                    the profile's time) or "backward_end"
     chunk_params    parameters in one piece of work, None = whole shares (then nothing is preempted)
     staging_params  parameters whose streamed states one slot on the device holds
-    staging_slots   slots; each is taken from the load of a chunk until its states are back on the host
-    early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their weights travel behind it all the same
-    early_weights   with commit_at "backward_end", which is then when the factors are known, as those of clipping: weights of early updates
-                    travel from when step() is called, at the profile's time
-    runs_ahead      the launching thread need not wait for updates, but for gradients to be on the host: the step is committed when that
-                    and the profile's `launching_us` are over
+    staging_slots   slots; each is taken from the load of a chunk until its states are back on the
+                    host
+    early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their
+                    weights travel behind it all the same
+    early_weights   with commit_at "backward_end", which is then when the factors are known, as
+                    those of clipping: weights of early updates travel from when step() is called,
+                    at the profile's time
+    runs_ahead      the launching thread need not wait for updates, but for gradients to be on the
+                    host: the step is committed when that and the profile's `launching_us` are over
     """
 
     barrier: Barrier = "none"

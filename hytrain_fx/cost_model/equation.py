@@ -2,8 +2,8 @@
 
     t_bwd + t_upd_gpu(k) = t_upd_cpu(n) - t_upd_cpu(k)             alpha = t_upd_gpu / t_upd_cpu
 
-Equal layers give a closed form (sympy states and solves it). Unequal layers need only prefix sums: with
-A_k = sum_{l<k} gpu_l, C_k = sum_{l<k} cpu_l, C = C_n,
+Equal layers give a closed form (sympy states and solves it). Unequal layers need only prefix sums:
+with A_k = sum_{l<k} gpu_l, C_k = sum_{l<k} cpu_l, C = C_n,
 
     phi(k)   = t_bwd + A_k - (C - C_k)          grows with k: one crossing
     T_upd(k) = max(t_bwd + A_k, C - C_k)        smallest at the crossing: the better of its two neighbours
@@ -28,8 +28,9 @@ from hytrain_fx.errors import PlanError
 class UniformEquation:
     """The equation for n equal layers, in sympy.
 
-    `balance` is the Eq; `k` its solution in the positive symbols `n`, `t_bwd`, `t_cpu` (the CPU's update of all layers) and
-    `alpha`; `sensitivities` maps "t_bwd", "t_cpu", "alpha" to dk/d(that); `evaluate(n, t_bwd, t_cpu, alpha)` is `k` as a function.
+    `balance` is the Eq; `k` its solution in the positive symbols `n`, `t_bwd`, `t_cpu` (the CPU's
+    update of all layers) and `alpha`; `sensitivities` maps "t_bwd", "t_cpu", "alpha" to dk/d(that);
+    `evaluate(n, t_bwd, t_cpu, alpha)` is `k` as a function.
     """
 
     balance: Any
@@ -127,8 +128,8 @@ class Balance:
 
 
 def cheapest(crossing: int, cost_us: Callable[[int], float]) -> int:
-    """Where a cost that does not rise before `crossing` and does not fall behind it is least; of equals the first, which needs the least
-    device memory.
+    """Where a cost that does not rise before `crossing` and does not fall behind it is least; of
+    equals the first, which needs the least device memory.
     """
     best = min(range(max(crossing - 1, 0), crossing + 1), key=cost_us)
     least_us = cost_us(best)

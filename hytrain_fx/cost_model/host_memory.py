@@ -8,8 +8,9 @@
     sum                         30                                         36
     streamed                    10 states read, 10 written: 20             24
 
-A 16-bit weight is half of its fp32 master (runtime/states/split_master.py) where its states allow it (ir/states.py), else 2 bytes more
-move; fp16 parameters, whose masters are whole, count as bf16 ones.
+A 16-bit weight is half of its fp32 master (runtime/states/split_master.py) where its states allow
+it (ir/states.py), else 2 bytes more move; fp16 parameters, whose masters are whole, count as bf16
+ones.
 """
 
 from __future__ import annotations

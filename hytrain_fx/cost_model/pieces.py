@@ -1,9 +1,12 @@
 """A unit's part of a plan, piece by piece: a piece is a whole parameter or a range of one.
 
-    whole parameters   where nothing else is known, and of optimizers whose update is not elementwise
-    a remainder        what a bound on resident states leaves is filled to a chunk, inside a parameter
+    whole parameters   where nothing else is known, and of optimizers whose update is not
+                       elementwise
+    a remainder        what a bound on resident states leaves is filled to a chunk, inside a
+                       parameter
 
-Shares between CPU and streaming end between parameters: what the CPU updates of a cut parameter leaves only at `step()`.
+Shares between CPU and streaming end between parameters: what the CPU updates of a cut parameter
+leaves only at `step()`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from hytrain_fx.ir.task_graph import Unit
 def pieces_of(plan: Plan, unit: Unit | UnitProfile) -> list[PlanRow]:
     """One row for each parameter of the unit, cut where a share of the plan ends in one that may be cut.
 
-    Where parameters are whole, each has placement and reason of the share that holds its first element.
+    Where parameters are whole, each has placement and reason of the share that holds its first
+    element.
     """
     shares, ends = plan.shares(unit.index), set(accumulate(unit.param_numels or (unit.params,)))
     if unit.grain_params:
@@ -45,11 +49,12 @@ def joined(pieces: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def with_more_on_device(plan: Plan, unit: Unit | UnitProfile, free_bytes: float, state_bytes: float, why: str) -> Plan:
-    """The plan with parameters of `unit`, the first that is not wholly on the device, there too: the largest that fit
-    `free_bytes`, and of the smallest that does not as many chunks as do, where it may be cut.
+    """The plan with parameters of `unit`, the first that is not wholly on the device, there too:
+    the largest that fit `free_bytes`, and of the smallest that does not as many chunks as do, where
+    it may be cut.
 
-    `state_bytes` are those of a parameter on the device, gradient included. The same plan where nothing fits, and
-    where all of it would. Nothing is predicted for another.
+    `state_bytes` are those of a parameter on the device, gradient included. The same plan where
+    nothing fits, and where all of it would. Nothing is predicted for another.
     """
     pieces, left_bytes = pieces_of(plan, unit), free_bytes
     ends = list(accumulate(unit.param_numels or (unit.params,)))

@@ -2,11 +2,12 @@
 
     seed      HyTrainDNN's balance of both sides (equation.py)
     cotrain   the same with alpha = 1
-    windowed  each layer's own window, from its gradient to its next use (windows.py), with or without streaming (streaming.py)
+    windowed  each layer's own window, from its gradient to its next use (windows.py), with or
+              without streaming (streaming.py)
 
-Too small a k costs 1/alpha (15 to 80) times as much as one that is too large by the same amount, so CPU times are
-multiplied by a guard before solving. What is predicted is simulated with the times as they are. A plan that streams is made
-only where the simulator, too, finds it faster.
+Too small a k costs 1/alpha (15 to 80) times as much as one that is too large by the same amount, so
+CPU times are multiplied by a guard before solving. What is predicted is simulated with the times as
+they are. A plan that streams is made only where the simulator, too, finds it faster.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ from hytrain_fx.ir.task_graph import Resource, TaskKind, Unit
 Rule = Literal["seed", "cotrain", "windowed"]
 Stream = float | Literal["auto"]
 GUARD = 1.05
-# Of the share that is best by capacities alone: a little less often ends earlier, as copies of states yield to gradients and weights.
+# Of the share that is best by capacities alone: a little less often ends earlier, as copies of
+# states yield to gradients and weights.
 _SHARES_TRIED = (1.0, 0.93)
-# Where copies and updates share the host's memory, both are slower than the rates that the share was solved with.
+# Where copies and updates share the host's memory, both are slower than the rates that the share
+# was solved with.
 _SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.93, 0.85, 0.75, 0.6)
 STREAMED = "windowed, streamed"  # the name of that plan in `compare`
 
@@ -83,13 +86,15 @@ def plan(
     host_budget_bytes      host memory for states and slots, None = no limit
     state_bytes_per_param  what rests on the device for each parameter updated there
     host_state_bytes_per_param    the states of a parameter on the host, without its slot
-    budget_counts_streamed    whether gradients and staging slots of streamed parameters come out of `budget_bytes` too
-    stream                 share 0..1 of the parameters not on the device that is streamed; "auto" solves it together with k
-                           (rule "windowed", no k given, a profile with times for streaming; else nothing is streamed)
+    budget_counts_streamed    whether gradients and staging slots of streamed parameters come out of
+                              `budget_bytes` too
+    stream                 share 0..1 of the parameters not on the device that is streamed; "auto"
+                           solves it together with k (rule "windowed", no k given, a profile with
+                           times for streaming; else nothing is streamed)
     discipline             how the runtime orders and gates updates; the default is this library's
 
-    Raises PlanError for an unknown rule, a k outside 0..n, a share outside 0..1 or without times for streaming, a guard < 1, and
-    when the two memories together do not hold the states.
+    Raises PlanError for an unknown rule, a k outside 0..n, a share outside 0..1 or without times
+    for streaming, a guard < 1, and when the two memories together do not hold the states.
     """
     _check(profile, rule, k, stream, guard)
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
@@ -110,8 +115,8 @@ def streamed_k(
 ) -> int | None:
     """The k of `plan(profile, stream="auto", ...)` where that streams, by the windows alone; None where they give no share to streaming.
 
-    For whoever looks often whether another plan is due: no step is simulated, which is most of what a plan costs. Raises PlanError as
-    `plan` does.
+    For whoever looks often whether another plan is due: no step is simulated, which is most of what
+    a plan costs. Raises PlanError as `plan` does.
     """
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
     maker = _Maker(profile, "windowed", None, guard, discipline, budget)
@@ -130,7 +135,8 @@ def compare(
 ) -> dict[str, Plan]:
     """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget ("k=n" is capped by it too).
 
-    The rules stream nothing; where the profile has times for streaming, "windowed, streamed" is the plan with k and share solved.
+    The rules stream nothing; where the profile has times for streaming, "windowed, streamed" is the
+    plan with k and share solved.
     """
 
     def solved(rule: Rule, k: int | None = None, stream: Stream = 0.0) -> Plan:
@@ -187,7 +193,8 @@ class _Maker:
 
     def mix(self, k: int) -> tuple[int, float]:
         """k and y by the windows. The k that fits shrinks with y, so y is solved again beside it; y = 0 where nothing is gained."""
-        # Streaming too much costs as much as streaming too little, so the share is solved with CPU times as they are.
+        # Streaming too much costs as much as streaming too little, so the share is solved with CPU
+        # times as they are.
         compute_us, windows = self.profile.forward_us + self.profile.backward_us, self._windows(guard=1.0)
         least = self.budget.least_units(self.profile, 0.0)
         while True:
@@ -243,10 +250,11 @@ class _Maker:
         return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
 
     def filled(self, made: Plan) -> Plan:
-        """The plan with what a bound on resident states leaves beside whole units given to pieces of the next, where that is
-        predicted to be faster.
+        """The plan with what a bound on resident states leaves beside whole units given to pieces
+        of the next, where that is predicted to be faster.
 
-        Not where the bound is what the device has free: what whole units leave of that is room for what no estimate knows.
+        Not where the bound is what the device has free: what whole units leave of that is room for
+        what no estimate knows.
         """
         bound, k = self.budget, made.k
         if self.k is not None or self.rule != "windowed" or bound.device_bytes is None or bound.counts_streamed:
@@ -276,8 +284,9 @@ def prefix_plan(
 ) -> Plan:
     """A plan with the first `k` units wholly on the device and the others on the CPU, nothing predicted.
 
-    With a `share` whole parameters of the others are streamed, about that much of every leading part of them; the units must be
-    `Unit` or `UnitProfile`. It needs no profile, so it also serves the first steps, before anything is measured.
+    With a `share` whole parameters of the others are streamed, about that much of every leading
+    part of them; the units must be `Unit` or `UnitProfile`. It needs no profile, so it also serves
+    the first steps, before anything is measured.
     """
     if not 0 <= k <= len(units):
         raise PlanError(f"found k={k}, expected 0..{len(units)}: the model has {len(units)} units")
@@ -302,9 +311,10 @@ def predict(
 ) -> dict[str, float]:
     """What `plan` is expected to cost on `profile`: simulated times, and bytes by tier.
 
-    `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a slot for their gradients (in) and
-    new weights (out). `stream_bytes` cross the link in each direction in a step. Of host memory is told how much of its bandwidth is
-    left where the profile knows it.
+    `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a
+    slot for their gradients (in) and new weights (out). `stream_bytes` cross the link in each
+    direction in a step. Of host memory is told how much of its bandwidth is left where the profile
+    knows it.
     """
     step = steady_step(profile, plan, discipline or Discipline())
     graph, schedule = step.graph, step.schedule

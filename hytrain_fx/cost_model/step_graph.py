@@ -194,8 +194,8 @@ def _moved_bytes(unit: UnitProfile, kind: TaskKind) -> float:
 
 
 def _staging(streamed: list[PlanRow], discipline: Discipline) -> tuple[int, int]:
-    """Parameters in a played chunk and the number of slots: those of the runtime, coarser where there
-    would be too many chunks.
+    """Parameters in a played chunk and the number of slots: those of the runtime, coarser where
+    there would be too many chunks.
     """
     numel = sum(row.numel for row in streamed)
     chunk_params = max(discipline.staging_params, math.ceil(numel / _MOST_STREAMED))

@@ -1,7 +1,8 @@
 """How much to stream: the share y that exposes least beside a given k, and the parameters that make it up.
 
-For a given k the exposed time is convex in y (`windows.py`): the golden section finds its least, bisection the smallest y that
-reaches it. Whole parameters are streamed, chosen so that of every prefix of units as near y as possible is.
+For a given k the exposed time is convex in y (`windows.py`): the golden section finds its least,
+bisection the smallest y that reaches it. Whole parameters are streamed, chosen so that of every
+prefix of units as near y as possible is.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def least_of_convex(value: Callable[[float], float], low: float, high: float) ->
 def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tuple[int, int, Placement]]]:
     """Each unit as ranges (begin, end, placement), CPU or STREAM, whole parameters in order, equal neighbours merged.
 
-    Of each unit those neighbouring parameters are streamed that bring the streamed part of all units so far nearest to `share`.
+    Of each unit those neighbouring parameters are streamed that bring the streamed part of all
+    units so far nearest to `share`.
     """
     split, wanted, streamed = [], 0.0, 0
     for unit in units:

@@ -1,26 +1,31 @@
 """The sharper rule: every layer has its own window, from its gradient to its next use.
 
-Gradients arrive last layer first and the next forward uses the first layer first, so the windows are nested, and
-updates in order of layer keep every deadline iff each prefix of layers fits the window of its last one. With the
-first k layers on the device (A_k = their update time there) the step takes
+Gradients arrive last layer first and the next forward uses the first layer first, so the windows
+are nested, and updates in order of layer keep every deadline iff each prefix of layers fits the
+window of its last one. With the first k layers on the device (A_k = their update time there) the
+step takes
 
     T(k) = t_f + t_b + max( A_k, max_{m >= k, q} [ cost_q(k..m) - W_q(m) ] )        q in {cpu, d2h, h2d}
     W(m) = sum_{j<m} forward_j + min( sum_{j<m} backward_j, t_b - t_c )
 
-where t_c is the time from the begin of the backward to the commit, before which no update begins (t_b when it comes at the end). Where the
-CPU's begin on a guess at it, t_c = 0 for them.
+where t_c is the time from the begin of the backward to the commit, before which no update begins
+(t_b when it comes at the end). Where the CPU's begin on a guess at it, t_c = 0 for them.
 
-W_q is W less the time one chunk spends in the other two stages (copy out, update, copy back are a pipeline).
+W_q is W less the time one chunk spends in the other two stages (copy out, update, copy back are a
+pipeline).
 
-The first term grows with k, the second falls: the better neighbour of their crossing is the optimum over prefixes,
-and a prefix is the best set of its size.
+The first term grows with k, the second falls: the better neighbour of their crossing is the optimum
+over prefixes, and a prefix is the best set of its size.
 
-With a share y of every other unit streamed, states crossing the link and the update running on the device, the same rows hold with
+With a share y of every other unit streamed, states crossing the link and the update running on the
+device, the same rows hold with
 
     A = A_k + y (A_n - A_k)      cpu (1-y)      d2h (1-y) gradients + y states out      h2d (1-y) weights + y states in
-    host_memory  (1-y) bytes of a CPU update with its copies + y bytes of states in and out, over the bandwidth where that is known
+    host_memory  (1-y) bytes of a CPU update with its copies + y bytes of states in and out, over
+                 the bandwidth where that is known
 
-All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a given k.
+All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a
+given k.
 """
 
 from __future__ import annotations
@@ -56,8 +61,9 @@ class Excess:
 class Windows:
     """Nested windows of the units, per resource q that a unit updated by the CPU uses.
 
-    `costs_us[q][l]` is what unit l takes of q, `windows_us[q][l]` the window W_q(l), `gpu_us[l]` its update time on the device.
-    `streamed_us[q][l]` is what unit l takes of q when it is streamed, `share` the share y that is; `costs_us` are those of this mix.
+    `costs_us[q][l]` is what unit l takes of q, `windows_us[q][l]` the window W_q(l), `gpu_us[l]`
+    its update time on the device. `streamed_us[q][l]` is what unit l takes of q when it is
+    streamed, `share` the share y that is; `costs_us` are those of this mix.
     """
 
     windows_us: dict[str, tuple[float, ...]]
@@ -115,8 +121,8 @@ class Windows:
 
 
 def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], commit_us: float = 0.0) -> tuple[float, ...]:
-    """W(m) for every unit: what the device computes between its gradient, or the commit where that is later, and its next use, less the
-    common t_b.
+    """W(m) for every unit: what the device computes between its gradient, or the commit where that
+    is later, and its next use, less the common t_b.
     """
     left_us = max(sum(backward_us) - commit_us, 0.0)
     forward, backward = (accumulate(us[:-1], initial=0.0) for us in (forward_us, backward_us))
@@ -133,10 +139,11 @@ def windows_of(
     profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool, early_updates: bool = False,
     one_barrier: bool = False,
 ) -> Windows:  # fmt: skip
-    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host always start in the backward, and so do
-    `early_updates` by the CPU.
+    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host
+    always start in the backward, and so do `early_updates` by the CPU.
 
-    With `one_barrier` the whole forward waits for all updates, so that no window has forward time in it.
+    With `one_barrier` the whole forward waits for all updates, so that no window has forward time
+    in it.
     """
     units = profile.units
     forward, backward = [0.0 if one_barrier else u.forward_us for u in units], [u.backward_us for u in units]

@@ -1,7 +1,8 @@
 """The largest model and the largest batch that fit, for each way of placing the states, found by bytes alone.
 
-A larger model is the same one with more of its repeated layers; a larger batch has more sequences of the same length. Where states are
-split the host takes as many units as it holds; the first ones rest on the device.
+A larger model is the same one with more of its repeated layers; a larger batch has more sequences
+of the same length. Where states are split the host takes as many units as it holds; the first ones
+rest on the device.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits one way: `layers` and `params` of the largest model at this batch (None where no layers repeat), `tokens` in the largest
-    micro-batch of this model. 0 = nothing fits; `layers` and `tokens` stop at 4096 and at 2^20 sequences.
+    """What fits one way: `layers` and `params` of the largest model at this batch (None where no
+    layers repeat), `tokens` in the largest micro-batch of this model. 0 = nothing fits; `layers`
+    and `tokens` stop at 4096 and at 2^20 sequences.
     """
 
     way: str
@@ -60,7 +62,8 @@ def fits(way: str, shape: ModelShape, device: DeviceSpec, tokens: int, recompute
 
     if way in ("device", "host"):
         return footprint(shape, tokens, n if way == "device" else 0, recompute).fits(device)
-    # More resident units take less of the host and more of the device: the fewest that the host asks for, or all, which need no ring.
+    # More resident units take less of the host and more of the device: the fewest that the host
+    # asks for, or all, which need no ring.
     least = bisect_left(range(n), True, key=lambda k: placed(k).host_fits(device))
     return placed(least).fits(device) or placed(n).fits(device)
 

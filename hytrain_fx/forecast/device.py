@@ -5,8 +5,8 @@ A layer's forward takes the longer of its arithmetic and its memory traffic,
     forward = max( (2 matmul_params + 2 * 2 attention_width * sequence / (2 if causal)) * tokens / achieved_flops,
                    bytes(weights, twice the saved activations) / memory_bytes_per_s )
 
-its backward twice that, and once more with recomputation. The step is committed when the launching thread is through with the backward.
-Every figure says where it comes from. A run measures its own.
+its backward twice that, and once more with recomputation. The step is committed when the launching
+thread is through with the backward. Every figure says where it comes from. A run measures its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.states import ADAMW_TRAFFIC
 
-# Of a unit's forward and backward, by the launching thread: 25 to 35 ms for the 29 units of a Llama, measured on the host of an H200.
+# Of a unit's forward and backward, by the launching thread: 25 to 35 ms for the 29 units of a
+# Llama, measured on the host of an H200.
 LAUNCH_US_PER_UNIT = 1000.0
 GRAD_BYTES_PER_PARAM = HALF_BYTES  # 16-bit training copies: their gradients and their new weights cross the link in 16 bit
 SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
@@ -37,14 +38,18 @@ class DeviceSpec:
     achieved_flops            of a compiled training step's matrix products, FLOP/s
     memory_bytes, memory_bytes_per_s    of the device
     d2h_bytes_per_s, h2d_bytes_per_s    pinned copies with both directions busy
-    cpu_update_params_per_s   exact AdamW on fp32 states by all cores of the host, 16-bit gradient in and weight out
+    cpu_update_params_per_s   exact AdamW on fp32 states by all cores of the host, 16-bit gradient
+                              in and weight out
     gpu_update_params_per_s   the same on the device
     host_memory_bytes         of the host
-    host_memory_gb_per_s      what its memory gives to all cores and copies together, 10^9 bytes a second; None = not known
-    sources                   where each figure comes from: "measured: ...", "data sheet: ...", "estimated: ..." or "given: ..."
+    host_memory_gb_per_s      what its memory gives to all cores and copies together, 10^9 bytes a
+                              second; None = not known
+    sources                   where each figure comes from: "measured: ...", "data sheet: ...",
+                              "estimated: ..." or "given: ..."
     about                     of a measured machine: its hardware, versions, the date
 
-    Raises ConfigError for a figure that is not positive, or whose source is missing or of another kind.
+    Raises ConfigError for a figure that is not positive, or whose source is missing or of another
+    kind.
     """
 
     name: str
@@ -103,8 +108,9 @@ def analytic_profile(
 ) -> Profile:
     """Times of every unit for one micro-batch of `tokens` tokens in 16 bit, from FLOPs and bytes.
 
-    `sequence` is the length of one sequence, by default the shape's longest that is not above `tokens`; `recompute` adds a second
-    forward of each layer to its backward. Raises ConfigError for lengths that are not positive.
+    `sequence` is the length of one sequence, by default the shape's longest that is not above
+    `tokens`; `recompute` adds a second forward of each layer to its backward. Raises ConfigError
+    for lengths that are not positive.
     """
     sequence = min(tokens, shape.context) if sequence is None else sequence
     if tokens < 1 or sequence < 1:

@@ -1,6 +1,7 @@
 """Work that a machine is measured by: the native engine's update kernel on host memory, copies one way, and matrix products.
 
-Each load repeats one piece of work in a thread of its own until told to stop, and counts what it has done; `together` runs several at once.
+Each load repeats one piece of work in a thread of its own until told to stop, and counts what it
+has done; `together` runs several at once.
 """
 
 from __future__ import annotations

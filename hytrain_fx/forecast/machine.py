@@ -1,11 +1,15 @@
 """Measures this machine into a `DeviceSpec`: each figure with the source "measured", and beside them the date, versions and hardware.
 
-    CPU updates           the native engine's kernel by all workers, 28 bytes of host memory a bf16 parameter
+    CPU updates           the native engine's kernel by all workers, 28 bytes of host memory a bf16
+                          parameter
     copies                pinned, both ways at once; without a GPU from host memory to host memory
-    host memory           the most that was moved together: updates alone, updates beside copies both ways, copies by all workers
-    device                matrix products, its memory, the update kernel; without a GPU those of the CPU
+    host memory           the most that was moved together: updates alone, updates beside copies
+                          both ways, copies by all workers
+    device                matrix products, its memory, the update kernel; without a GPU those of the
+                          CPU
 
-Without a GPU the device is the CPU itself, which has the host's memory and updates with the same cores.
+Without a GPU the device is the CPU itself, which has the host's memory and updates with the same
+cores.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ class _Figures:
 def measure_machine(name: str | None, seconds: float, host_bytes: int, workers: int | None = None) -> DeviceSpec:
     """Measure for about ten times `seconds`, working on `host_bytes` of host memory and as much of a GPU's.
 
-    Raises ConfigError for lengths, sizes or workers that are not positive, or more memory than is available; EngineError where the native
-    engine's kernel cannot be built.
+    Raises ConfigError for lengths, sizes or workers that are not positive, or more memory than is
+    available; EngineError where the native engine's kernel cannot be built.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     workers = default_workers(device) if workers is None else workers

@@ -5,7 +5,8 @@
     updated by the CPU                  2 weight (gradients pass through a ring)  12 states + 2 slot
     streamed                            2 weight + 2 gradient (+ staging slots)   12 states
 
-Fp32 weights under autocast, of which the device has bf16 copies: gradients that stay on the device are fp32, and so are slots.
+Fp32 weights under autocast, of which the device has bf16 copies: gradients that stay on the device
+are fp32, and so are slots.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def ring_bytes(shape: ModelShape, streams: bool) -> int:
 
 
 def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:
-    """Bytes when the first `k` units are updated on the device and of the others `streamed_params` are streamed, the rest is updated by
-    the CPU. Staging slots count as states on the device.
+    """Bytes when the first `k` units are updated on the device and of the others `streamed_params`
+    are streamed, the rest is updated by the CPU. Staging slots count as states on the device.
 
-    Gradients and activations are those of the moment in the backward when most of the device is in use: activations go as gradients
-    come, so the two are never there in full together.
+    Gradients and activations are those of the moment in the backward when most of the device is in
+    use: activations go as gradients come, so the two are never there in full together.
     """
     on_device = sum(u.params for u in shape.units[:k])
     on_host = shape.params - on_device
@@ -87,7 +88,8 @@ def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, reco
     """Device memory left for states: as many leading units as fit within it fit beside their gradients, too."""
     limit = DEVICE_SHARE * device.memory_bytes
     of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * u.params for u in shape.units)]
-    # What solves k counts streamed gradients as they travel: those of autocast are wider, in the worst case all of them.
+    # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
+    # worst case all of them.
     limit -= (_grad_bytes(shape) - GRAD_BYTES) * shape.params
     left = [limit - footprint(shape, tokens, k, recompute).device_bytes for k in range(len(of_states))]
     k = next((k for k, free in enumerate(left) if free < 0), len(left)) - 1
@@ -127,7 +129,8 @@ def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_s
 def largest_params(device: DeviceSpec, activations_bytes: int, autocast: bool = False) -> dict[str, float]:
     """The most parameters each way of placing states holds beside so many bytes of activations, ring left out.
 
-    "device": all on the device. "host": all states on the host. "split": the host full, the rest on the device.
+    "device": all on the device. "host": all states on the host. "split": the host full, the rest on
+    the device.
     """
     device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
     host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES_PER_PARAM + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES))

@@ -1,13 +1,16 @@
 """The shape of any model, from a function that makes it: it is built on the meta device, so no weight is ever allocated.
 
-Units are those that a training run would place (`capture/units.py`). With example inputs the model runs forward once, on fake tensors:
+Units are those that a training run would place (`capture/units.py`). With example inputs the model
+runs forward once, on fake tensors:
 
     matmul_params      FLOPs of matrix products and convolutions / 2 / tokens
-    attention_width    FLOPs of batched products and attention / 4 / (tokens * sequence); a causal mask saves nothing here
+    attention_width    FLOPs of batched products and attention / 4 / (tokens * sequence); a causal
+                       mask saves nothing here
     saved_values       elements that autograd saves, each memory once, parameters left out / tokens
 
-Autograd in eager mode saves more than a compiled graph, so activations are an upper bound. Without inputs every weight of a Linear
-or a convolution is multiplied once a token and its output is saved; attention is then not known.
+Autograd in eager mode saves more than a compiled graph, so activations are an upper bound. Without
+inputs every weight of a Linear or a convolution is multiplied once a token and its output is saved;
+attention is then not known.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ class _Run:
 def shape_of_factory(path: str) -> ModelShape:
     """The shape of what `package.module:factory` returns: a module, or a module and its example inputs (a tensor, a tuple or a dict).
 
-    The current directory is searched for the package, too. Raises ConfigError where there is no such function or it returns anything else.
+    The current directory is searched for the package, too. Raises ConfigError where there is no
+    such function or it returns anything else.
     """
     module_name, _, name = path.partition(":")
     factory = _factory(path, module_name, name)

@@ -1,7 +1,7 @@
 """Machines known by name, each figure with its source.
 
-Of the H200 machine rates were measured. Of the others arithmetic, memory and link are those of data sheets times the shares that the
-H200 reached of its own data sheet; their hosts are estimated.
+Of the H200 machine rates were measured. Of the others arithmetic, memory and link are those of data
+sheets times the shares that the H200 reached of its own data sheet; their hosts are estimated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """An offline report: what a model would cost on a machine under each way of placing the updates.
 
-It needs neither the model's weights nor the machine. Figures are predictions from the rates of a `DeviceSpec`.
+It needs neither the model's weights nor the machine. Figures are predictions from the rates of a
+`DeviceSpec`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from hytrain_fx.ir.profile import Profile
 class Report:
     """The systems compared on one shape, device and micro-batch, and the chosen plan.
 
-    `hidden_from_tokens` maps a discipline to the micro-batch from which on all updates of equal layers are hidden (R c / 6 and so
-    on); `largest_params` what fits beside these activations, `capacities` by layers and by batch; `equal_layers` the closed form for as
-    many equal layers and its sensitivities. `profile` is what all was predicted from; `sweep` is empty where none was wanted.
+    `hidden_from_tokens` maps a discipline to the micro-batch from which on all updates of equal
+    layers are hidden (R c / 6 and so on); `largest_params` what fits beside these activations,
+    `capacities` by layers and by batch; `equal_layers` the closed form for as many equal layers and
+    its sensitivities. `profile` is what all was predicted from; `sweep` is empty where none was
+    wanted.
     """
 
     model: str
@@ -76,9 +79,11 @@ def report(
 
     model         a shape, a registered name, or a config.json (path or content)
     device        a spec, a known name, or a JSON file
-    budget_bytes  device memory for resident optimizer states, None = what the device has left, for streamed gradients too
+    budget_bytes  device memory for resident optimizer states, None = what the device has left, for
+                  streamed gradients too
     sweep         with other micro-batches and sizes
-    autocast      the weights are fp32 and run under autocast to bf16 (`autocast_copies`), instead of 16-bit ones with fp32 masters
+    autocast      the weights are fp32 and run under autocast to bf16 (`autocast_copies`), instead
+                  of 16-bit ones with fp32 masters
 
     Raises ConfigError for an unknown model or device, PlanError for a negative budget.
     """

@@ -2,9 +2,9 @@
 
     embedding, layer.0 .. layer.{n-1}, head (final norm and output projection)
 
-A tied output projection belongs to the embedding: its gradient is complete last and it is needed first. The matrix
-multiplication it takes part in stays in the head. Nothing of transformers is imported; known are configs with the keys
-of Llama (also Mistral, Qwen2, Qwen3), GPT-2 and BERT.
+A tied output projection belongs to the embedding: its gradient is complete last and it is needed
+first. The matrix multiplication it takes part in stays in the head. Nothing of transformers is
+imported; known are configs with the keys of Llama (also Mistral, Qwen2, Qwen3), GPT-2 and BERT.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hytrain_fx.errors import ConfigError, UnsupportedError
 class UnitShape:
     """One unit. `params` elements; `matmul_params` those that each token is multiplied with.
 
-    `attention_width` is heads * head_dim of its attention (0 = none), `saved_values` the activations it keeps for the backward
-    per token (16-bit values; of the known families as torch's min-cut partitioner keeps them, dropout left out), `output_values` what it
-    hands on per token.
+    `attention_width` is heads * head_dim of its attention (0 = none), `saved_values` the
+    activations it keeps for the backward per token (16-bit values; of the known families as torch's
+    min-cut partitioner keeps them, dropout left out), `output_values` what it hands on per token.
     """
 
     index: int
@@ -41,7 +41,8 @@ class UnitShape:
 class ModelShape:
     """Units in forward order. `context` is the longest sequence, in tokens; `causal` halves the attention's work.
 
-    `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of them.
+    `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of
+    them.
     """
 
     name: str
@@ -115,7 +116,8 @@ class _Layers:
 def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     """The shape of a registered name, of a `config.json` (path, or the folder that holds it) or of its content.
 
-    Raises ConfigError when the name or file is not known or a needed key is missing, UnsupportedError for another family.
+    Raises ConfigError when the name or file is not known or a needed key is missing,
+    UnsupportedError for another family.
     """
     if isinstance(source, Mapping):
         return _from_config(source, str(source.get("_name_or_path") or source.get("model_type") or "model"))

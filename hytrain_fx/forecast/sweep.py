@@ -1,6 +1,7 @@
 """The same comparison over other micro-batches and other sizes of the model: where does which system pay?
 
-Played in coarser pieces than the report's own case, so that a sweep over a model of 70 G parameters takes a second.
+Played in coarser pieces than the report's own case, so that a sweep over a model of 70 G parameters
+takes a second.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """Ways to run that a report compares, each as a rule for k and a discipline of the runtime, on one machine's rates.
 
-They are models of the ideas: every system has the same kernels, copies and memory layout, so that what differs is the schedule.
+They are models of the ideas: every system has the same kernels, copies and memory layout, so that
+what differs is the schedule.
 
-    ZeRO-Offload              backward, gradient copies, CPU updates, weight copies, one after the other; no state on the device
-    CoTrain, HyTrainDNN       their k; updates beside the backward, the forward waits for all of them
-    Deep Optimizer States     updates after the backward, CPU and streamed ones interleaved in the best ratio, residents kept
+    ZeRO-Offload              backward, gradient copies, CPU updates, weight copies, one after the
+                              other; no state on the device
+    CoTrain, HyTrainDNN       their k; updates beside the backward, the forward waits for all of
+                              them
+    Deep Optimizer States     updates after the backward, CPU and streamed ones interleaved in the
+                              best ratio, residents kept
     windows                   each layer's forward waits for its own update
 """
 
@@ -25,8 +29,8 @@ from hytrain_fx.ir.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to run: which rule or fixed share of units decides k, when updates may begin, where the forward waits, and whether states
-    may be streamed.
+    """One way to run: which rule or fixed share of units decides k, when updates may begin, where
+    the forward waits, and whether states may be streamed.
     """
 
     name: str
@@ -52,8 +56,9 @@ OURS = "windows, states streamed too"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one system is predicted to take. `fits` tells whether both tiers hold `memory`; `stream_share` is of what is not resident;
-    `idle_shares` of the step, by resource: gpu, cpu, d2h, h2d and, where its bandwidth is known, host_memory.
+    """What one system is predicted to take. `fits` tells whether both tiers hold `memory`;
+    `stream_share` is of what is not resident; `idle_shares` of the step, by resource: gpu, cpu,
+    d2h, h2d and, where its bandwidth is known, host_memory.
     """
 
     system: str

@@ -1,11 +1,14 @@
 """Gradients of earlier micro-batches on their way back from their slots, one `grad_offload` ahead of the node that adds to them.
 
     the backward begins      the gradients of the first node's rows are put on the lane
-    grad_offload             the compute stream waits for its rows', adds, sends the sums; then those of the next node are put on the lane
+    grad_offload             the compute stream waits for its rows', adds, sends the sums; then
+                             those of the next node are put on the lane
 
-So they come while the unit's backward runs. One node's gradients are alive, in one block of memory: what the sums would take anyway, from
-the end of the node before on. What was brought and is not used any more (`.grad` was edited, dropped, or is another's) is let go, once the
-compute stream waits for the copy, which may not overtake the memory's next use. Nothing outlives the run of its graph.
+So they come while the unit's backward runs. One node's gradients are alive, in one block of memory:
+what the sums would take anyway, from the end of the node before on. What was brought and is not
+used any more (`.grad` was edited, dropped, or is another's) is let go, once the compute stream
+waits for the copy, which may not overtake the memory's next use. Nothing outlives the run of its
+graph.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _NOTHING: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
 class SlotReader:
     """Brings gradients from their slots to the device, in their parameters' form.
 
-    slot_dtypes   dtypes of gradients in slots, where they are not the parameters' own (rows with copies)
+    slot_dtypes   dtypes of gradients in slots, where they are not the parameters' own (rows with
+                  copies)
     """
 
     def __init__(self, table: ParameterTable, engine: Engine) -> None:

@@ -5,7 +5,8 @@
     torch.autograd.grad(loss, [a, b])       none runs: the gradients of a and b are handed to the caller
     a frozen since the forward              its AccumulateGrad runs, and adds nothing
 
-A compiled backward makes all its gradients whoever asked; autograd drops what nobody wants. What goes around autograd must ask it.
+A compiled backward makes all its gradients whoever asked; autograd drops what nobody wants. What
+goes around autograd must ask it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class GradDestinations:
         known = self._known.get(rows)
         if known is not None and known.all_accumulate():
             return NOWHERE_ELSE
-        # A parameter that was frozen since the forward accumulates nothing, and torch gives no node for it.
+        # A parameter that was frozen since the forward accumulates nothing, and torch gives no node
+        # for it.
         frozen = frozenset(row for row in rows if not _is_trained(self._parameters[row]))
         leaves = self._leaves_of(rows - frozen)  # read again: one that torch has replaced is in no graph
         if not frozen:

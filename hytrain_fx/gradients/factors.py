@@ -2,10 +2,11 @@
 
     g.mul_(c)   ==   g <- round_to_dtype_of_g(float32(g) * float32(m))        m = effective_factor(c, ...)
 
-Where g is bfloat16 or float16, m depends on the form: a Python number or a 0-dim CPU tensor enters `mul_` as float32(c), but
-`_foreach_mul_` of a number on the CPU (torch 2.13) and a 0-dim CUDA tensor (2.11) are rounded to g's dtype first. No release promises any
-of this, so the rule is read off torch itself, once for each form, on a few numbers that tell the rules apart. A form that follows neither
-rule has no factor: the gradient is brought back instead.
+Where g is bfloat16 or float16, m depends on the form: a Python number or a 0-dim CPU tensor enters
+`mul_` as float32(c), but `_foreach_mul_` of a number on the CPU (torch 2.13) and a 0-dim CUDA
+tensor (2.11) are rounded to g's dtype first. No release promises any of this, so the rule is read
+off torch itself, once for each form, on a few numbers that tell the rules apart. A form that
+follows neither rule has no factor: the gradient is brought back instead.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class _Kind:
 def effective_factor(factor: object, scaling: Scaling, dtype: torch.dtype, device: torch.device, dim: int) -> Factor | None:
     """The number m of the module docstring for a `dim`-dimensional gradient of `dtype` on `device`; None where there is none.
 
-    A tensor on an accelerator is copied, so later edits of it change nothing; one on the CPU is read.
+    A tensor on an accelerator is copied, so later edits of it change nothing; one on the CPU is
+    read.
     """
     kind = _kind_of(factor, device)
     if kind is None or dtype not in _GRADIENTS or dim == 0:  # a 0-dim gradient promotes with a 0-dim factor, unlike others
@@ -102,7 +104,8 @@ def _kind_of(factor: object, device: torch.device) -> _Kind | None:
 @cache
 def _entry(scaling: Scaling, kind: _Kind, dtype: torch.dtype, device: torch.device) -> _Entry | None:
     """Which rule torch follows, found by trying."""
-    # A tensor stays on the device, where `mul_` by it would round it to g's dtype: only a factor that is a number of that dtype is logged.
+    # A tensor stays on the device, where `mul_` by it would round it to g's dtype: only a factor
+    # that is a number of that dtype is logged.
     entries = tuple(_Entry) if kind.on_cpu or dtype == torch.float32 else (_Entry.AS_GRADIENT,)
     with torch.inference_mode(False), torch.no_grad():
         possible = [entry for entry in entries if all(_follows(entry, scaling, probe, dtype, device) for probe in _probes(kind, device))]

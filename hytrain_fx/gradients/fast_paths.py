@@ -1,14 +1,17 @@
 """What a stand-in gradient answers without its values: metadata, norms, scaling, zeroing, detaching.
 
-    norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes back for this one answer and is dropped
+    norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes
+                                             back for this one answer and is dropped
     mul_, *=, _foreach_mul_                  one more logged factor
-    _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a factor (float32 gradients)
+    _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a
+                                             factor (float32 gradients)
     zero_, _foreach_zero_                    the state becomes zeroed
     detach, .data                            another stand-in of the same gradient
-    to, cpu, double, ...                     a converted copy; of a gradient that step() has used another stand-in
+    to, cpu, double, ...                     a converted copy; of a gradient that step() has used
+                                             another stand-in
 
-Every function here gives what torch gives on the real gradients, bit for bit, or NotImplemented: then the real tensor is brought back.
-Lists may mix stand-ins and real tensors.
+Every function here gives what torch gives on the real gradients, bit for bit, or NotImplemented:
+then the real tensor is brought back. Lists may mix stand-ins and real tensors.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
         optimizer.grad_scale, optimizer.found_inf = ...      where `_step_supports_amp_scaling`: step() is called in any case
         optimizer.step()
 
-Both are tensors on the device. Gradients are scaled as by `unscale_`, and the engine updates nothing where `found_inf` says so.
+Both are tensors on the device. Gradients are scaled as by `unscale_`, and the engine updates
+nothing where `found_inf` says so.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_"
 def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
     """Whether GradScaler may call step() for a step that is to be left out, with an engine that can leave it out.
 
-    Not where somebody would see that call: through a hook, or a `step` of their own in the place of ours (a scheduler's only counts).
-    Others than GradScaler that ask (Lightning, whether gradients must be unscaled before clipping) want to do that themselves.
+    Not where somebody would see that call: through a hook, or a `step` of their own in the place of
+    ours (a scheduler's only counts). Others than GradScaler that ask (Lightning, whether gradients
+    must be unscaled before clipping) want to do that themselves.
     """
     own = vars(optimizer).get("step")
     is_watched = own is not None and not hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__func__", None) is not type(optimizer).step
@@ -37,8 +39,9 @@ def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
 def left_by_scaler(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[torch.Tensor | None]:
     """Scale the gradients as GradScaler asks, and give what says, on `device`, whether this step is left out; None without GradScaler.
 
-    Raises ValueError for fp16 gradients that are still scaled, as `unscale_` does, and AssertionError where there is no gradient, as
-    GradScaler does. It takes back what it left only if step() returns, so an error here does.
+    Raises ValueError for fp16 gradients that are still scaled, as `unscale_` does, and
+    AssertionError where there is no gradient, as GradScaler does. It takes back what it left only
+    if step() returns, so an error here does.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     grad_scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)

@@ -4,8 +4,9 @@
     .grad = 1st + 2nd                       where there was none: parts may be added as they come
     .grad = .grad + (1st + 2nd)             where there was one: `.grad` is laid aside until the backward ends
 
-Laying aside takes device memory for the sum, and the sum goes to the host only when the backward ends. So it is done for rows that may get
-several parts alone: several calls wait for their backward, or eager code has used the weight, or the row has had several parts before.
+Laying aside takes device memory for the sum, and the sum goes to the host only when the backward
+ends. So it is done for rows that may get several parts alone: several calls wait for their
+backward, or eager code has used the weight, or the row has had several parts before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Where stand-in gradients have their values: the slot of a row on the host, or the tensor that an update on the device reads.
 
-Stand-ins themselves are used again: making a tensor takes 1.6 us, giving one that nobody else holds another state a third of that.
+Stand-ins themselves are used again: making a tensor takes 1.6 us, giving one that nobody else holds
+another state a third of that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from hytrain_fx.gradients.state import GradSource, GradState
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.torch_private.tensors import use_count
 
-# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits.
+# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the
+# last bits.
 Norm = tuple[float, bool]
 
 

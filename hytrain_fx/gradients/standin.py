@@ -5,9 +5,10 @@
     zero_()                          noted                                                                       (-> zeroed)
     p.grad.abs(), p.grad += x, ...   the gradient comes back, p.grad becomes that real tensor                    (-> real)
 
-`.detach()` and `.data` give another stand-in of the same gradient. The fast answers are in `fast_paths`; whatever is not there runs on
-the real tensor, so a missing fast path costs time and nothing else. Reads that torch cannot hand to Python fail loudly: the raw pointer
-of a stand-in raises.
+`.detach()` and `.data` give another stand-in of the same gradient. The fast answers are in
+`fast_paths`; whatever is not there runs on the real tensor, so a missing fast path costs time and
+nothing else. Reads that torch cannot hand to Python fail loudly: the raw pointer of a stand-in
+raises.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hytrain_fx.torch_private import tensors
 class GradStandIn(Tensor):
     """Stands in as `parameter.grad`: same shape, strides, dtype, device; `requires_grad` False; values with `source`.
 
-    Of `parameter` it takes the metadata, and that one's `.grad` becomes the real tensor once it is brought back.
+    Of `parameter` it takes the metadata, and that one's `.grad` becomes the real tensor once it is
+    brought back.
     """
 
     grad_state: GradState
@@ -86,7 +88,8 @@ class GradStandIn(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default and cast(GradStandIn, args[0]).grad_state.real is None:
             return cast(GradStandIn, args[0]).shared()
-        # C++ may hold a reference to the slot of p.grad right now (AccumulateGrad does), so the parameter is left alone.
+        # C++ may hold a reference to the slot of p.grad right now (AccumulateGrad does), so the
+        # parameter is left alone.
         return run_on_real(func, args, {} if kwargs is None else kwargs, into_parameter=False)
 
 

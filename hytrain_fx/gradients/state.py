@@ -30,8 +30,9 @@ class GradSource(Protocol):
     def norm(self, ord: float, foreach: bool) -> Tensor | None:
         """The 0-dim device tensor that torch gives for this gradient, or None if it was not computed.
 
-        `foreach=True`: of `torch._foreach_norm`; False: of `torch.linalg.vector_norm`. On CUDA their float32 results may differ.
-        The caller may write to what it gets: hand out a tensor that nobody reads again.
+        `foreach=True`: of `torch._foreach_norm`; False: of `torch.linalg.vector_norm`. On CUDA
+        their float32 results may differ. The caller may write to what it gets: hand out a tensor
+        that nobody reads again.
         """
 
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:

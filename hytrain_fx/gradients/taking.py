@@ -2,11 +2,14 @@
 
     row on the host                      gradient to its slot, `.grad` becomes a stand-in
     row updated on the device            gradient copied into a real `.grad`
-    a parameter that is cut              the same; what the CPU updates of it goes to its slots at `step()`
-    a row that has a gradient already    the new one is added: on the device, to what comes back from the slot, or to the real `.grad`
+    a parameter that is cut              the same; what the CPU updates of it goes to its slots at
+                                         `step()`
+    a row that has a gradient already    the new one is added: on the device, to what comes back
+                                         from the slot, or to the real `.grad`
     one of several parts of a backward, behind an earlier gradient: see `parts`
 
-This runs on the thread that launches the GPU's work, which must stay ahead of it: a node's rows are handled at once where they are alike.
+This runs on the thread that launches the GPU's work, which must stay ahead of it: a node's rows are
+handled at once where they are alike.
 """
 
 from __future__ import annotations
@@ -277,7 +280,8 @@ class SessionGradients:
     ) -> bool:
         """Gradients in the parameters' form, of rows that all have one, unedited, where the plan has it: in the slot, or on the device.
 
-        False, with nothing done, where that is not so of a row, or where a part has to wait for the end of the backward.
+        False, with nothing done, where that is not so of a row, or where a part has to wait for the
+        end of the backward.
         """
         if any(row not in earlier for row in group.on_host.rows):
             return False
@@ -301,7 +305,8 @@ class SessionGradients:
     ) -> None:
         """Gradients of any form, added to what the rows have.
 
-        `earlier`: what has been brought from slots. `again`: rows whose `.grad` is of this backward.
+        `earlier`: what has been brought from slots. `again`: rows whose `.grad` is of this
+        backward.
         """
         new: list[int] = []
         given = list(grads)

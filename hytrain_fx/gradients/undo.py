@@ -1,6 +1,7 @@
 """What `.grad` was before the backward that runs, so that a graph of it that ends in an error (Ctrl+C, out of memory) leaves no part.
 
-Autograd adds a compiled graph's gradients when the graph has returned. Ours are in their slots before that.
+Autograd adds a compiled graph's gradients when the graph has returned. Ours are in their slots
+before that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Which share of which unit is updated where, and why: the decision as data.
 
-A plan has one row per contiguous flat range of a unit (a layer), keyed by `(rank, unit, begin, end)`.
-Ranges of one unit tile it without gap or overlap. A plan is a value: JSON in, JSON out, equal when equal.
+A plan has one row per contiguous flat range of a unit (a layer), keyed by `(rank, unit, begin,
+end)`. Ranges of one unit tile it without gap or overlap. A plan is a value: JSON in, JSON out,
+equal when equal.
 
-The model that runs has the same as pieces: `(parameter, begin, end, rank)`, each with its placement.
+The model that runs has the same as pieces: `(parameter, begin, end, rank)`, each with its
+placement.
 """
 
 from __future__ import annotations
@@ -95,9 +97,9 @@ class PlanRow:
 class Plan:
     """Placement of every unit, the numbers it was decided from, and what is predicted for it.
 
-    `k` is the number of leading units wholly updated on the device. `inputs` and `predicted` map a name
-    with its unit in the name (`t_bwd_us`, `gpu_states_bytes`) to a figure; `source` says who decided
-    ("seed", "cotrain", "windowed", "fixed k", "loaded", "first steps").
+    `k` is the number of leading units wholly updated on the device. `inputs` and `predicted` map a
+    name with its unit in the name (`t_bwd_us`, `gpu_states_bytes`) to a figure; `source` says who
+    decided ("seed", "cotrain", "windowed", "fixed k", "loaded", "first steps").
     """
 
     rows: tuple[PlanRow, ...]
@@ -177,7 +179,8 @@ def pieces_of_unit(
     """The pieces that a plan makes of one unit's parameters, as few as there can be.
 
     parameters   the number and the elements of each, in the unit's order
-    is_whole     of a parameter's number: whether it may not be cut; it goes where the share of its first element goes
+    is_whole     of a parameter's number: whether it may not be cut; it goes where the share of its
+                 first element goes
 
     A share that ends inside a parameter is cut at the multiple of `CUT_ALIGN_PARAMS` before it.
     """

@@ -25,11 +25,14 @@ class UnitProfile:
     cpu_update_us    update of all its parameters by the CPU workers
     gpu_update_us    update of all its parameters on the device
     d2h_us, h2d_us   copy of its gradients to the host, of its new weights to the device
-    stream_in_us     copy of all its fp32 states to the device while as much goes back; 0 = they cannot be streamed
+    stream_in_us     copy of all its fp32 states to the device while as much goes back; 0 = they
+                     cannot be streamed
     stream_out_us    copy of all its fp32 states back to the host while as much comes in
-    param_numels     elements of each of its parameters, in the order of their flat ranges; () = not known, the unit is never split
+    param_numels     elements of each of its parameters, in the order of their flat ranges; () = not
+                     known, the unit is never split
     traffic          bytes of its states; AdamW's, where nothing is said
-    grain_params     where a parameter may be cut, it is at multiples of so many elements; 0 = parameters are placed whole
+    grain_params     where a parameter may be cut, it is at multiples of so many elements; 0 =
+                     parameters are placed whole
     """
 
     index: int
@@ -82,14 +85,16 @@ class UnitProfile:
 class Profile:
     """The units of a model in forward order with their costs, and where the numbers come from.
 
-    `tokens` is the size of one micro-batch where known; `peak_bytes` the highest device memory in use while measuring,
-    `free_device_bytes` what was left then for optimizer states; `steps` counts the steps measured, 0 = estimated.
-    `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second, None = not known: then times are taken as they
-    are, and only what was measured in place counts what copies and updates take from one another.
-    `commit_us` is how long after the begin of the backward on the device the launching thread ended `step()`: it launches the backward
-    first. `launching_us` is what it takes for that from the forward's last wait on, 0 = not known; where it can run ahead of updates,
-    this and the plan say when the next commit comes.
-    Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not positive.
+    `tokens` is the size of one micro-batch where known; `peak_bytes` the highest device memory in
+    use while measuring, `free_device_bytes` what was left then for optimizer states; `steps` counts
+    the steps measured, 0 = estimated. `host_memory_gb_per_s` is the bandwidth of the host's memory
+    in 10^9 bytes a second, None = not known: then times are taken as they are, and only what was
+    measured in place counts what copies and updates take from one another. `commit_us` is how long
+    after the begin of the backward on the device the launching thread ended `step()`: it launches
+    the backward first. `launching_us` is what it takes for that from the forward's last wait on, 0
+    = not known; where it can run ahead of updates, this and the plan say when the next commit
+    comes. Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that
+    is not positive.
     """
 
     units: tuple[UnitProfile, ...]

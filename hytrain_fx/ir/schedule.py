@@ -1,7 +1,8 @@
 """Which task ran, or is predicted to run, on which resource from when to when.
 
-A schedule covers one steady training step, from the start of the backward to the end of the next forward:
-every layer of a forward waits for its own update, so all queues are empty when a backward starts.
+A schedule covers one steady training step, from the start of the backward to the end of the next
+forward: every layer of a forward waits for its own update, so all queues are empty when a backward
+starts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.task_graph import Resource, TaskId
 
-# Two times closer than this share of the makespan count as the same instant: sums of floats differ in their last bits.
+# Two times closer than this share of the makespan count as the same instant: sums of floats differ
+# in their last bits.
 ROUNDING = 1e-9
 
 
@@ -36,8 +38,9 @@ class Interval:
 class Schedule:
     """Intervals of one steady step, its length, and the wait before the forward of each unit.
 
-    `stalls_us[l]` is how long the device stood idle right before the forward of unit l. Raises PlanError when an
-    interval runs backwards or past the makespan, or when a resource is used twice at once.
+    `stalls_us[l]` is how long the device stood idle right before the forward of unit l. Raises
+    PlanError when an interval runs backwards or past the makespan, or when a resource is used twice
+    at once.
     """
 
     intervals: tuple[Interval, ...]

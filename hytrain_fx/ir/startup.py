@@ -39,16 +39,21 @@ class Startup:
     """Microseconds of each phase.
 
     setup_us             reading model and optimizer, guarding parameters
-    engine_us            engine library built or loaded, kernels compiled, ring allocated, threads started
+    engine_us            engine library built or loaded, kernels compiled, ring allocated, threads
+                         started
     host_memory_us       pages of the host's slabs made, and registered with the GPU's driver
-    masters_us           states allocated on the device, masters written (with the model on the CPU: host pages are made by it)
-    loop_us              between `compile()` and the first forward: the loop's own time, and loading states of an earlier run
-    compile_forward_us   the first compiled call, tracing included, and graphs compiled in later ones
+    masters_us           states allocated on the device, masters written (with the model on the CPU:
+                         host pages are made by it)
+    loop_us              between `compile()` and the first forward: the loop's own time, and loading
+                         states of an earlier run
+    compile_forward_us   the first compiled call, tracing included, and graphs compiled in later
+                         ones
     compile_backward_us  backward graphs compiled
     passes_us            this library's passes on all graphs
     warm_up_us           the rest of the steps before full speed
     plan_us, move_us     solving the plan; moving states to where it has them
-    first_step_us        the first step at full speed, up to the return of step(); 0 while `complete` is False
+    first_step_us        the first step at full speed, up to the return of step(); 0 while
+                         `complete` is False
     warm_up_steps        steps before it
     pinned_bytes         host memory pinned within compile()
     complete             whether it has ended
@@ -94,7 +99,8 @@ class Startup:
 class StartupClock:
     """Adds up the phases until the first full-speed step has ended; from then on every call returns at once.
 
-    The backward is compiled on a thread of autograd, while the launching thread waits for it: calls never overlap.
+    The backward is compiled on a thread of autograd, while the launching thread waits for it: calls
+    never overlap.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:

@@ -2,7 +2,8 @@
 
     ADAMW.under({"amsgrad": False})     the states that rows of a group with these options have
 
-Beside its states a row has an fp32 master, which of an fp32 weight is that weight. States may rest wherever `Placement` says.
+Beside its states a row has an fp32 master, which of an fp32 weight is that weight. States may rest
+wherever `Placement` says.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class StateSpec:
     name        its key in the optimizer's entry, and so in checkpoints
     dtype       of each element
     option      the option of a group with which it is kept; None: always
-    marks_ties  no element is negative, and the signs that are free so are part of a master in two halves (split_master.py)
+    marks_ties  no element is negative, and the signs that are free so are part of a master in two
+                halves (split_master.py)
     """
 
     name: str
@@ -51,7 +53,8 @@ class StateTable:
     """The states of one parameter, in the order in which kernels take them.
 
     optimizer   whose they are, for messages
-    own_bytes   what another optimizer's step makes and keeps, beside the master, instead of `states`
+    own_bytes   what another optimizer's step makes and keeps, beside the master, instead of
+                `states`
     """
 
     kernel: Kernel
@@ -111,15 +114,16 @@ class StateTraffic:
     """What updates of one unit move of master and states.
 
     bytes_per_param    master and states, of all its parameters on average
-    halves             whether the master of a 16-bit weight is in two halves on the host, one of which is the weight
+    halves             whether the master of a 16-bit weight is in two halves on the host, one of
+                       which is the weight
     """
 
     bytes_per_param: float = STATE_BYTES_PER_PARAM
     halves: bool = True
 
     def streamed_bytes(self, params: int, grad_bytes: int) -> int:
-        """Of states that cross the link each way when so many parameters are streamed: the half of a master that is the weight stays on
-        the device.
+        """Of states that cross the link each way when so many parameters are streamed: the half of
+        a master that is the weight stays on the device.
         """
         return round(self.bytes_per_param * params) - (grad_bytes if self.halves and self._narrow(params, grad_bytes) else 0)
 

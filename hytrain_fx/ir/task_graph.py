@@ -63,8 +63,8 @@ class Unit:
     """One layer as the planner sees it: `index` counts in forward order, `params` in elements,
     `param_numels` those of each parameter. `traffic` is of its optimizer states.
 
-    grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 = parameters
-                   are placed whole
+    grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 =
+                   parameters are placed whole
     """
 
     index: int
@@ -124,7 +124,8 @@ class TaskGraph:
                  bytes    moved over the link, or read and written by the update
                  flops
              an edge for each task that must be over before another, with
-                 by_piece   each piece waits for the same piece of the task before, where that has it
+                 by_piece   each piece waits for the same piece of the task before, where that has
+                            it
                  pieces     the other waits for so many pieces; None = all of them
     """
 

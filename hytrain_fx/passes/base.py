@@ -5,9 +5,9 @@
         ...
         return "updates armed after 4 offloads"
 
-A pass decides nothing. It finds nodes by target and by their note (`note`), inserts and removes nodes, and leaves fake
-results, lint, rules, timing and text to the pipeline. A function without a contract is a pass too: it needs annotated
-nodes, gives nothing, and runs on every graph.
+A pass decides nothing. It finds nodes by target and by their note (`note`), inserts and removes
+nodes, and leaves fake results, lint, rules, timing and text to the pipeline. A function without a
+contract is a pass too: it needs annotated nodes, gives nothing, and runs on every graph.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def graph_pass(
 ) -> Callable[[Edit], GraphPass]:
     """Make a function `(module, context)` a pass with this contract, under the function's name.
 
-    needs    facts that must hold before it: of `hytrain_fx.passes.base.Fact`, or any text that another pass gives
+    needs    facts that must hold before it: of `hytrain_fx.passes.base.Fact`, or any text that
+             another pass gives
     gives    facts that hold after it, each given by one pass of a list only
     kinds    the graphs it runs on, of "forward", "backward" and "inference"
 

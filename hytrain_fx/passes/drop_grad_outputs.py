@@ -3,7 +3,8 @@
     Before:  return (add_14, None, sum_15, mm_10)          # user_visible_output_idxs [0, 2, 3]
     After:   return (None, None, None, mm_10)              # user_visible_output_idxs [3]
 
-What the output node's meta says of each output goes with it: on CUDA, Inductor's padding pass fails on a visible output that is None.
+What the output node's meta says of each output goes with it: on CUDA, Inductor's padding pass fails
+on a visible output that is None.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     01.backward.02.insert_steps.before.txt
     01.backward.02.insert_steps.after.txt       a sorted listing of the folder is the story
 
-A folder that cannot be written is an error when the model is compiled. One that cannot be written any more (the disk is full, the
-folder was removed) ends the dump with one warning: it must not end the training.
+A folder that cannot be written is an error when the model is compiled. One that cannot be written
+any more (the disk is full, the folder was removed) ends the dump with one warning: it must not end
+the training.
 """
 
 from __future__ import annotations

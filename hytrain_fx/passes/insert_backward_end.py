@@ -4,8 +4,9 @@
     After:   ...;  backward_end = hytrain_fx.backward_end([tangent_of_input, gpu_step, gpu_step_1], 0, 1, [0, 2])
              return (tangent_of_input, sum_15, mm_10)
 
-Whatever a backward graph computes ends in an output or in an operator whose result nobody takes; `backward_end` takes all of these,
-so it comes after each kernel, whatever Inductor has inlined where.
+Whatever a backward graph computes ends in an output or in an operator whose result nobody takes;
+`backward_end` takes all of these, so it comes after each kernel, whatever Inductor has inlined
+where.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     After:   mm_9 = aten.mm(view_24, permute_21)
              release = hytrain_fx.release([mm_9], 0, [3, 4]);  view_26 = aten.view(mm_9, [2, 5, 8])
 
-Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the release takes readers' results, so
-it cannot run before them. Of the readers it takes the fewest that need all the others, so that no buffer lives longer for it.
-A weight that this backward does not read (a bias) goes with its unit's readers, or else with its unit's gradients.
-What has an inlined reader (a norm's weight) is left to `backward_end`.
+Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the
+release takes readers' results, so it cannot run before them. Of the readers it takes the fewest
+that need all the others, so that no buffer lives longer for it. A weight that this backward does
+not read (a bias) goes with its unit's readers, or else with its unit's gradients. What has an
+inlined reader (a norm's weight) is left to `backward_end`.
 """
 
 from __future__ import annotations

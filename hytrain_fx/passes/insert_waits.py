@@ -4,8 +4,9 @@
     After:   wait = hytrain_fx.wait([primals_3, primals_5], 0, [1, 3])
              mul_1 = aten.mul(mul, primals_3);  ...;  permute = aten.permute(primals_5, [1, 0]);  addmm = ...
 
-`wait` says that it writes the weights; that alone keeps every reader after it. It may say so only because it comes before every
-reader, views included: Inductor compiles a write after a pointwise reader wrongly.
+`wait` says that it writes the weights; that alone keeps every reader after it. It may say so only
+because it comes before every reader, views included: Inductor compiles a write after a pointwise
+reader wrongly.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     Before:  mul = aten.mul(add, 2)     # meta: {}
     After:   mul = aten.mul(add, 2)     # meta: val f32[2, 4], "unit 1, made by my_pass"
 
-A node without a note belongs to the unit of the node before it. The interface to the rest of the program (the graph's
-inputs, how many outputs it has) is not a pass's to change.
+A node without a note belongs to the unit of the node before it. The interface to the rest of the
+program (the graph's inputs, how many outputs it has) is not a pass's to change.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@
                backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()
     forward    wait(Tensor(a!)[] weights, int session, int[] rows) -> ()
 
-All are marked as having side effects: without the mark Inductor drops an operator whose result is not used, and training
-silently stops. Their layout is flexible: Inductor makes no copy for them, so a gradient may come with any strides.
-Session numbers count up from 0 in each process, so that the graphs of two runs of a script are equal and caches hit.
+All are marked as having side effects: without the mark Inductor drops an operator whose result is
+not used, and training silently stops. Their layout is flexible: Inductor makes no copy for them, so
+a gradient may come with any strides. Session numbers count up from 0 in each process, so that the
+graphs of two runs of a script are equal and caches hit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class NodeRegistry:
     ) -> int:
         """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls of this process.
 
-        With `parameters` (by row), each `wait` checks that it was given these or `copies`, and not tensors made of them ahead of it.
+        With `parameters` (by row), each `wait` checks that it was given these or `copies`, and not
+        tensors made of them ahead of it.
         """
         session = self._opened
         self._opened += 1

@@ -1,11 +1,11 @@
 """The passes in their order, and the one loop that runs them: contract, pass, fake results, lint, rules, record.
 
-    backward              annotate_units -> insert_grad_offload -> insert_steps -> insert_reload -> insert_release
-                          -> insert_backward_end -> drop_grad_outputs
+    backward              annotate_units -> insert_grad_offload -> insert_steps -> insert_reload ->
+                          insert_release -> insert_backward_end -> drop_grad_outputs
     forward, inference    annotate_units -> insert_waits
 
-`DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for. What a pass leaves is checked at once,
-a user's pass like ours, and an error names the pass.
+`DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for. What a pass
+leaves is checked at once, a user's pass like ours, and an error names the pass.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
 def chosen_passes(given: Sequence[Any] | None) -> tuple[GraphPass, ...]:
     """The passes that a user chose, checked for every kind of graph; without a choice the default ones.
 
-    Raises ConfigError for what is no pass, where a pass would not find what it needs, and where the list lacks a pass
-    without which a graph would train wrongly.
+    Raises ConfigError for what is no pass, where a pass would not find what it needs, and where the
+    list lacks a pass without which a graph would train wrongly.
     """
     passes = DEFAULT_PASSES if given is None else tuple(map(as_pass, given))
     for kind in GraphKind:
@@ -72,7 +72,8 @@ def of_kind(passes: Sequence[GraphPass], kind: GraphKind) -> tuple[GraphPass, ..
 def check_order(passes: Sequence[GraphPass], kind: GraphKind) -> frozenset[str]:
     """The facts that the passes for this kind of graph give in all.
 
-    Raises ConfigError, naming pass and fact, where one does not find what it needs or gives what holds already.
+    Raises ConfigError, naming pass and fact, where one does not find what it needs or gives what
+    holds already.
     """
     facts: set[str] = set()
     chosen = of_kind(passes, kind)
@@ -97,8 +98,9 @@ def rewrite(
 ) -> PipelineRecord:
     """Run the passes that are for this kind of graph on `graph.module`, in place.
 
-    Raises ConfigError where a contract does not hold, before anything runs; GraphInvariantError, naming the pass, where
-    one fails or leaves a graph that is invalid or breaks a rule of `passes.verify`. Nothing is compiled then.
+    Raises ConfigError where a contract does not hold, before anything runs; GraphInvariantError,
+    naming the pass, where one fails or leaves a graph that is invalid or breaks a rule of
+    `passes.verify`. Nothing is compiled then.
     """
     check_order(passes, graph.kind)
     context = PassContext(graph, tuple(units), session)

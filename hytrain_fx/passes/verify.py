@@ -1,7 +1,8 @@
 """The rules of a rewritten graph, each small and named; one that does not hold is a GraphInvariantError with its name.
 
-A rule says which facts must have been given before it can be asked, so that the pipeline asks it after each pass from then on.
-The rules look at the graph itself and at what capture found in it, not at the passes' annotations.
+A rule says which facts must have been given before it can be asked, so that the pipeline asks it
+after each pass from then on. The rules look at the graph itself and at what capture found in it,
+not at the passes' annotations.
 """
 
 from __future__ import annotations

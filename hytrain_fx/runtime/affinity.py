@@ -1,7 +1,8 @@
 """Which CPUs this process may run on, and starting threads there.
 
-A thread's affinity is not the process's: an OpenMP runtime that binds threads (`OMP_PROC_BIND`, `OMP_PLACES`, `GOMP_CPU_AFFINITY`) binds
-the launching thread too, to one core, and every thread that it starts inherits that. What was allowed before are the runtime's places.
+A thread's affinity is not the process's: an OpenMP runtime that binds threads (`OMP_PROC_BIND`,
+`OMP_PLACES`, `GOMP_CPU_AFFINITY`) binds the launching thread too, to one core, and every thread
+that it starts inherits that. What was allowed before are the runtime's places.
 """
 
 from __future__ import annotations

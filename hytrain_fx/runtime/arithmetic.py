@@ -1,17 +1,23 @@
 """The one AdamW/Adam update, op by op in torch, and the scalars that it takes.
 
-`csrc/adamw.h` states the expression. There are two forms of it, chosen by a flag, each the same bits on every device:
+`csrc/adamw.h` states the expression. There are two forms of it, chosen by a flag, each the same
+bits on every device:
 
-    torch_cpu    torch.optim.Adam/AdamW(foreach=False) on a CPU with AVX2 or AVX-512, except that the square root is correctly rounded.
-                 torch takes it from MKL, where 0.6% of the results are one unit in the last place off (none, or 17%, under other settings
-                 of MKL), so torch's own bits depend on the machine. With that one op replaced in torch every bit agrees; with it, moments
-                 still agree, and the step of a parameter differs by at most 4 units in the last place of the step, before it is added.
-    torch_cuda   torch.optim.Adam/AdamW(foreach=True) on CUDA, where square roots are correctly rounded
-                 (as torch's CUDA sources have it; tests/gpu/test_cuda_adamw_bits.py holds it).
+    torch_cpu    torch.optim.Adam/AdamW(foreach=False) on a CPU with AVX2 or AVX-512, except that
+                 the square root is correctly rounded. torch takes it from MKL, where 0.6% of the
+                 results are one unit in the last place off (none, or 17%, under other settings of
+                 MKL), so torch's own bits depend on the machine. With that one op replaced in torch
+                 every bit agrees; with it, moments still agree, and the step of a parameter differs
+                 by at most 4 units in the last place of the step, before it is added.
+    torch_cuda   torch.optim.Adam/AdamW(foreach=True) on CUDA, where square roots are correctly
+                 rounded (as torch's CUDA sources have it; tests/gpu/test_cuda_adamw_bits.py holds
+                 it).
 
-They differ in two fused multiply-adds: the last bit of 0.2% of v and 0.1% of the parameters in a step. fused=True on the CPU gives
-the torch_cpu bits in whole vectors, others in v in the tail of each thread's range. Not mirrored: fused=True on CUDA, capturable=True, and
-foreach=False on CUDA, which multiplies by 1 / sqrt(1 - beta2^step) instead of dividing. NaN stays NaN; its payload and sign are not fixed.
+They differ in two fused multiply-adds: the last bit of 0.2% of v and 0.1% of the parameters in a
+step. fused=True on the CPU gives the torch_cpu bits in whole vectors, others in v in the tail of
+each thread's range. Not mirrored: fused=True on CUDA, capturable=True, and foreach=False on CUDA,
+which multiplies by 1 / sqrt(1 - beta2^step) instead of dividing. NaN stays NaN; its payload and
+sign are not fixed.
 """
 
 from __future__ import annotations
@@ -65,8 +71,9 @@ class AdamScalars(UpdateScalars):
         Computed as torch.optim does: in double, each rounded to binary32 where it meets a tensor.
         decoupled    AdamW's weight decay, else Adam's
         torch_cuda   the TORCH_CUDA form
-        `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises UnsupportedError for hyper-parameters that are
-        missing or not numbers, a beta1 outside [0, 1) or more than MAX_FACTORS factors.
+        `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises
+        UnsupportedError for hyper-parameters that are missing or not numbers, a beta1 outside [0,
+        1) or more than MAX_FACTORS factors.
         """
         lr, eps, weight_decay = (number(group, key) for key in ("lr", "eps", "weight_decay"))
         beta1, beta2 = pair(group, "betas")
@@ -113,7 +120,8 @@ AT_REST: Final = AdamScalars(1.0, l2=0.0, lerp=0.0, beta2=1.0, one_minus_beta2=0
 """Of a step that changes nothing: of rows that another optimizer updates."""
 
 
-# Of one pass on a CPU: temporaries of more are pages that the system hands out anew each time (4.5 M at once: 154 ns a parameter, 28 so).
+# Of one pass on a CPU: temporaries of more are pages that the system hands out anew each time (4.5
+# M at once: 154 ns a parameter, 28 so).
 _BLOCK_PARAMS = 256 << 10
 
 
@@ -164,8 +172,9 @@ def _adamw_block(
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c rounded once to binary32, on any device and any torch version, for fp32 tensors.
 
-    The product is exact in double. The sum is rounded to odd there (Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008), which makes
-    the second rounding, to binary32, the right one. torch has no fma: addcmul is one on some devices and versions only.
+    The product is exact in double. The sum is rounded to odd there (Boldo and Melquiond, IEEE
+    Trans. Computers 57(4), 2008), which makes the second rounding, to binary32, the right one.
+    torch has no fma: addcmul is one on some devices and versions only.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend

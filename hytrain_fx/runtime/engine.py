@@ -1,7 +1,8 @@
 """The engine as the rest of the library sees it, and what is handed to it.
 
-Two engines stand behind this Protocol: `native` (C++ threads that never take the GIL) and `fallback`
-(one Python thread and plain torch ops, where no compiler is at hand). Both give the same bits.
+Two engines stand behind this Protocol: `native` (C++ threads that never take the GIL) and
+`fallback` (one Python thread and plain torch ops, where no compiler is at hand). Both give the same
+bits.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class RowSpec:
 class RowStates:
     """Where one row's optimizer states rest: flat tensors, all on the host or all on the device.
 
-    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's dtype; of rows
-    with a copy it is fp32, and a bf16 gradient fills half of it. An update leaves the gradient there: `.grad` may be read after `step()`.
-    With `low` the master is in two halves (split_master.py), and the signs of the state `table.tie` are part of it.
-    `out` (host only) is there for 16-bit weights whose master is whole. Rows whose optimizer has no kernel keep `own` instead of `states`.
+    For fp32 rows on the device `master` is the weight itself. `slot` (host only) has the gradient's
+    dtype; of rows with a copy it is fp32, and a bf16 gradient fills half of it. An update leaves
+    the gradient there: `.grad` may be read after `step()`. With `low` the master is in two halves
+    (split_master.py), and the signs of the state `table.tie` are part of it. `out` (host only) is
+    there for 16-bit weights whose master is whole. Rows whose optimizer has no kernel keep `own`
+    instead of `states`.
     """
 
     table: StateTable
@@ -88,9 +91,12 @@ class RowStep(Protocol):
 class CommitItem:
     """One row's part of a `step()`.
 
-    grad     the real gradient of a row updated on the device (its states resting there or streamed), None for one that went to its slot
-    at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as of now
-    factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the device, unchanged until the next commit
+    grad     the real gradient of a row updated on the device (its states resting there or
+             streamed), None for one that went to its slot
+    at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as
+             of now
+    factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the
+             device, unchanged until the next commit
     step     what to run for a row whose optimizer has no kernel, instead of `scalars`
     """
 
@@ -145,8 +151,10 @@ class GuessCounts:
     commits   steps with such updates
     missed    of those, where a factor came out otherwise and updates were made again
     params    parameters updated so, and `redone` of them
-    shadow_bytes    the most host memory that other places for states in such updates, and in those ahead of `step()`, have taken
-    sent      parameters, of `params`, whose new weights were sent to the device before the factors had come
+    shadow_bytes    the most host memory that other places for states in such updates, and in those
+                    ahead of `step()`, have taken
+    sent      parameters, of `params`, whose new weights were sent to the device before the factors
+              had come
     """
 
     commits: int = 0
@@ -162,10 +170,13 @@ class EarlyCounts:
     """Updates that began before `step()`, on a guess at its hyper-parameters and factors; since the engine was made.
 
     commits   steps with such updates
-    missed    of those, where some were put back or made again; where a factor that came later was the cause, that counts as a missed guess
+    missed    of those, where some were put back or made again; where a factor that came later was
+              the cause, that counts as a missed guess
     params    parameters updated so, and `redone` of them
-    host_params, landed_params    of the last commit: parameters in rows on the host, and of those whose gradients had arrived by then
-    waiting_params, guessed_params    of host_params: whose factors had not arrived by then, and of those that may begin on a guess
+    host_params, landed_params    of the last commit: parameters in rows on the host, and of those
+                                  whose gradients had arrived by then
+    waiting_params, guessed_params    of host_params: whose factors had not arrived by then, and of
+                                      those that may begin on a guess
     """
 
     commits: int = 0
@@ -182,13 +193,18 @@ class EarlyCounts:
 class FinishTimes:
     """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind.
 
-    cpu_paused_us     idle time of the workers, over their number, from the first update by the CPU to the last: gradients had yet to come
+    cpu_paused_us     idle time of the workers, over their number, from the first update by the CPU
+                      to the last: gradients had yet to come
     cpu_begun_us      when the first update by the CPU began
-    streamed_held_us  for how long states that were to be streamed stood on the lane behind new weights that the CPU was yet to update
-    launching_us      what the launching thread then took from its last wait to the next commit, without what held it up (a full queue);
-                      0 where the loop waited for the device before the commit
-    ahead             gradients that it had sent on their way by then though their rows' updates had not ended
-    at_once           parameters whose updates stood on the lane to the device together, as the rest of the step, which it did not wait for
+    streamed_held_us  for how long states that were to be streamed stood on the lane behind new
+                      weights that the CPU was yet to update
+    launching_us      what the launching thread then took from its last wait to the next commit,
+                      without what held it up (a full queue); 0 where the loop waited for the device
+                      before the commit
+    ahead             gradients that it had sent on their way by then though their rows' updates had
+                      not ended
+    at_once           parameters whose updates stood on the lane to the device together, as the rest
+                      of the step, which it did not wait for
     """
 
     cpu_us: float = 0.0
@@ -248,10 +264,12 @@ class Engine(Protocol):
     def place_on_device(self, row: int, states: RowStates) -> None: ...
     def place_streamed(self, row: int, states: RowStates) -> None: ...
     def send_weight(self, row: int, on: bool) -> None: ...  # only where can_stream
-    # The ring's size; without `streams`, where no row is streamed, memory for that is let go. All rows are at rest.
+    # The ring's size; without `streams`, where no row is streamed, memory for that is let go. All
+    # rows are at rest.
     def set_transit(self, ring_bytes: int, streams: bool) -> None: ...
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None: ...
-    # Copies of gradients that stay on the device: dense, of one dtype and order of memory with what they are copied to.
+    # Copies of gradients that stay on the device: dense, of one dtype and order of memory with what
+    # they are copied to.
     def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None: ...
     def arm_cpu(self, rows: Sequence[int]) -> None: ...
     def arm_gpu(self, rows: Sequence[int]) -> None: ...
@@ -264,8 +282,9 @@ class Engine(Protocol):
     def wait(self, rows: Sequence[int]) -> None: ...
     def settle(self, rows: Sequence[int]) -> None: ...  # until new weights are there and may be read and written
     def drain(self, rows: Sequence[int]) -> None: ...  # and states are at rest in their own memory
-    # Gradients in slots to `out`, dense, of any dtype: in order, each padded to 64 bytes. They may be read, and `out` may be let go,
-    # once the compute stream has been made to wait: by `fetched`, with the number that `fetch` gave.
+    # Gradients in slots to `out`, dense, of any dtype: in order, each padded to 64 bytes. They may
+    # be read, and `out` may be let go, once the compute stream has been made to wait: by `fetched`,
+    # with the number that `fetch` gave.
     def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int: ...
     def fetched(self, fetch: int) -> None: ...
     def discard(self, rows: Sequence[int]) -> None: ...

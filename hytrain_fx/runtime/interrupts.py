@@ -1,6 +1,7 @@
 """Ctrl+C comes between the parts of a training loop, as in plain code: a step happens whole or not at all.
 
-Python runs a signal's handler between any two lines of the main thread. Within `whole` it is noted, and runs at the end.
+Python runs a signal's handler between any two lines of the main thread. Within `whole` it is noted,
+and runs at the end.
 """
 
 from __future__ import annotations

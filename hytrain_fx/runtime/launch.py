@@ -39,18 +39,22 @@ def _cores_without_topology() -> int:
 
 
 def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: bool) -> int:
-    """Device memory for gradients on their way: `ring_bytes`, or the least of four of the largest gradients, twice all of them, and 640 MB
-    (338 MB where states are streamed, which take the rest).
+    """Device memory for gradients on their way: `ring_bytes`, or the least of four of the largest
+    gradients, twice all of them, and 640 MB (338 MB where states are streamed, which take the
+    rest).
 
-    At least what two pieces of one chunk need; a smaller `ring_bytes` raises ConfigError. A unit goes in one piece, after the copies of the
-    one before where it takes more than half; what does not fit goes in several, of half of it each.
+    At least what two pieces of one chunk need; a smaller `ring_bytes` raises ConfigError. A unit
+    goes in one piece, after the copies of the one before where it takes more than half; what does
+    not fit goes in several, of half of it each.
 
-    Why that is enough: in the ring is the backlog, gradients made less gradients carried. Where the backward makes them more slowly than
-    the link carries them (3.1 G 16-bit parameters in 200 ms: 31 GB/s of 50), a backlog comes only from what is handed over at once, the
-    gradients of one unit, and the backward waits for what exceeds the ring (measured: 5 ms a unit of 250 M 16-bit parameters with 338 MB,
-    20 times in a step: so what streaming does not need is lent). Where it makes them faster throughout (few tokens), the backlog grows all
-    along the backward and no ring of a fixed size holds it; then the link sets the length of the step, and a larger ring only moves the
-    wait into the next forward.
+    Why that is enough: in the ring is the backlog, gradients made less gradients carried. Where the
+    backward makes them more slowly than the link carries them (3.1 G 16-bit parameters in 200 ms:
+    31 GB/s of 50), a backlog comes only from what is handed over at once, the gradients of one
+    unit, and the backward waits for what exceeds the ring (measured: 5 ms a unit of 250 M 16-bit
+    parameters with 338 MB, 20 times in a step: so what streaming does not need is lent). Where it
+    makes them faster throughout (few tokens), the backlog grows all along the backward and no ring
+    of a fixed size holds it; then the link sets the length of the step, and a larger ring only
+    moves the wait into the next forward.
     """
     sizes = [p.numel() * p.element_size() for p in parameters]
     chunk = min(max(sizes), CHUNK_PARAMS * FP32_BYTES)
@@ -82,7 +86,8 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     """The engine that `config.engine` names. "auto" takes the native one and, where it cannot be built, says so and takes torch's.
 
-    Its threads do not take over what the calling thread is bound to. Raises EngineError when the named engine cannot be had.
+    Its threads do not take over what the calling thread is bound to. Raises EngineError when the
+    named engine cannot be had.
     """
     device = parameters[0].device
     workers = config.workers or default_workers(device)

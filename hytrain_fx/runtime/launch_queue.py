@@ -1,9 +1,11 @@
 """A queue of launches to the GPU that a whole backward fits in.
 
-The launching thread should come to `step()` while the device begins the backward. But 1021 launches fill the driver's queue, about ten
-layers of a backward, and the thread then goes at the device's pace. With CUDA_SCALE_LAUNCH_QUEUES=4x 4093 fit
-(https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables). The driver reads it once, when it is first called:
-hence at import, and in time only where hytrain_fx is imported before CUDA is asked for anything (`torch.cuda.is_available()` is enough).
+The launching thread should come to `step()` while the device begins the backward. But 1021 launches
+fill the driver's queue, about ten layers of a backward, and the thread then goes at the device's
+pace. With CUDA_SCALE_LAUNCH_QUEUES=4x 4093 fit
+(https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables). The driver
+reads it once, when it is first called: hence at import, and in time only where hytrain_fx is
+imported before CUDA is asked for anything (`torch.cuda.is_available()` is enough).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the optimizer, and the same step on fp32 masters.
 
-One state a parameter. Each operation of the step is one of torch's that rounds once, and none is fused, so it has the same bits on
-every device; csrc/lion.h and csrc/update_rows.cu write the same.
+One state a parameter. Each operation of the step is one of torch's that rounds once, and none is
+fused, so it has the same bits on every device; csrc/lion.h and csrc/update_rows.cu write the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Lion(torch.optim.Optimizer):
     betas          of the average whose sign is taken, and of the one that is kept
     weight_decay   3 to 10 times AdamW's
 
-    As torch's classes it keeps what it keeps in the parameters' dtype; compiled, masters and states of 16-bit parameters are fp32.
-    Raises ValueError for options out of range.
+    As torch's classes it keeps what it keeps in the parameters' dtype; compiled, masters and states
+    of 16-bit parameters are fp32. Raises ValueError for options out of range.
     """
 
     def __init__(

@@ -9,11 +9,13 @@ from typing import Literal
 import psutil
 import torch
 
-# Left free on a tier: for the allocator's fragments, for other processes, for what a later step may need.
+# Left free on a tier: for the allocator's fragments, for other processes, for what a later step may
+# need.
 _DEVICE_MARGIN_BYTES = 1 << 30
 _HOST_SHARE = 0.9
 CGROUPS = Path("/sys/fs/cgroup")
-# Limit, usage and statistics of this process's control group as a container sees it: version 2, version 1.
+# Limit, usage and statistics of this process's control group as a container sees it: version 2,
+# version 1.
 _GROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
@@ -23,8 +25,8 @@ _GROUP_FILES = (
 def device_budget_bytes(option: float | int | Literal["auto"], device: torch.device, all_states_bytes: float, resident_bytes: int) -> float:
     """Bytes for states on the device under the option `gpu_states`.
 
-    "auto": what rests there already and what the device has free now, less a margin. Call after steps have run, so that the
-    allocator holds what activations need.
+    "auto": what rests there already and what the device has free now, less a margin. Call after
+    steps have run, so that the allocator holds what activations need.
     """
     if isinstance(option, float):
         return option * all_states_bytes

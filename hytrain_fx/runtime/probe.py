@@ -71,7 +71,8 @@ class UpdateProbe:
 def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
     """Microseconds per byte to the device and back to the host while both directions are busy, from pinned memory.
 
-    On a GPU two streams copy three blocks of 16 MB each; with the model on the CPU copies are the host's own.
+    On a GPU two streams copy three blocks of 16 MB each; with the model on the CPU copies are the
+    host's own.
     """
     on_host = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, device=device)

@@ -53,8 +53,8 @@ class UpdateScalars(ABC):
     """What one step multiplies, adds and divides by. Every float holds a binary32 value.
 
     flags      of `UpdateFlag`
-    factors    multiplications of the gradient, in order, at most MAX_FACTORS; each rounded to the gradient's dtype, with WIDE_FACTORS to
-               binary32
+    factors    multiplications of the gradient, in order, at most MAX_FACTORS; each rounded to the
+               gradient's dtype, with WIDE_FACTORS to binary32
     """
 
     kernel: ClassVar[Kernel]

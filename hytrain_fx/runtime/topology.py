@@ -3,7 +3,8 @@
     read_topology(...)  ->  Topology  ->  cores_of_rank  ->  pick_workers  ->  (2, 3, 4, ...)   one for each, where they are pinned
                                                          ->  cpus_for      ->  {2, 3, 4, ...}   for all of them, where they are not
 
-The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also how hosts number their GPUs.
+The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also
+how hosts number their GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 
 from hytrain_fx.runtime.affinity import allowed_cpus
 
-# Physical cores left to the thread that launches the backward, the autograd thread, and the engine's two copy threads.
+# Physical cores left to the thread that launches the backward, the autograd thread, and the
+# engine's two copy threads.
 LAUNCHING_CORES = 2
 SYS = Path("/sys")
 
@@ -38,7 +40,8 @@ class Topology:
 
     cpus         the logical CPUs that this process may run on, by number
     gpu_node     NUMA node of its GPU, None where it is not known or there is no GPU
-    calling_cpu  logical CPU that the calling thread ran on when this was read, None where it is not known
+    calling_cpu  logical CPU that the calling thread ran on when this was read, None where it is not
+                 known
     rank, ranks  this process among those of its host
     quota_cores  CPU time that the control group may use, in cores; None without such a limit
     """
@@ -54,9 +57,10 @@ class Topology:
 def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
     """`count` logical CPUs, each of another physical core of this rank, those of the GPU's node first, ascending within a node.
 
-    The launching cores are left out: that of the calling thread, and others of its node. None where nothing should be pinned: too few
-    cores for `count` workers beside the launching ones (two threads pinned to one core would wait for each other), or a
-    limit on CPU time below the number of cores (other groups run on the same cores: the system must be free to choose).
+    The launching cores are left out: that of the calling thread, and others of its node. None where
+    nothing should be pinned: too few cores for `count` workers beside the launching ones (two
+    threads pinned to one core would wait for each other), or a limit on CPU time below the number
+    of cores (other groups run on the same cores: the system must be free to choose).
     """
     cores = cores_of_rank(topology)
     if topology.quota_cores is not None and topology.quota_cores < len({cpu.core for cpu in topology.cpus}):
@@ -79,8 +83,9 @@ def cores_of_rank(topology: Topology) -> tuple[LogicalCpu, ...]:
 def cpus_for(topology: Topology, workers: int) -> frozenset[int]:
     """Logical CPUs for `workers` update workers that are not pinned, and for making host memory: it is on the node of the CPU that does.
 
-    Those of the GPU's node where this rank has cores for all workers there, beside the launching ones: then no update reads memory across
-    sockets, and no copy to the GPU does. Else all: more workers than one socket has cores take the memory of all sockets in equal shares.
+    Those of the GPU's node where this rank has cores for all workers there, beside the launching
+    ones: then no update reads memory across sockets, and no copy to the GPU does. Else all: more
+    workers than one socket has cores take the memory of all sockets in equal shares.
     """
     near = [cpu for cpu in cores_of_rank(topology) if cpu.node == topology.gpu_node]
     alone = workers + LAUNCHING_CORES <= len(near)

@@ -61,7 +61,8 @@ class CallGate:
         self._warned = False
         self.session = session
 
-    # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own would have none of our nodes.
+    # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own
+    # would have none of our nodes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.session.turns.calls:

@@ -2,8 +2,10 @@
 
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
-    a real tensor                        the update on the device reads it; for a row on the host it is offloaded now
-    a real tensor of a cut parameter     pieces on the device read their part of it, the others' parts go to their slots now
+    a real tensor                        the update on the device reads it; for a row on the host it
+                                         is offloaded now
+    a real tensor of a cut parameter     pieces on the device read their part of it, the others'
+                                         parts go to their slots now
     one that a `step()` has taken        a real tensor again: torch's optimizers step on it once more
 """
 
@@ -68,9 +70,10 @@ class CommitBuilder:
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
         """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
 
-        Nothing is counted (`committed` does that once the engine has them), and nothing changed where it raises. Raises
-        GradientConsumedError for a gradient that was dropped and put back by hand, UnsupportedError for a parameter that was added after
-        `compile` and for a sparse gradient.
+        Nothing is counted (`committed` does that once the engine has them), and nothing changed
+        where it raises. Raises GradientConsumedError for a gradient that was dropped and put back
+        by hand, UnsupportedError for a parameter that was added after `compile` and for a sparse
+        gradient.
         """
         items: list[CommitItem] = []
         row_of, states, steps = self._table.row_of, self._states, self.steps
@@ -128,8 +131,9 @@ class CommitBuilder:
     ) -> list[CommitItem]:
         """Items as `build` would make them now for these rows, whose gradients are in their slots, but for factors. Nothing is counted.
 
-        Without rows that have no group, or one whose hyper-parameters cannot be read without a wait or an error: that is left to `build`.
-        `known`: what was made before, by group and count of steps.
+        Without rows that have no group, or one whose hyper-parameters cannot be read without a wait
+        or an error: that is left to `build`. `known`: what was made before, by group and count of
+        steps.
         """
         items, steps = [], self.steps
         for row in rows:
@@ -166,12 +170,14 @@ class CommitBuilder:
         if self._states.gradient_leaves(row):
             self._gradients.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)
-        # Only a gradient that nobody else has written, as `build` takes it, needs no more than its own event.
+        # Only a gradient that nobody else has written, as `build` takes it, needs no more than its
+        # own event.
         return CommitItem(row, numbers, self._gradients.on_device(row, grad), at_end=True)
 
     def _items_of_pieces(self, row: int, grad: torch.Tensor, numbers: UpdateScalars) -> list[CommitItem]:
-        """Of a parameter that is cut, whose gradient is on the device. Its pieces leave now and not as the gradient is made: not every
-        write to a gradient counts up its version (GradScaler's unscaling of bf16, `.grad.data`), so that nobody could tell a stale piece.
+        """Of a parameter that is cut, whose gradient is on the device. Its pieces leave now and not
+        as the gradient is made: not every write to a gradient counts up its version (GradScaler's
+        unscaling of bf16, `.grad.data`), so that nobody could tell a stale piece.
         """
         if isinstance(grad, GradStandIn):
             grad = grad.grad_state.materialize()

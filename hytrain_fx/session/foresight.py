@@ -1,15 +1,18 @@
 """Whether updates may begin before `step()`: learns what a loop does between its backward and its step, as a branch predictor does.
 
-    the backward    `sent`: gradients have gone to their slots -> a guess at their items of the commit, where the loop has been learned
+    the backward    `sent`: gradients have gone to their slots -> a guess at their items of the
+                    commit, where the loop has been learned
     step()          `stepped`: was the guess right, or would it have been?
     zero_grad()     `dropped`: it was not, if gradients were there
 
-Learned is a loop whose last `_STEPS` steps each reached `step()` late, with most gradients on the host by then, or were updated on a guess
-at clipping's or a loss scale's factor from `step()` on. (A plain loop on a GPU is there early, waits for no factor, and gains nothing.)
-And each step had every gradient that went to its slot taken from there, made by one backward, with the hyper-parameters that its group had
-during that backward. A step that undoes updates makes the next harder to earn.
+Learned is a loop whose last `_STEPS` steps each reached `step()` late, with most gradients on the
+host by then, or were updated on a guess at clipping's or a loss scale's factor from `step()` on. (A
+plain loop on a GPU is there early, waits for no factor, and gains nothing.) And each step had every
+gradient that went to its slot taken from there, made by one backward, with the hyper-parameters
+that its group had during that backward. A step that undoes updates makes the next harder to earn.
 
-A wrong guess costs time and nothing else: the engine puts back what it has updated (csrc/early_updates.h).
+A wrong guess costs time and nothing else: the engine puts back what it has updated
+(csrc/early_updates.h).
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ class Foresight:
 
     speculate     "auto" as above, True in every backward, False in none
     generation    by row: how often its gradient went to its slot (`SessionGradients.generation`)
-    runs_behind   whether the device computes behind the launching thread. Where it does not (a CPU) every step is late and none waits:
-                  there "auto" is False, as early updates would only take cores from the backward
+    runs_behind   whether the device computes behind the launching thread. Where it does not (a CPU)
+                  every step is late and none waits: there "auto" is False, as early updates would
+                  only take cores from the backward
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 """The compiled graphs of one session: given their nodes when they are captured, watched while they run.
 
-    rewrite            a graph has been captured: its nodes, the rows and calls it has, units numbered in forward order
-    around_backward    a compiled backward runs: each of its nodes must, and gradients may be wanted elsewhere than in `.grad`
+    rewrite            a graph has been captured: its nodes, the rows and calls it has, units
+                       numbered in forward order
+    around_backward    a compiled backward runs: each of its nodes must, and gradients may be wanted
+                       elsewhere than in `.grad`
     must_capture_anew  a hook has come to a gradient that the graphs keep to themselves
 """
 
@@ -37,7 +39,8 @@ class SessionGraphs:
     """Captures, rewrites and watches the graphs.
 
     session    number by which the nodes find it
-    plain      entered while a compiled backward runs: what it reads of weights is no touch by eager code
+    plain      entered while a compiled backward runs: what it reads of weights is no touch by eager
+               code
     phase      times the parts of a compilation
     passes     run on each graph, those that are for its kind
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
@@ -106,8 +109,9 @@ class SessionGraphs:
     def _around_backward(self, graph: int) -> Iterator[Edit | None]:
         """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
 
-        Gives what puts gradients among the results that autograd does not add to `.grad` but returns (torch.autograd.grad).
-        Raises DroppedNodeError where a node of it did not run, UnsupportedError for a tensor hook that came behind the forward.
+        Gives what puts gradients among the results that autograd does not add to `.grad` but
+        returns (torch.autograd.grad). Raises DroppedNodeError where a node of it did not run,
+        UnsupportedError for a tensor hook that came behind the forward.
         """
         rows = self._nodes.graph_rows[graph]
         with without_torch_function():

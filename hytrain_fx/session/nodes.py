@@ -1,8 +1,9 @@
 """What the inserted nodes do in one session: gradients are taken, updates armed, weights released and waited for, runs marked and counted.
 
-    grad_offload   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the graph to return
-                   any other: into the engine or into `.grad` (gradients/taking.py)
-    all_run        every node that a backward graph was compiled with has run: otherwise the compiler has dropped it
+    grad_offload   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the
+                   graph to return any other: into the engine or into `.grad` (gradients/taking.py)
+    all_run        every node that a backward graph was compiled with has run: otherwise the
+                   compiler has dropped it
     all_waited     the same of a forward graph
 """
 

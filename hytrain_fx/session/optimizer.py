@@ -18,8 +18,9 @@ from hytrain_fx.torch_private.tensors import load_state_dict_hooks
 class OffloadedOptimizer(torch.optim.Optimizer):
     """The user's optimizer with states that rest on host and device as the plan says.
 
-    `param_groups` is the user's own list, so schedulers made before or after change the same groups. `state` has the keys that
-    the user's optimizer would have, and for 16-bit parameters `master` besides, as copies made when asked for (`ParameterStates`).
+    `param_groups` is the user's own list, so schedulers made before or after change the same
+    groups. `state` has the keys that the user's optimizer would have, and for 16-bit parameters
+    `master` besides, as copies made when asked for (`ParameterStates`).
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
@@ -112,7 +113,8 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
     def step(closure: Callable[[], Any] | None = None) -> Any:
         return ours.step(closure)
 
-    # A scheduler made before compile() looks for its mark on step() and warns where it is gone; ours notes the call in its place.
+    # A scheduler made before compile() looks for its mark on step() and warns where it is gone;
+    # ours notes the call in its place.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     original.step = step  # type: ignore[method-assign]
     original.state = ours.state

@@ -1,7 +1,8 @@
 """What a session takes: time until full speed, memory by tier. Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
 
     before states are allocated or moved    the estimate
-    after the first full-speed step         the estimate beside what is in use, and the start-up by phase
+    after the first full-speed step         the estimate beside what is in use, and the start-up by
+                                            phase
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     (eager code)    of a forward that is not one graph: all weights are waited for
     (the graphs)    nodes call `SessionNodes`
     leave_forward   parameters are guarded again
-    step            commits: hyper-parameters fixed, updates begin (or continue) behind the launching thread
+    step            commits: hyper-parameters fixed, updates begin (or continue) behind the
+                    launching thread
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ class Session:
     def _step(self, skip: torch.Tensor | None = None) -> None:
         """Commit the gradients of this step with the hyper-parameters that the groups have now.
 
-        `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step counts stay as they are.
+        `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step
+        counts stay as they are.
         """
         self.require_whole_states()
         self.places.require_trained()

@@ -19,10 +19,11 @@ from hytrain_fx.torch_private.tensors import without_torch_function
 class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`: by parameter `step`, its states, and `master` for 16-bit parameters, read from wherever they rest.
 
-    As torch's, it has no entry before a parameter's first step, and gives an empty one where it is asked. An entry is a copy on the
-    CPU whose tensors refuse writes in place, which would be lost: assign a tensor to its key, or an entry, instead. Deleting or emptying
-    an entry makes it as before the first step.
-    Raises KeyError where a parameter that is not managed is assigned to or deleted, ValueError where what is assigned does not fit.
+    As torch's, it has no entry before a parameter's first step, and gives an empty one where it is
+    asked. An entry is a copy on the CPU whose tensors refuse writes in place, which would be lost:
+    assign a tensor to its key, or an entry, instead. Deleting or emptying an entry makes it as
+    before the first step. Raises KeyError where a parameter that is not managed is assigned to or
+    deleted, ValueError where what is assigned does not fit.
     """
 
     def __init__(self, session: Session) -> None:
@@ -124,8 +125,9 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Write a checkpoint's states and group options into a drained session and the groups of its optimizer.
 
-    Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match. After an error while they are
-    written, memory that runs out say, nothing is trained or saved until all have been loaded (`Session.require_whole_states`).
+    Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
+    After an error while they are written, memory that runs out say, nothing is trained or saved
+    until all have been loaded (`Session.require_whole_states`).
     """
     _check_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]

@@ -1,15 +1,19 @@
 """Which thread may do what with one session, and in what order the locks are taken.
 
-    calls     a thread is in the compiled call, or in step(): parameters are plain in the one and guarded after the other
-    compiles  a graph is compiled: torch refuses compiled calls of other threads meanwhile, so they wait
+    calls     a thread is in the compiled call, or in step(): parameters are plain in the one and
+              guarded after the other
+    compiles  a graph is compiled: torch refuses compiled calls of other threads meanwhile, so they
+              wait
     state     a thread changes, or reads, what the session keeps: never held while a graph runs
     (engine)  the engine's own lock, in each of its calls
 
-A thread that has one of them takes none above it (`_ORDER`; `csrc/locks.h` goes on with the engine's own). All but the engine's may be
-taken again by the thread that has it. With HYTRAIN_FX_CHECK_LOCKS in the environment each acquisition is checked; the tests set it.
+A thread that has one of them takes none above it (`_ORDER`; `csrc/locks.h` goes on with the
+engine's own). All but the engine's may be taken again by the thread that has it. With
+HYTRAIN_FX_CHECK_LOCKS in the environment each acquisition is checked; the tests set it.
 
-Nothing goes by who a thread is, except for speed: the thread that called `step()` last is the loop's, and may run ahead of updates. Before
-another one calls the model, all weights are new, and stay so until it returns. A backward's own threads are the loop's.
+Nothing goes by who a thread is, except for speed: the thread that called `step()` last is the
+loop's, and may run ahead of updates. Before another one calls the model, all weights are new, and
+stay so until it returns. A backward's own threads are the loop's.
 """
 
 from __future__ import annotations

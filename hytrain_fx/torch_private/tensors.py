@@ -1,6 +1,7 @@
 """The private torch surface in one place: what a new torch release can break is here and nowhere else.
 
-Each function names what it reaches for and raises `UnsupportedError` with the torch version when it is gone.
+Each function names what it reaches for and raises `UnsupportedError` with the torch version when it
+is gone.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def allow_in_foreach(cls: type[Tensor]) -> None:
 def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], options: dict[str, Any]) -> Any:
     """Run Inductor's front half (AOTAutograd, decompositions, partitioner), handing each graph to `inner_compile`.
 
-    `options` are Inductor config patches; they also hold for the backward graph, which is compiled later.
+    `options` are Inductor config patches; they also hold for the backward graph, which is compiled
+    later.
     """
     run = _private("torch._inductor.compile_fx", "compile_fx")
     return run(gm, inputs, inner_compile=inner_compile, config_patches=options or None)
@@ -365,21 +367,26 @@ def compiled_call_of(
 ) -> Callable[..., Any]:
     """The compiled call of `model`, as `model.compile(...)` makes it; each one captures its own graphs.
 
-    `on_eager` is called before a run that is not one graph from end to end: a graph break, or Dynamo gave up (recompile limit).
+    `on_eager` is called before a run that is not one graph from end to end: a graph break, or
+    Dynamo gave up (recompile limit).
 
-    `Module.compile` compiles `_call_impl`. Dynamo skips that frame, and the forward too where it is torch's own (nn.Sequential): the model
-    would run uncompiled. So a frame of ours stands before it, with a code object of its own: recompiles are counted and limited by code
-    object, and the ninth model of a class would run uncompiled too. Dynamo looks compiled code up by code object and backend, also that
-    of a forward split by graph breaks: with a backend function of its own, a second call finds none of the first one's.
+    `Module.compile` compiles `_call_impl`. Dynamo skips that frame, and the forward too where it is
+    torch's own (nn.Sequential): the model would run uncompiled. So a frame of ours stands before
+    it, with a code object of its own: recompiles are counted and limited by code object, and the
+    ninth model of a class would run uncompiled too. Dynamo looks compiled code up by code object
+    and backend, also that of a forward split by graph breaks: with a backend function of its own, a
+    second call finds none of the first one's.
     """
 
     def own_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         return backend(gm, example_inputs, **kwargs)
 
-    # What run_model calls Dynamo would compile, and CUDA's current stream is another object in compiled code.
+    # What run_model calls Dynamo would compile, and CUDA's current stream is another object in
+    # compiled code.
     told = torch.compiler.disable(on_eager)
 
-    # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is plain Python.
+    # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is
+    # plain Python.
     def run_model(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             told()

@@ -32,7 +32,8 @@ class _Looked(BaseException):
 def look_at(gm: fx.GraphModule, inputs: Sequence[Any], look: Callable[[fx.GraphModule], S]) -> S:
     """What `look` says of the graph that AOTAutograd would hand on, with Inductor's decompositions.
 
-    It is forward and backward in one where a gradient is wanted, else the forward. Nothing of `gm` is changed.
+    It is forward and backward in one where a gradient is wanted, else the forward. Nothing of `gm`
+    is changed.
     """
     trace = _private("torch._functorch.aot_autograd", "aot_module_simplified")
     decompositions = _private("torch._inductor.decomposition", "select_decomp_table")()
@@ -82,8 +83,9 @@ def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
 
 
 def storage_uses_reader() -> tuple[Callable[[Tensor], int], int]:
-    """A function that counts the references to a tensor's storage: each tensor of it is one, its Python object too where somebody keeps
-    it, and the asking some. And the count of a tensor that is alone.
+    """A function that counts the references to a tensor's storage: each tensor of it is one, its
+    Python object too where somebody keeps it, and the asking some. And the count of a tensor that
+    is alone.
 
     Called `without_torch_function` for a guarded parameter.
     """
@@ -99,7 +101,8 @@ def storage_uses_reader() -> tuple[Callable[[Tensor], int], int]:
 def is_held_alone(parameter: nn.Parameter, accumulator: Node | None) -> bool:
     """Whether nobody but the model holds this parameter's memory: no view, no NumPy alias, no graph that has saved it.
 
-    `accumulator` is its AccumulateGrad node, which refers to it too; None where it requires no gradient.
+    `accumulator` is its AccumulateGrad node, which refers to it too; None where it requires no
+    gradient.
     """
     uses_of, alone = storage_uses_reader()
     with without_torch_function():

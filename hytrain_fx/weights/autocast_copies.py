@@ -1,12 +1,15 @@
 """Which fp32 weights of a session the device has in 16 bits, and when their own memory is there.
 
-    a training graph is captured under autocast    rows that it reads in bf16 alone (`casts`) get a copy, which the graph reads instead
+    a training graph is captured under autocast    rows that it reads in bf16 alone (`casts`) get a
+                                                   copy, which the graph reads instead
     the loop touches a parameter                   its fp32 memory is filled from the master
-    a graph that reads the parameter itself        the same, before it runs (an evaluation without autocast)
-    the next training forward                      what was written there is followed, and the memory given back if nobody else holds it
+    a graph that reads the parameter itself        the same, before it runs (an evaluation without
+                                                   autocast)
+    the next training forward                      what was written there is followed, and the
+                                                   memory given back if nobody else holds it
 
-Rows that any training graph reads in fp32 get no copy. Once part of the model has run as eager code, no further row gets one, and the
-memory of those that have one stays.
+Rows that any training graph reads in fp32 get no copy. Once part of the model has run as eager
+code, no further row gets one, and the memory of those that have one stays.
 """
 
 from __future__ import annotations
@@ -66,7 +69,8 @@ class AutocastCopies:
     def copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies:
         """What a graph is to read instead of parameters; `row_of_input` by position among its inputs.
 
-        What it gives holds nothing of this alive, as torch keeps it for as long as the compiled code lives.
+        What it gives holds nothing of this alive, as torch keeps it for as long as the compiled
+        code lives.
         """
         rows, of_row = frozenset(row_of_input.values()), dict[int, torch.Tensor]()
         if self._looks(gm, rows):

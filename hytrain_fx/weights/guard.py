@@ -6,24 +6,30 @@
     model.weight.data.zero_()             the same, and p._version counts the write, as it does for `detach()`
     unguard_all([p])                      at entry of the compiled call: Dynamo must see plain parameters
 
-What touches is any torch function, method or property given `p`, also inside lists, tuples and dicts; not metadata, hooks, `requires_grad`
-and `.grad`. Results are plain tensors: the class is off before the op runs, or, where the guard
-stays, torch functions are.
-A CountedParameter is a plain parameter to torch and Dynamo, at no cost per op; only its `.data` is another, for writes that come after
-the first touch. Where a backward still needs the old weight, a write through `.data` is torch's error, as one in place is.
+What touches is any torch function, method or property given `p`, also inside lists, tuples and
+dicts; not metadata, hooks, `requires_grad` and `.grad`. Results are plain tensors: the class is off
+before the op runs, or, where the guard stays, torch functions are. A CountedParameter is a plain
+parameter to torch and Dynamo, at no cost per op; only its `.data` is another, for writes that come
+after the first touch. Where a backward still needs the old weight, a write through `.data` is
+torch's error, as one in place is.
 
 Not noticed, because no torch function sees it:
-  - memory reached without `p`: views, `.data` or `.detach()` results, NumPy and DLPack aliases, tensors saved for a backward, all taken
-    before `guard`. (`held` counts who holds them; the version counter that `step()` increments catches the saved tensors.)
+  - memory reached without `p`: views, `.data` or `.detach()` results, NumPy and DLPack aliases,
+    tensors saved for a backward, all taken before `guard`. (`held` counts who holds them; the
+    version counter that `step()` increments catches the saved tensors.)
   - raw pointers: `hytrain_fx.settle(model)` before they are read.
-  - `p` itself given to pybind11 functions of a C++ extension or to a torch.distributed process group's methods, which unpack it in C++.
-    `torch.ops` and `torch.library` ops and Triton kernels (they ask for `data_ptr()`) are noticed.
-  - torch functions that cannot be overridden: `torch.tensor(p)`, `p.as_subclass()`, `torch.utils.swap_tensors`, `torch.func.grad(f)(p)`.
-  - a `__torch_function__` of another tensor subclass that comes first and switches torch functions off.
-A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent as a copy, not as shared memory. Another function under
-`torch.compile` breaks its graph at a guarded parameter, and with `fullgraph=True` is refused: read the parameter once before it (one
-that `stays` guarded: compile the model with `autocast_copies=False`).
-`nn.Parameter(p)` of a guarded or touched `p` raises torch's RuntimeError: give it `p.data`.
+  - `p` itself given to pybind11 functions of a C++ extension or to a torch.distributed process
+    group's methods, which unpack it in C++. `torch.ops` and `torch.library` ops and Triton kernels
+    (they ask for `data_ptr()`) are noticed.
+  - torch functions that cannot be overridden: `torch.tensor(p)`, `p.as_subclass()`,
+    `torch.utils.swap_tensors`, `torch.func.grad(f)(p)`.
+  - a `__torch_function__` of another tensor subclass that comes first and switches torch functions
+    off.
+A torch.multiprocessing queue pickles by exact type: a guarded parameter is sent as a copy, not as
+shared memory. Another function under `torch.compile` breaks its graph at a guarded parameter, and
+with `fullgraph=True` is refused: read the parameter once before it (one that `stays` guarded:
+compile the model with `autocast_copies=False`). `nn.Parameter(p)` of a guarded or touched `p`
+raises torch's RuntimeError: give it `p.data`.
 """
 
 from __future__ import annotations
@@ -120,7 +126,8 @@ def guard_type(
 ) -> type[GuardedParameter]:
     """A class of guarded parameters that call `on_touch`. One per compiled model: parameters carry no attribute of ours into a pickle.
 
-    settle    called before it, while the parameter is guarded still: another thread must not take a weight in flight for a new one
+    settle    called before it, while the parameter is guarded still: another thread must not take a
+              weight in flight for a new one
     lock      held meanwhile; one thread may take it twice
     stays     whether a parameter is guarded after a touch too: then each touch is told
     """

@@ -1,11 +1,12 @@
 """Weights that somebody besides the model holds, where no guard can watch: a kept `state_dict()`, `.data`, a view, NumPy, DLPack.
 
-Such a holder would find old weights after `step()`, as the new ones are still on their way. Torch counts who uses a storage: what is
-beyond the parameters in it and this library is a holder, whoever made it and whenever. `step()` has such weights updated before it
-returns. So it has weights in the host memory of several processes (`share_memory()`): others read them uncounted.
+Such a holder would find old weights after `step()`, as the new ones are still on their way. Torch
+counts who uses a storage: what is beyond the parameters in it and this library is a holder, whoever
+made it and whenever. `step()` has such weights updated before it returns. So it has weights in the
+host memory of several processes (`share_memory()`): others read them uncounted.
 
-Not seen: who keeps the parameter object itself in C++, a raw pointer, or memory of a GPU in another process. They call
-`hytrain_fx.settle(model)` before they read.
+Not seen: who keeps the parameter object itself in C++, a raw pointer, or memory of a GPU in another
+process. They call `hytrain_fx.settle(model)` before they read.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class HeldWeights:
     def ours(self) -> Iterator[None]:
         """Around what makes this library hold weights, or let go of them; nobody else's code runs meanwhile. May be nested.
 
-        No garbage is collected inside: an alias in it would be taken for one that this library has let go of.
+        No garbage is collected inside: an alias in it would be taken for one that this library has
+        let go of.
         """
         if self._nested:
             yield
@@ -67,8 +69,9 @@ class HeldWeights:
     def find(self, wait: Callable[[Sequence[int]], None]) -> tuple[int, ...]:
         """The rows whose memory others hold too; warns once. About 0.5 us a parameter.
 
-        `wait`: for updates of rows; called where somebody holds a weight, as that may be such an update (the torch engine's).
-        Parameters have the memory that the last `ours` has left them with.
+        `wait`: for updates of rows; called where somebody holds a weight, as that may be such an
+        update (the torch engine's). Parameters have the memory that the last `ours` has left them
+        with.
         """
         uses = self._uses()
         if (more := self._above(uses)):

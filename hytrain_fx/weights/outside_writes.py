@@ -1,13 +1,17 @@
 """Weights that somebody else has written, or given other memory: noticed by version and address, and taken for the new masters.
 
-    version    an in-place write to the parameter or to any `detach()` of it (`.data` of a managed parameter is one): the counter is shared
+    version    an in-place write to the parameter or to any `detach()` of it (`.data` of a managed
+               parameter is one): the counter is shared
     address    `p.data = other`, `model.to(...)`, `vector_to_parameters`
-    touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no counter, and comparing is cheap there
+    touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no
+               counter, and comparing is cheap there
 
-Which elements were written shows by comparing with the weight that the last update left. That of a streamed row stays on the device, so it
-is brought home before eager code gets at it, and in the steps after, while what was got then may still be written to (`watch`).
+Which elements were written shows by comparing with the weight that the last update left. That of a
+streamed row stays on the device, so it is brought home before eager code gets at it, and in the
+steps after, while what was got then may still be written to (`watch`).
 
-Not noticed: a write on a GPU through a raw pointer, a DLPack alias, or a `.data` taken before `compile`, which has a counter of its own.
+Not noticed: a write on a GPU through a raw pointer, a DLPack alias, or a `.data` taken before
+`compile`, which has a counter of its own.
 """
 
 from __future__ import annotations
@@ -94,9 +98,11 @@ class OutsideWrites:
     def follow_memory(self) -> set[int]:
         """Use the memory that parameters have now; the rows whose memory is another one. About 0.2 us a parameter.
 
-        What is in it becomes the masters at `follow` only: 16-bit weights that come back until then go on from the masters they had.
+        What is in it becomes the masters at `follow` only: 16-bit weights that come back until then
+        go on from the masters they had.
 
-        Raises UnsupportedError, and changes nothing, where dtype, shape, device or order of memory are others.
+        Raises UnsupportedError, and changes nothing, where dtype, shape, device or order of memory
+        are others.
         """
         with torch.no_grad(), without_torch_function():
             now = self._memory_now()

@@ -1,7 +1,8 @@
 """Which parameters the model holds, and where, call by call: graphs are made for the parameters that they were captured with.
 
-Dynamo makes parameters inputs of its graphs, and checks of them what it checks of any tensor: a graph runs with any others of their shape.
-Ours have nodes for certain rows. So each layout, the rows by place, has graphs of its own, and these find the parameters by identity again:
+Dynamo makes parameters inputs of its graphs, and checks of them what it checks of any tensor: a
+graph runs with any others of their shape. Ours have nodes for certain rows. So each layout, the
+rows by place, has graphs of its own, and these find the parameters by identity again:
 
     functional_call(model, clones)      no row is in its place: no nodes, gradients go to the clones
     two layers exchanged, a tie         the same rows in other places
@@ -29,7 +30,8 @@ _is_trained: Final = property_reader("requires_grad")
 class Layout(NamedTuple):
     """What a model holds.
 
-    places     in the order of `named_parameters`: name, and the row of what is there, -1 for a tensor that is not managed
+    places     in the order of `named_parameters`: name, and the row of what is there, -1 for a
+               tensor that is not managed
     trained    by row: whether it requires a gradient
     """
 

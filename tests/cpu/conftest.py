@@ -14,7 +14,8 @@ from hytrain_fx.session.turns import CHECK_LOCKS
 
 from .interpreted import graphs_interpreted
 
-# Compiling makes millions of objects that live long: looking through all of them every 700 takes a tenth of a test's time.
+# Compiling makes millions of objects that live long: looking through all of them every 700 takes a
+# tenth of a test's time.
 gc.freeze()
 gc.set_threshold(200_000, 50, 100)
 os.environ[CHECK_LOCKS] = "1"  # a session's locks are taken in their order, in every test
@@ -38,12 +39,14 @@ def torch_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def compiled_graphs(request: pytest.FixtureRequest) -> Iterator[None]:
     """What becomes of captured graphs in a module.
 
-        marked `fused_kernels`                  Inductor compiles them and generates kernels, as it does for users
+        marked `fused_kernels`                  Inductor compiles them and generates kernels, as it
+                                                does for users
         marked `inductor`, all with `--all`     Inductor compiles them; the ops run one by one
         else                                    they run as FX has them, op by op (`interpreted`)
 
-    What a loop does between the graphs is the same each time. In what order ops run, what memory is written again and what is fused is
-    not. Inductor takes more than half of a test's time, the C++ compiler half of the rest.
+    What a loop does between the graphs is the same each time. In what order ops run, what memory is
+    written again and what is fused is not. Inductor takes more than half of a test's time, the C++
+    compiler half of the rest.
     """
     if request.node.get_closest_marker("fused_kernels") is not None:
         yield

@@ -44,7 +44,8 @@ class Outcome:
     """What one fault did.
 
     error   the class of what the call raised, empty where it raised nothing
-    left    "before": as if the step had not been; "after": the whole step; "load again": refused until states are loaded; else a defect
+    left    "before": as if the step had not been; "after": the whole step; "load again": refused
+            until states are loaded; else a defect
     """
 
     place: Place

@@ -3,7 +3,8 @@
     with Faults("device memory").counted() as places: loop()          every place where such a fault can happen, in order
     with Faults("device memory").at(place): loop()                     the same loop, with the fault at one of them
 
-A place is a line of the library and how often it was reached before; it is found by running the loop, so a new line is a new place.
+A place is a line of the library and how often it was reached before; it is found by running the
+loop, so a new line is a new place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Check on Inductor's generated Python that each inserted call stands where it was put.
 
-The scheduler may move a call as long as its operands exist. A call that sank far below the kernel that made its operands starts its copy
-late; a wait that rose far above its first reader blocks too early. Both train correctly, only slower, so this measures, on text:
+The scheduler may move a call as long as its operands exist. A call that sank far below the kernel
+that made its operands starts its copy late; a wait that rose far above its first reader blocks too
+early. Both train correctly, only slower, so this measures, on text:
 
     extern_kernels.mm(buf4, primals_7, out=buf5)                                       distance
     torch.ops.hytrain_fx.release.default([buf5], 0, [3])                              0: nothing launched in between
@@ -27,8 +28,9 @@ _BODY = re.compile(r"^\s+def call\(self, args\):|^def call\(args\):")
 class CallDistance:
     """One inserted call in generated code.
 
-    distance   launches of others between the call and its neighbour: the last launch before it that touches one of its operands;
-               for a wait, the first launch after it that does. 0 where there is no such launch
+    distance   launches of others between the call and its neighbour: the last launch before it that
+               touches one of its operands; for a wait, the first launch after it that does. 0 where
+               there is no such launch
     """
 
     op: str

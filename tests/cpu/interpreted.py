@@ -1,6 +1,7 @@
 """Graphs that run op by op, as FX has them: what Inductor does with a graph takes most of a compilation's time.
 
-Everything before it is torch's: Dynamo, AOTAutograd, its decompositions, the partitioner, and our rewrite of each graph.
+Everything before it is torch's: Dynamo, AOTAutograd, its decompositions, the partitioner, and our
+rewrite of each graph.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -
 def graphs_interpreted() -> Iterator[None]:
     """Meanwhile no thread gives a graph to Inductor.
 
-    Nor does one come from torch's cache: the plain model's, that an earlier module has had compiled, would have other bits than ours.
+    Nor does one come from torch's cache: the plain model's, that an earlier module has had
+    compiled, would have other bits than ours.
     """
     with pytest.MonkeyPatch.context() as patch, autograd_cache_off():
         patch.setattr(compile_fx, "_compile_fx_inner", interpreted)

@@ -1,7 +1,9 @@
 """The same loop twice: on a model that torch compiled, with an optimizer kept by hand, and on one that hytrain_fx compiled.
 
-    HandAdam     the bitwise reference: `runtime.arithmetic.adamw_` on fp32 masters, one plain tensor op per rounding
-    TorchAdam    the reference that a user would write: torch.optim.AdamW or Adam (foreach=False) on fp32 masters kept by hand
+    HandAdam     the bitwise reference: `runtime.arithmetic.adamw_` on fp32 masters, one plain
+                 tensor op per rounding
+    TorchAdam    the reference that a user would write: torch.optim.AdamW or Adam (foreach=False) on
+                 fp32 masters kept by hand
     Twins        both models, compiled once and put back to the start for each fact
 """
 
@@ -193,8 +195,9 @@ def compare(
 ) -> list[float]:
     """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone.
 
-    `groups` makes the optimizer's groups, where it is to have more than one. `plain_options` are Inductor's, for the plain model.
-    `rtol` is for models whose gradients themselves differ in the last bits, because Inductor fuses the two graphs differently.
+    `groups` makes the optimizer's groups, where it is to have more than one. `plain_options` are
+    Inductor's, for the plain model. `rtol` is for models whose gradients themselves differ in the
+    last bits, because Inductor fuses the two graphs differently.
     """
     hyper = {**HYPER, **(hyper or {})}
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam

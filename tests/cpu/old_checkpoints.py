@@ -2,8 +2,9 @@
 
     python -m tests.cpu.old_checkpoints FOLDER      writes such files with the present code
 
-A file has `model` and `optimizer`, saved after three steps, and `then_model` and `then_optimizer`, after three more. Gradients are
-numbers that every machine has exactly, set by hand: so is all that follows from them.
+A file has `model` and `optimizer`, saved after three steps, and `then_model` and `then_optimizer`,
+after three more. Gradients are numbers that every machine has exactly, set by hand: so is all that
+follows from them.
 """
 
 from __future__ import annotations

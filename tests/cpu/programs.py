@@ -2,9 +2,10 @@
 
     python -m tests.cpu.programs --programs 10000 --seed 1 --processes 16
 
-A program is a value: what is compiled (`Setup`), what the engine is told, and a list of calls (`program_calls.py`). hypothesis draws it and
-shrinks the failing ones; what is printed can be pasted into a test (`check(Program(...))`). Programs of one seed share one compiled model,
-put back to the start for each: compiling takes seconds, a program milliseconds.
+A program is a value: what is compiled (`Setup`), what the engine is told, and a list of calls
+(`program_calls.py`). hypothesis draws it and shrinks the failing ones; what is printed can be
+pasted into a test (`check(Program(...))`). Programs of one seed share one compiled model, put back
+to the start for each: compiling takes seconds, a program milliseconds.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def drawn_setup(number: int) -> Setup:
     optimizer = draw.choice([*OPTIMIZERS[:1] * 4, *OPTIMIZERS[1:]])
     options = [name for name in OPTIONS if optimizer in ADAMS or name not in FOR_ADAM_ALONE]
     units = tuple(draw.choice(list(UNITS)) for _ in range(draw.randint(1, 5)))
-    # Other optimizers than Adam keep no masters, so their reference in bf16 would be one more class.
+    # Other optimizers than Adam keep no masters, so their reference in bf16 would be one more
+    # class.
     dtypes = DTYPES if optimizer in ADAMS else [name for name in DTYPES if name != "bfloat16"]
     return Setup(units, draw.random() < 0.4, draw.choice(dtypes), optimizer, draw.choice(options))
 
@@ -107,7 +109,8 @@ class Workshop:
     def check(self, program: Program) -> None:
         """Run the program on both sides. Raises Differs, naming the call, where they part.
 
-        A program whose plain loop diverges is over where ours says so: NaN gradients are an error there.
+        A program whose plain loop diverges is over where ours says so: NaN gradients are an error
+        there.
         """
         if self._pair is None or self._pair.setup != program.setup:
             self.close()

@@ -1,7 +1,7 @@
 """A small stand-in for the runtime: counts every node, updates synchronously, and poisons weights that may be overwritten.
 
-With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs behind the release, or ahead of the wait, turns
-the loss or a gradient into NaN.
+With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs behind the
+release, or ahead of the wait, turns the loss or a gradient into NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class RecordingNodes:
         for row, grad in zip(rows, grads, strict=True):
             parameter = self._parameters[row].detach()
             assert grad.shape == parameter.shape
-            # In the parameter's strides, as AccumulateGrad does: strides choose between kernels that round differently.
+            # In the parameter's strides, as AccumulateGrad does: strides choose between kernels
+            # that round differently.
             laid_out = torch.empty_like(parameter).copy_(grad)
             self.grads[row] = self.grads[row] + laid_out if row in self.grads else laid_out
 

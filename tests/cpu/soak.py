@@ -2,9 +2,11 @@
 
     python -m tests.cpu.soak --steps 2000 --seed 1        (./scripts/soak)
 
-Each step draws what a loop may do: parts of a batch added up, clipping, a loss scale that overflows, gradients read and edited, steps
-left out, evaluation, other learning rates, each form of zero_grad, weights and checkpoints read, states that move among host and device,
-by hand and by the planner, and a delay in any stage of the engine. Both loops do the same; the figures that they see must agree.
+Each step draws what a loop may do: parts of a batch added up, clipping, a loss scale that
+overflows, gradients read and edited, steps left out, evaluation, other learning rates, each form of
+zero_grad, weights and checkpoints read, states that move among host and device, by hand and by the
+planner, and a delay in any stage of the engine. Both loops do the same; the figures that they see
+must agree.
 """
 
 from __future__ import annotations

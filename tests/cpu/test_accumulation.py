@@ -99,7 +99,8 @@ def retaining(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 def test_two_backwards_through_one_graph(k: int) -> None:
     """retain_graph=True: the second backward adds its gradient again. torch.compile allows it with donated buffers off.
 
-    The cache of graphs does not know of that switch (torch 2.13): off too, or a graph that donates its buffers is found there.
+    The cache of graphs does not know of that switch (torch 2.13): off too, or a graph that donates
+    its buffers is found there.
     """
     with functorch_config.patch(donated_buffer=False), inductor_config.patch(fx_graph_cache=False):
         compare(mlp, retaining, k=k)

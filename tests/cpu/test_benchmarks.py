@@ -36,7 +36,8 @@ MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0
 TINY = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]
 PNG = b"\x89PNG"
 
-# Prints as `steps` does, but takes the step time from the batch; counts its runs; all_gpu fails, zero_offload never ends.
+# Prints as `steps` does, but takes the step time from the batch; counts its runs; all_gpu fails,
+# zero_offload never ends.
 FAKE_STEPS = """
 import json, sys, time
 mode, size, _, batch, _, sequence = sys.argv[2:8]

@@ -152,8 +152,9 @@ def started(twins: Twins) -> tuple[Any, Any]:
 @ANY
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_one_fetch_for_each_unit_and_one_unit_ahead(twins: Twins, lengths: list[int]) -> None:
-    """From the second backward of a step on, each unit's gradients are fetched in one call, when the node before it is done and its own has
-    not begun, and waited for in its own; never are those of two units on their way. A first backward fetches nothing.
+    """From the second backward of a step on, each unit's gradients are fetched in one call, when
+    the node before it is done and its own has not begun, and waited for in its own; never are those
+    of two units on their way. A first backward fetches nothing.
     """
     _, optimizer = started(twins)
     placement = twins.session.states.placement

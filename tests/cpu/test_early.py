@@ -367,7 +367,8 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
 def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where updates run on a guess at a factor anyway, as in a loop on a GPU that clips, they need not wait for step() either.
 
-    On a CPU a factor is there at step(). So the last commit is said to have had others; all else of the counts is the engine's.
+    On a CPU a factor is there at step(). So the last commit is said to have had others; all else of
+    the counts is the engine's.
     """
     engine = learner.session.engine
     counted = engine.early_counts

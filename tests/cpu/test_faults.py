@@ -1,7 +1,8 @@
 """Faults of the machine and of the surroundings: each ends in an error that says what to do, or in nothing lost; none in a hang.
 
-Elsewhere: workers that fail and second compiles (test_errors), exits, copies, DataLoader workers, Ctrl-C (test_process_end), builds
-(test_build), interrupted forwards (test_transaction), gradients that are not finite (test_engine).
+Elsewhere: workers that fail and second compiles (test_errors), exits, copies, DataLoader workers,
+Ctrl-C (test_process_end), builds (test_build), interrupted forwards (test_transaction), gradients
+that are not finite (test_engine).
 """
 
 from __future__ import annotations
@@ -299,7 +300,8 @@ def test_a_copied_or_pickled_optimizer_is_refused(how: Any, trained: Trained) ->
 def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engine: str) -> None:
     """What the child reads are the committed weights, at once; a step in it is an error that says what to do, and the parent trains on.
 
-    A torch that was built for CUDA refuses every backward in such a child, before anything of ours is asked.
+    A torch that was built for CUDA refuses every backward in such a child, before anything of ours
+    is asked.
     """
     out = run(f"""
         from hytrain_fx.runtime.engine import Stage

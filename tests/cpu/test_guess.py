@@ -57,8 +57,8 @@ class ClippedLoop:
     def step(self, factor: float, late_us: float = LATE_US, left_out: bool | None = None, infinite: bool = False) -> None:
         """One backward, a commit whose factor takes `late_us` on average, and the reference's update.
 
-        `left_out`: whether the device says, as late, that the step does not count; None: it is not asked.
-        `infinite`: one value in the middle of each gradient is.
+        `left_out`: whether the device says, as late, that the step does not count; None: it is not
+        asked. `infinite`: one value in the middle of each gradient is.
         """
         self.steps += 1
         rows = list(range(len(self.weights)))

@@ -54,8 +54,9 @@ def images(seed: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator), "labels": torch.tensor([0, 2])}
 
 
-# A weight of a convolution is not copied to channels-last ahead of its wait, and on some CPUs oneDNN's convolutions of the two layouts
-# have other last bits. So the plain model keeps layouts too, as the documentation tells who compares losses.
+# A weight of a convolution is not copied to channels-last ahead of its wait, and on some CPUs
+# oneDNN's convolutions of the two layouts have other last bits. So the plain model keeps layouts
+# too, as the documentation tells who compares losses.
 KEPT_LAYOUTS: dict[Any, dict[str, Any]] = {vit: {"layout_optimization": False}}
 
 

@@ -17,7 +17,8 @@ from tests.cpu.recording_nodes import assert_same_weights, compile_rewritten, tr
 pytestmark = pytest.mark.fused_kernels
 
 CASES = {"mlp": models.mlp, "cnn": models.cnn, "checkpointed gpt": models.checkpointed_gpt, "bf16 gpt": models.bf16_gpt}
-# The layouts that capture keeps are kept in the reference too: they change the order of sums in convolutions.
+# The layouts that capture keeps are kept in the reference too: they change the order of sums in
+# convolutions.
 REFERENCE_OPTIONS: dict[str, dict[str, Any]] = {"cnn": {"options": {"layout_optimization": False}}}
 
 
@@ -51,7 +52,8 @@ def test_layout_optimization_would_copy_a_weight_ahead_of_its_wait(monkeypatch: 
 def test_a_write_behind_a_pointwise_reader_is_compiled_wrongly() -> None:
     """The reason for the rule that a backward graph writes to no weight: torch lets the earlier reader see the later value.
 
-    y = x * w; z = sum(x); write(z, w); return relu(y) + 1, z: with x = w = 1 and 101 written, 2 is right and 102 comes out.
+    y = x * w; z = sum(x); write(z, w); return relu(y) + 1, z: with x = w = 1 and 101 written, 2 is
+    right and 102 comes out.
     """
     with torch.library._scoped_library("hytrain_fx_test", "FRAGMENT") as library:
         library.define("overwrite(Tensor z, Tensor(a!) w) -> ()")

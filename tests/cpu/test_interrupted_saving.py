@@ -16,7 +16,8 @@ import torch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_resume.py"
 
-# Forks a saver for each kill: torch is imported once. Each checkpoint is one number in many places, 8 MB of them.
+# Forks a saver for each kill: torch is imported once. Each checkpoint is one number in many places,
+# 8 MB of them.
 SAVERS = """
 import os, sys, signal, time
 from importlib.util import module_from_spec, spec_from_file_location

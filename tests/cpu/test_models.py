@@ -104,7 +104,8 @@ MODELS: dict[str, Make] = {
 }
 
 
-# The inserted nodes part the softmax's backward from the sum over its rows; both round, and 3e-8 becomes more over the steps.
+# The inserted nodes part the softmax's backward from the sum over its rows; both round, and 3e-8
+# becomes more over the steps.
 CLOSE = {"cnn": 1e-5}
 
 

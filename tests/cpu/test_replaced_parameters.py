@@ -1,7 +1,7 @@
 """A compiled model whose places hold other tensors than when it was compiled: for one call (`functional_call`), or for good.
 
-What plain PyTorch trains rightly trains with the same bits here. What it would train wrongly in silence (a new parameter that the
-optimizer does not have) is an error that says so.
+What plain PyTorch trains rightly trains with the same bits here. What it would train wrongly in
+silence (a new parameter that the optimizer does not have) is an error that says so.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def test_what_the_optimizer_still_has_trains_on(change: Callable[[Any], None], k
             losses += plain_loop(3)(model, optimizer, batches)
         return losses
 
-    # The plain compiled model goes on with the graph of two weights, whose gradients autograd adds; a graph of the tie adds them itself.
+    # The plain compiled model goes on with the graph of two weights, whose gradients autograd adds;
+    # a graph of the tie adds them itself.
     compare(mlp, loop, k=k, workers=2, rtol=1e-5 if change is tied else 0.0)
 
 

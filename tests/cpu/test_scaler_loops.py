@@ -1,6 +1,7 @@
 """GradScaler with accumulation, saved and loaded on the way, and switched off. The plain uses are in test_user_hooks.
 
-AOTAutogradCache is off, as there: torch 2.11 would serve the plain loop in one dtype of autocast the code that was compiled for the other.
+AOTAutogradCache is off, as there: torch 2.11 would serve the plain loop in one dtype of autocast
+the code that was compiled for the other.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypat
 def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: bool) -> None:
     """Each weight is overwritten at the first moment at which the engine may: step() then writes the new one, whatever is there.
 
-    With `release_early` that moment is as soon as the gradient has left, whoever still reads the weight. The first step is left alone:
-    there weights that restart() has loaded reach the masters.
+    With `release_early` that moment is as soon as the gradient has left, whoever still reads the
+    weight. The first step is left alone: there weights that restart() has loaded reach the masters.
     """
     nodes, parameters = twins.session.nodes, twins.session.table.parameters
     reload, release = nodes.reload, nodes.release
@@ -130,7 +130,8 @@ def test_a_weight_is_written_only_after_its_last_reader(twins: Twins, monkeypatc
 def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """Released with its gradient rather than after its readers, a weight is overwritten too early and the gradients below are wrong.
 
-    Compared with the same graphs: Inductor makes one addmm of the plain graph's d_x, whose last bits differ on some machines.
+    Compared with the same graphs: Inductor makes one addmm of the plain graph's d_x, whose last
+    bits differ on some machines.
     """
     twins = Twins(lambda: (Scales(), [(torch.randn(5, 8),) for _ in range(3)]), k=0, timeout_s=20.0)
 
@@ -224,7 +225,8 @@ def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPat
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
     monkeypatch.setattr(tensors, "compile_fx_inner", unmarked)
     try:
-        # The cache on disk knows nothing of the mark: it would give a whole graph here, and this one to others.
+        # The cache on disk knows nothing of the mark: it would give a whole graph here, and this
+        # one to others.
         with inductor_config.patch(fx_graph_cache=False), pytest.raises(DroppedNodeError, match="graph 1 ran grad_offload for 0 rows"):
             plain_loop(2)(model, optimizer, batches)
     finally:

@@ -4,7 +4,8 @@ Of a page, in its order and in one empty folder, run
 
     ```python blocks        what a reader sees
     <!-- python ... -->     what a page takes as given (a tiny model, a file), and what must hold behind a block
-    python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` is read by its own parser, not run
+    python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` is
+                            read by its own parser, not run
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ PAGES_THAT_RUN = [page for page in PAGES if pieces_of(page)]
 def test_the_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Block after block and command after command.
 
-    A hidden block may look at `printed` (all output so far) and `shown` (the last visible block), and take another page's first
-    block with `script_of("quick_start")`.
+    A hidden block may look at `printed` (all output so far) and `shown` (the last visible block),
+    and take another page's first block with `script_of("quick_start")`.
     """
     monkeypatch.chdir(tmp_path)
     for _, module, _ in benchmarks_line.COMMANDS:

@@ -47,8 +47,9 @@ def scaled(dtype: torch.dtype, *, unscale: bool, scale: float = 2.0**10) -> Loop
 def test_grad_scaler_and_autocast(dtype: torch.dtype, unscale: bool, k: int) -> None:
     """Scales, skipped steps, losses and weights are those of the plain loop, and both run in the dtype of autocast.
 
-    AOTAutogradCache is off: in torch 2.11 its key says only that autocast is on (2.13 adds the dtype), so that the plain loop in float16
-    would be served the code compiled for bfloat16 by a test before it. The library's own graphs never come from that cache.
+    AOTAutogradCache is off: in torch 2.11 its key says only that autocast is on (2.13 adds the
+    dtype), so that the plain loop in float16 would be served the code compiled for bfloat16 by a
+    test before it. The library's own graphs never come from that cache.
     """
     with tensors.autograd_cache_off():
         found = compare(mlp, scaled(dtype, unscale=unscale), k=k)

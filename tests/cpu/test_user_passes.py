@@ -82,7 +82,8 @@ def test_training_keeps_the_bits_of_the_plain_loop() -> None:
 def test_compiled_graphs_are_not_taken_from_another_list_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's cache of graphs gives a graph back for the same passes only: the nodes of a pass run when it is in the list.
 
-    Each training has the same session number, as in another run of a script; else no graph would be equal to a former one.
+    Each training has the same session number, as in another run of a script; else no graph would be
+    equal to a former one.
     """
     ran, hits = [], []
     for passes in (None, WATCHED, None, WATCHED):

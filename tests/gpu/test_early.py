@@ -76,8 +76,8 @@ def test_a_loop_that_waits_is_learned_and_keeps_its_bits(dtype: torch.dtype, cli
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_loop_that_clips_begins_before_step_and_keeps_its_bits(dtype: torch.dtype) -> None:
-    """A loop that waits for nothing but whose steps are clipped, one in six scaled: updates begin with the gradients, on a guess, and
-    weights are on the device before the norm has come.
+    """A loop that waits for nothing but whose steps are clipped, one in six scaled: updates begin
+    with the gradients, on a guess, and weights are on the device before the norm has come.
     """
     expected, weights, none, waiting = clipped(dtype, False, shadow_memory=0)
     assert none.commits == waiting.params == waiting.sent == 0

@@ -21,8 +21,9 @@ STEPS = 16
 
 
 def trained(dtype: torch.dtype, stream: float, between: str, settled: bool) -> tuple[list[float], list[torch.Tensor], int, int]:
-    """Losses, weights, how many gradients were on their way before the updates of their rows had ended, and how many parameters' updates
-    were put on the lane to the device together, as the rest of a step.
+    """Losses, weights, how many gradients were on their way before the updates of their rows had
+    ended, and how many parameters' updates were put on the lane to the device together, as the rest
+    of a step.
 
     between   what the loop does from the forward to step()
     settled   every update ends before the next forward, so that there is nothing to run ahead of

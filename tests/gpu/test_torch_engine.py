@@ -82,8 +82,9 @@ def spin(engine: TorchEngine, late: str, now: str) -> None:
 def test_a_late_stream_does_not_change_a_bit(engine: TorchEngine, dtype: torch.dtype, late: str) -> None:
     """Gradients are overwritten at once, weights are read again before their release: every bit is the reference's.
 
-    Nothing in the loop makes the host wait for the device. Weights are released after their gradient is made in one step, before it in
-    the next. Only some steps have factors: those hold all updates back until the backward has ended.
+    Nothing in the loop makes the host wait for the device. Weights are released after their
+    gradient is made in one step, before it in the next. Only some steps have factors: those hold
+    all updates back until the backward has ended.
     """
     torch.manual_seed(0)
     rows = [make_row(engine, number, size, dtype, on_device=number == 3) for number, size in enumerate(SIZES)]

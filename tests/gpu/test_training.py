@@ -67,8 +67,9 @@ def test_a_forward_in_two_graphs_gives_the_plain_loops_bits(k: int) -> None:
 @pytest.mark.parametrize("behind", [False, True], ids=["the GPU waits for the host", "the GPU is behind"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accumulation_gives_the_plain_loops_bits(dtype: torch.dtype, behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three backwards a step, the gradients of the first two coming back from host memory a unit at a time: losses and weights equal the
-    all-GPU loop's with every state on the host and on both sides, whether the launching thread waits for the GPU or is far ahead of it.
+    """Three backwards a step, the gradients of the first two coming back from host memory a unit at
+    a time: losses and weights equal the all-GPU loop's with every state on the host and on both
+    sides, whether the launching thread waits for the GPU or is far ahead of it.
     """
     losses, weights = plain(dtype, None, micro_batches=3)
     for k in (0, 3):
@@ -126,7 +127,8 @@ def test_a_step_is_a_transaction_while_the_gpu_is_behind() -> None:
 def test_step_returns_while_the_backward_still_runs(k: int) -> None:
     """Nothing in forward, backward or step waits for the GPU: step() has returned before the backward's last kernel has run.
 
-    With 300 MB of gradients: copies to the host behind a blocking-sync event would hold the launching thread back here.
+    With 300 MB of gradients: copies to the host behind a blocking-sync event would hold the
+    launching thread back here.
     """
     assert_step_returns_early(k)
 

@@ -1,6 +1,7 @@
-// Streamed rows of which one may be updated only at the end of the backward, as a norm's weight, which Inductor may read until then. Its unit
-// comes first in the backward; the compute stream is a queue that stands before that end. Prints "held up" where the updates of the other rows
-// wait for it too, else "in time". Compiled and run by tests/cpu/test_late_release.py.
+// Streamed rows of which one may be updated only at the end of the backward, as a norm's weight,
+// which Inductor may read until then. Its unit comes first in the backward; the compute stream is a
+// queue that stands before that end. Prints "held up" where the updates of the other rows wait for
+// it too, else "in time". Compiled and run by tests/cpu/test_late_release.py.
 #include <cstdio>
 #include <cstdlib>
 #include <future>

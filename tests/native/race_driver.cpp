@@ -1,10 +1,14 @@
-// Drives the engine through its C interface, on the CPU device and without Python, for a thread sanitizer to watch (scripts/race_check).
+// Drives the engine through its C interface, on the CPU device and without Python, for a thread
+// sanitizer to watch (scripts/race_check).
 //
-// Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units that sit out, delays in every stage, factors that come late and are guessed, updates
-// that begin before their commit on right and wrong guesses, gradients dropped, made anew and brought back a unit ahead, rows that move, records taken.
-// The compute stream is the thread that launches, or a queue behind which that thread runs ahead.
-// A second thread settles and drains rows and asks for figures all the while, as loggers, checkpoints and forks do.
-// What the engine makes of it is compared, bit for bit, with update_chunk called in order. Exit status 1 where a bit differs or a call fails; the sanitizer has its own.
+// Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units
+// that sit out, delays in every stage, factors that come late and are guessed, updates that begin
+// before their commit on right and wrong guesses, gradients dropped, made anew and brought back a
+// unit ahead, rows that move, records taken. The compute stream is the thread that launches, or a
+// queue behind which that thread runs ahead. A second thread settles and drains rows and asks for
+// figures all the while, as loggers, checkpoints and forks do. What the engine makes of it is
+// compared, bit for bit, with update_chunk called in order. Exit status 1 where a bit differs or a
+// call fails; the sanitizer has its own.
 //
 //     race_driver STEPS SEED
 #include <cstdio>
@@ -273,7 +277,8 @@ class Run {
     read(rows);
   }
 
-  // The compute stream reads the weights that the last commit has made: after wait(), and until release().
+  // The compute stream reads the weights that the last commit has made: after wait(), and until
+  // release().
   void read(const std::vector<int32_t>& rows) {
     for (int32_t r : rows) {
       const std::vector<char>* const weight = &rows_[r].weight;
@@ -322,7 +327,8 @@ class Run {
     return foreseen;
   }
 
-  // The loop waits for the device, looks at states and gradients, drops the gradient of a row, makes one anew.
+  // The loop waits for the device, looks at states and gradients, drops the gradient of a row,
+  // makes one anew.
   void between(std::vector<CommitItem>& items) {
     if (chance(60)) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 1500));
     if (chance(15)) wait(every());  // an evaluation: it reads the weights of before the step, also while step() is called
@@ -353,7 +359,8 @@ class Run {
     }
   }
 
-  // A micro-batch before the one that counts: its gradients come back, each unit's while the unit before it is handled.
+  // A micro-batch before the one that counts: its gradients come back, each unit's while the unit
+  // before it is handled.
   void backward(const std::vector<int>& rows, const std::vector<CommitItem>& foreseen) {
     const bool again = chance(20);
     if (again) one_backward(rows, foreseen, true, false);
@@ -412,7 +419,8 @@ class Run {
     check(hytrain_release(engine_, at_the_end.data(), static_cast<int>(at_the_end.size()), stream()));
   }
 
-  // What a graph's own buffers hold, until it uses them again: the gradients of the step, or `other` ones.
+  // What a graph's own buffers hold, until it uses them again: the gradients of the step, or
+  // `other` ones.
   using Buffers = std::shared_ptr<std::vector<std::vector<char>>>;
   Buffers buffers_of(const std::vector<int32_t>& rows, bool other) const {
     auto buffers = std::make_shared<std::vector<std::vector<char>>>();
@@ -456,7 +464,8 @@ class Run {
     use_again(buffers);
   }
 
-  // A loss scale was too large: the gradients are infinite somewhere, and the step does not count. Its number is known before the next commit.
+  // A loss scale was too large: the gradients are infinite somewhere, and the step does not count.
+  // Its number is known before the next commit.
   void settle() {
     int skipped = 0;
     if (in_doubt_) check(hytrain_skipped(engine_, &skipped));

@@ -1,5 +1,6 @@
-// csrc/update_rows.cu as C++, thread by thread, so that its arithmetic and indexing are tested without a GPU. CUDA's intrinsics that round to nearest
-// are IEEE operations, as are a CPU's. fp16 is left out: its conversions are written in PTX.
+// csrc/update_rows.cu as C++, thread by thread, so that its arithmetic and indexing are tested
+// without a GPU. CUDA's intrinsics that round to nearest are IEEE operations, as are a CPU's. fp16
+// is left out: its conversions are written in PTX.
 //
 //     g++ -std=c++17 -O2 -ffp-contract=off -shared -fPIC $(python hytrain_fx/ir/limits.py) -I hytrain_fx/runtime/csrc tests/native/update_rows_on_cpu.cpp
 #include <cmath>
@@ -37,7 +38,8 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 using Kernel = void (*)(hytrain_fx::Rows);
 
-// Runs adamw_rows_<...> number `kernel`, as cuda_updates.functions() lists them, over `count` rows with `blocks` blocks of `threads` threads.
+// Runs adamw_rows_<...> number `kernel`, as cuda_updates.functions() lists them, over `count` rows
+// with `blocks` blocks of `threads` threads.
 extern "C" void run_rows(int kernel, const hytrain_fx::Row* rows, int count, int blocks, int threads) {
   static const Kernel kernels[] = {adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16, adamw_rows_split, adamw_rows_f32_bf16, adamw_rows_split_f32,
                                    lion_rows_f32, lion_rows_bf16, lion_rows_f16};

@@ -87,7 +87,8 @@ def test_budget_is_obeyed() -> None:
 def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool, share: float) -> None:
     """12 bytes of states a parameter, on one side or the other; 2 bytes of weights on the device whatever k is.
 
-    A streamed parameter has no slot on the host and its gradient on the device; the staging slots come on top.
+    A streamed parameter has no slot on the host and its gradient on the device; the staging slots
+    come on top.
     """
     m = footprint(SHAPE, tokens, k, recompute)
     streamed = int(share * sum(u.params for u in SHAPE.units[k:]))

@@ -41,7 +41,8 @@ def chunk_us(profile: Profile) -> float:
 def test_every_schedule_keeps_the_rules(profile: Profile, discipline: Discipline, data: st.DataObject) -> None:
     """Resources do all their work, once; the step is work plus stalls; no forward starts before its own new weights are there.
 
-    (That no resource works twice at once is checked by Schedule itself.) The last fact makes one period the steady state.
+    (That no resource works twice at once is checked by Schedule itself.) The last fact makes one
+    period the steady state.
     """
     on_device = data.draw(st.sets(st.sampled_from(range(len(profile.units)))))
     s = simulate(profile, subset(profile, on_device), discipline)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a browser fetches on its own: scripts, styles, fonts, pictures. A link that a reader may follow is no part of it.
+# What a browser fetches on its own: scripts, styles, fonts, pictures. A link that a reader may
+# follow is no part of it.
 FETCHED = re.compile(r"""<(?:script|img|iframe|link)[^>]*(?:src|href)=["']?(?:https?:)?//[^"' >]+|url\(["']?(?:https?:)?//|@import""")
 
 

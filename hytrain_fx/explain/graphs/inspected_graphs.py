@@ -18,8 +18,8 @@ from hytrain_fx.ir.task_graph import TaskGraph
 class InspectedGraph:
     """One captured graph. Each record in `passes` has `name`, `notes`, `added` (nodes by operator), `duration_us`, `before` and `after`.
 
-    nodes    every node after the last pass, by name in graph order: the unit whose work it is, rows it holds, reads and makes gradients
-             of, and the pass that made it
+    nodes    every node after the last pass, by name in graph order: the unit whose work it is, rows
+             it holds, reads and makes gradients of, and the pass that made it
     """
 
     index: int
@@ -69,7 +69,8 @@ class InspectedGraphs:
     """The graphs captured so far, in order of capture. Iterate over it, or index it by number or name.
 
     rows          the managed parameters by row number, with their placement at the time of the call
-    task_graph    the layer-level DAG of a step under the plan in force, a networkx graph over `TaskId`s with sizes, FLOPs and times
+    task_graph    the layer-level DAG of a step under the plan in force, a networkx graph over
+                  `TaskId`s with sizes, FLOPs and times
     unit_names    by the unit number that `InspectedGraph.nodes` has
     times         what is known of each unit's times, by its name
     """

@@ -1,10 +1,12 @@
 """Inspected graphs as JSON: the unit of a figure is the end of its name, `null` is not known.
 
-    graphs        name, kind, node_count, counts; `texts` are the different texts of the graph, exact; each pass says which of them
-                  it found (`before`) and left (`after`); `nodes` are the inserted ones
+    graphs        name, kind, node_count, counts; `texts` are the different texts of the graph,
+                  exact; each pass says which of them it found (`before`) and left (`after`);
+                  `nodes` are the inserted ones
     parameters    name, layer, elements, bytes, placement
     counts        inserted nodes of all graphs by operator
-    task_graph    layers, tasks of a step under the plan in force with sizes and times, in how many pieces each runs (`cuts`), edges
+    task_graph    layers, tasks of a step under the plan in force with sizes and times, in how many
+                  pieces each runs (`cuts`), edges
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     grad_offload_default: "f32[0]" = torch.ops.hytrain_fx.grad_offload.default([mm_8, view_22], 0, [5, 6]);  mm_8 = view_22 = None
 
-Works on the texts of pass records and of dump folders alike, so it needs neither the graph nor torch. Nodes that a user's pass
-inserted may call any operator: they are found by their names, where these are known.
+Works on the texts of pass records and of dump folders alike, so it needs neither the graph nor
+torch. Nodes that a user's pass inserted may call any operator: they are found by their names, where
+these are known.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class UnitTimes:
 
     predicted    simulated for the plan in force
     measured     medians of the last steps under that plan: of `wait` and `cpu_step`
-    profiled     measured before the plan was solved, in proportion to the share that the plan has the operator act for
+    profiled     measured before the plan was solved, in proportion to the share that the plan has
+                 the operator act for
     """
 
     predicted: Mapping[str, float] = field(default_factory=dict)
@@ -81,8 +82,10 @@ class InspectedNode:
     rows, parameters, layers    whom it acts for; a node of a user's operator has a layer only
     made_by            the pass that inserted it
     shares             placement -> share 0..1 of its parameters' elements
-    nbytes             bytes it moves, updates or guards under this placement (see the module's table)
-    predicted_us, measured_us, profiled_us    as in `UnitTimes`, summed over its layers; None where nothing is known
+    nbytes             bytes it moves, updates or guards under this placement (see the module's
+                       table)
+    predicted_us, measured_us, profiled_us    as in `UnitTimes`, summed over its layers; None where
+                                              nothing is known
     """
 
     graph: str

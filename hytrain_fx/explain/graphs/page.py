@@ -1,7 +1,7 @@
 """Inspected graphs as one HTML page without other files: the task graph, a fold for each layer, and each graph's code folded by layer.
 
-A graph's listing holds the lines of all its stages (`staged_code`); the page's script shows those of the chosen one. Without the script
-every line is there, and folds work.
+A graph's listing holds the lines of all its stages (`staged_code`); the page's script shows those
+of the chosen one. Without the script every line is there, and folds work.
 """
 
 from __future__ import annotations

@@ -36,10 +36,13 @@ _RESOURCES = {Resource.GPU: "device", Resource.CPU: "CPU workers", Resource.D2H:
 class Measured:
     """Times under the plan in force, in microseconds, by unit in forward order.
 
-    forward_us, backward_us, stall_us    medians of the last `steps` steps, from marks on the compute stream
-    cpu_update_us    the last update, its chunks' time divided among the workers; None for a unit that is not updated by the CPU
+    forward_us, backward_us, stall_us    medians of the last `steps` steps, from marks on the
+                                         compute stream
+    cpu_update_us    the last update, its chunks' time divided among the workers; None for a unit
+                     that is not updated by the CPU
     step_us          median wall time of the last `step_count` steps; None before the second one
-    held_us          of the stalls, what the loop was held up for outside of gates: at graph breaks, and where it reads weights
+    held_us          of the stalls, what the loop was held up for outside of gates: at graph breaks,
+                     and where it reads weights
     finish           when the updates of the step before the last had ended, from its commit on
     """
 
@@ -82,13 +85,15 @@ class Explained:
     spent_us         what was done once: passes, solving
     startup          time from compile() to the first full-speed step, by phase
     optimizer        how updates run that are not Adam's or AdamW's, in sentences
-    guesses          updates that began before the factors of their gradients were known, and those made again
+    guesses          updates that began before the factors of their gradients were known, and those
+                     made again
     early            updates that began before step(), and those put back or made again
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
     outside          what ran outside captured graphs, and what that costs, in sentences
     troubles         errors in measuring and planning that training went on without
-    launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has its usual length
+    launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has
+                     its usual length
     units            the model's units, with floating-point operations as far as graphs are captured
     """
 

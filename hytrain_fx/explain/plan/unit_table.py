@@ -15,7 +15,8 @@ from hytrain_fx.ir.profile import TIMES
 
 _HEADS = ("unit", "name", "parameters", "updated on", "forward", "backward", "CPU update", "device update", "D2H", "H2D", "wait")
 _NONE = "-"
-# Of a model whose units are all different, the first lines and the last; the others are in the plan.
+# Of a model whose units are all different, the first lines and the last; the others are in the
+# plan.
 _MOST_LINES = 24
 
 

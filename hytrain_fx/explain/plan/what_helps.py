@@ -3,11 +3,13 @@
     1 GB more on the device      k may grow
     CPU updates 10% faster       more or faster cores
     copies 10% faster            the link
-    10% more tokens              longer windows to hide updates in; counted for the same number of tokens
+    10% more tokens              longer windows to hide updates in; counted for the same number of
+                                 tokens
     step() called at once        a loop that does not wait for the GPU before step()
 
-Each is compared with what is predicted for things as they are, in the same way: by a plan solved anew or the one in force, whichever is
-faster. Where the plan was given, or memory on the host decides k, only the schedule of the plan in force is predicted again.
+Each is compared with what is predicted for things as they are, in the same way: by a plan solved
+anew or the one in force, whichever is faster. Where the plan was given, or memory on the host
+decides k, only the schedule of the plan in force is predicted again.
 """
 
 from __future__ import annotations

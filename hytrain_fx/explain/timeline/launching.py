@@ -4,8 +4,9 @@
     device           |f0--|f1--|f2--|b2----|b1----|b0----|
                                      ^ step() ended
 
-A mark costs one reading of the clock, so calls of the driver and of the engine have no marks of their own. Between two marks the thread
-launches or is blocked: the longest stretch between two of them is what no block was longer than.
+A mark costs one reading of the clock, so calls of the driver and of the engine have no marks of
+their own. Between two marks the thread launches or is blocked: the longest stretch between two of
+them is what no block was longer than.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _KINDS = {TaskKind.FORWARD: LaunchKind.FORWARD, TaskKind.WAIT: LaunchKind.GATE, 
 class StepLaunch:
     """The call of `optimizer.step()` in one step, beside the device's last backward of it; all on one clock, in microseconds.
 
-    longest_us       the longest stretch between two marks of the launching thread from the forward's last gate to the call
+    longest_us       the longest stretch between two marks of the launching thread from the
+                     forward's last gate to the call
     longest_kind     what was launched in it, None = the loop's own code before the call
     longest_unit     of which unit, -1 = of none
     """

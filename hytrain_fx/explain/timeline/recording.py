@@ -11,7 +11,8 @@ from hytrain_fx.explain.timeline.timeline import Timeline
 class Recording:
     """The steps inside a `record` block. `predicted` is the schedule of the plan in force, None where none is.
 
-    `print` it for the last whole step with the predicted one under it, on one scale; `save` it; or take `timeline`, which has all steps.
+    `print` it for the last whole step with the predicted one under it, on one scale; `save` it; or
+    take `timeline`, which has all steps.
     """
 
     def __init__(self, predicted: Timeline | None) -> None:
@@ -39,7 +40,8 @@ class Recording:
     def save(self, path: str | Path) -> Path:
         """Write all steps as a Chrome trace (`.json`), or the last whole one as a picture (`.png`; needs matplotlib).
 
-        The predicted step stands below. Raises ConfigError for another suffix, UnsupportedError as `timeline` does.
+        The predicted step stands below. Raises ConfigError for another suffix, UnsupportedError as
+        `timeline` does.
         """
         if Path(path).suffix != ".json":
             return self.timeline.last_step().save(path, *self._predicted())

@@ -1,6 +1,7 @@
 """Timelines as lanes of characters: each cell shows the task that took most of it.
 
-A task that is wide enough carries its label (`|b3----`), a narrower one fills its cells with its letter.
+A task that is wide enough carries its label (`|b3----`), a narrower one fills its cells with its
+letter.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     CPU 0                     |u3----|u2----|
     H2D                               |w3|   |w2|
 
-Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedule`; both are a `Timeline`.
+Measured timelines come from `hytrain_fx.record`, predicted ones from a `Schedule`; both are a
+`Timeline`.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
 def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[Interval]) -> float | None:
     """Share 0..1 of the CPU updates' time in which the device was busy; None when no CPU update was recorded.
 
-    device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any order
+    device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any
+                        order
     """
     return share_inside([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
 

@@ -1,5 +1,6 @@
-"""One step of an optimizer on one parameter, run without memory: the parameter, its gradient and what is kept in its shape are meta
-tensors, scalars are real. The numbers come out as the user's own Python computes them, the operations on tensors are written down.
+"""One step of an optimizer on one parameter, run without memory: the parameter, its gradient and
+what is kept in its shape are meta tensors, scalars are real. The numbers come out as the user's own
+Python computes them, the operations on tensors are written down.
 
     Python          step += 1; p.mul_(1 - lr * decay); m.lerp_(grad, 1 - beta1); ...
     written down    mul_(v0, n0), lerp_(v2, v1, n1), ...          v: values (0 the parameter, 1 its gradient, then its states)

@@ -65,10 +65,11 @@ class UpdateRule:
             self._first.append(first[key])
 
     def steps(self, groups: Sequence[Mapping[str, Any]], rows: Mapping[int, RowStates]) -> dict[int, RowStep]:
-        """What one `step()` runs for these rows, with the options that the groups have now, and the attributes that the user's optimizer
-        has; sets what the step sets there.
+        """What one `step()` runs for these rows, with the options that the groups have now, and the
+        attributes that the user's optimizer has; sets what the step sets there.
 
-        The rows must be at rest. Raises UnsupportedError, and has done nothing, for groups that have lost an option, or its kind.
+        The rows must be at rest. Raises UnsupportedError, and has done nothing, for groups that
+        have lost an option, or its kind.
         """
         for group in groups:
             self._require_options(group)

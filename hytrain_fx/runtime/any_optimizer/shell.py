@@ -56,7 +56,8 @@ class Shells:
     def of(cls, optimizer: torch.optim.Optimizer) -> Shells:
         """Like the user's optimizer is now. Raises UnsupportedError where its attributes hold tensors or other optimizers."""
         kind, common = type(optimizer), _common_attributes()
-        # What is callable on the class too was put there by a scheduler, or by an earlier compile(): calls of the whole optimizer.
+        # What is callable on the class too was put there by a scheduler, or by an earlier
+        # compile(): calls of the whole optimizer.
         own = {key: value for key, value in vars(optimizer).items() if key not in common and not callable(getattr(kind, key, None))}
         for key, value in own.items():
             _require_free(kind.__name__, key, value)

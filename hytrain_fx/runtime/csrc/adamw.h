@@ -1,8 +1,9 @@
 // One AdamW/Adam update whose bits do not depend on who computes it.
 //
-// Every operation below is one IEEE-754 binary32 operation, rounded to nearest: compiled with -ffp-contract=off the compiler may not
-// fuse any of them, and the only fused multiply-adds are the ones written as fmaf. update_rows.cu and arithmetic.py write the same
-// expression, so a parameter may move between CPU and GPU in mid-training without a changed bit. Denormals are kept.
+// Every operation below is one IEEE-754 binary32 operation, rounded to nearest: compiled with
+// -ffp-contract=off the compiler may not fuse any of them, and the only fused multiply-adds are the
+// ones written as fmaf. update_rows.cu and arithmetic.py write the same expression, so a parameter
+// may move between CPU and GPU in mid-training without a changed bit. Denormals are kept.
 //
 //     g = the gradient, its factors applied (formats.h)
 //     p = p * decay                                                      decoupled weight decay (AdamW); decay = 1 without
@@ -14,7 +15,8 @@
 //     d = sqrt(v) / bias2_sqrt + eps
 //     p = p + (neg_step_size * m) / d              fma(neg_step_size, m / d, p)                 torch.addcdiv
 //
-// The two forms are what torch's CPU kernels (AVX2 or AVX-512) and torch's CUDA foreach kernels compute. Either runs on either device.
+// The two forms are what torch's CPU kernels (AVX2 or AVX-512) and torch's CUDA foreach kernels
+// compute. Either runs on either device.
 #pragma once
 
 #include "formats.h"
@@ -22,7 +24,8 @@
 namespace hytrain_fx {
 namespace detail {
 
-// One block of the update; the flags are template arguments so that the loop has no branch and vectorises.
+// One block of the update; the flags are template arguments so that the loop has no branch and
+// vectorises.
 template <uint32_t flags>
 inline void update_block(const float* __restrict grad, float* __restrict p, float* __restrict m, float* __restrict v, float* __restrict vmax,
                          int64_t n, const UpdateScalars& scalars) {

@@ -1,7 +1,7 @@
 // Lanes as threads: what a GPU's copy engines do, with delays that a test can set.
 //
-// The compute stream is the calling thread, so its events are done when recorded and a compute wait blocks the caller; or, for a stream that
-// is not null, the WorkQueue that it points to.
+// The compute stream is the calling thread, so its events are done when recorded and a compute wait
+// blocks the caller; or, for a stream that is not null, the WorkQueue that it points to.
 #include <array>
 #include <atomic>
 #include <climits>

@@ -1,4 +1,5 @@
-// Lanes as CUDA streams, through the driver library that torch has already loaded: no CUDA headers, no link dependency.
+// Lanes as CUDA streams, through the driver library that torch has already loaded: no CUDA headers,
+// no link dependency.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -14,7 +15,8 @@
 namespace hytrain_fx {
 namespace {
 
-// The driver's C interface, as far as it is used. Names and signatures: CUDA driver API, v2 entry points.
+// The driver's C interface, as far as it is used. Names and signatures: CUDA driver API, v2 entry
+// points.
 using CUresult = int;
 using CUcontext = void*;
 using CUstream = void*;
@@ -102,8 +104,9 @@ struct Driver {
   }
 };
 
-// A context, on this thread, for as long as this lives: the loop's own thread may have another device as its current one, or none yet, and
-// keeps that. Events are made in the current context, and kernels are launched in it.
+// A context, on this thread, for as long as this lives: the loop's own thread may have another
+// device as its current one, or none yet, and keeps that. Events are made in the current context,
+// and kernels are launched in it.
 class Current {
  public:
   Current(const Driver& driver, CUcontext context) : driver_(driver) {
@@ -185,9 +188,11 @@ class CudaEvent : public Event {
     shared_->driver.check(result, "query an event");
     return true;
   }
-  // Polls, with sleeps: the cores belong to the workers, and cuEventSynchronize spins on one. Events made with BLOCKING_SYNC would let it
-  // sleep, but once such an event is behind a copy, cuMemcpyDtoHAsync on that stream returns only when earlier copies have run: the thread
-  // that launches the backward is then held back to the GPU's pace (seen with driver 580 on an H200: 145 ms of a 200 ms backward).
+  // Polls, with sleeps: the cores belong to the workers, and cuEventSynchronize spins on one.
+  // Events made with BLOCKING_SYNC would let it sleep, but once such an event is behind a copy,
+  // cuMemcpyDtoHAsync on that stream returns only when earlier copies have run: the thread that
+  // launches the backward is then held back to the GPU's pace (seen with driver 580 on an H200: 145
+  // ms of a 200 ms backward).
   void await() override {
     while (!done()) std::this_thread::sleep_for(kPollInterval);
   }
@@ -302,14 +307,16 @@ class CudaDevice : public Device {
   std::vector<void*> flags_;
   uint32_t* next_flag_ = nullptr;
   size_t flags_left_ = 0;
-  // No work is on it, so that its events are reached at once: of a priority of its own, since streams of one share a few queues to the device,
-  // and a full queue of the compute stream's would hold it up.
+  // No work is on it, so that its events are reached at once: of a priority of its own, since
+  // streams of one share a few queues to the device, and a full queue of the compute stream's would
+  // hold it up.
   CUstream clock_stream_ = nullptr;
   std::array<CUfunction, kUpdateKernels> updates_{};  // as update_kernel numbers them
   CUfunction gather_;
 };
 
-// Parameters and launch shape as update_rows.cu lists them. DeviceUpdate is laid out otherwise than the kernel's Row.
+// Parameters and launch shape as update_rows.cu lists them. DeviceUpdate is laid out otherwise than
+// the kernel's Row.
 void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
   struct Row {
     const void* grad;

@@ -1,7 +1,9 @@
-// The device as the engine sees it: lanes (in-order queues of copies and updates), events, and the caller's compute stream.
+// The device as the engine sees it: lanes (in-order queues of copies and updates), events, and the
+// caller's compute stream.
 //
-// Two implementations stand behind it: CpuDevice (threads, injectable delays) and CudaDevice (streams, through the driver).
-// The engine's logic is the same for both, so a race that a GPU would show is one that a CPU test can provoke.
+// Two implementations stand behind it: CpuDevice (threads, injectable delays) and CudaDevice
+// (streams, through the driver). The engine's logic is the same for both, so a race that a GPU
+// would show is one that a CPU test can provoke.
 #pragma once
 
 #include <pthread.h>
@@ -26,8 +28,9 @@ namespace hytrain_fx {
 // As `top -H`, profilers and debuggers show it; at most 15 characters.
 inline void name_thread(std::thread& thread, const std::string& name) { pthread_setname_np(thread.native_handle(), name.c_str()); }
 
-// Rounding to nearest, denormals kept: what the kernels are written for, and what a GPU does. A thread begins with the settings of the one that
-// started it, which the loop may have changed (torch.set_flush_denormal): each thread that updates sets its own.
+// Rounding to nearest, denormals kept: what the kernels are written for, and what a GPU does. A
+// thread begins with the settings of the one that started it, which the loop may have changed
+// (torch.set_flush_denormal): each thread that updates sets its own.
 inline void set_arithmetic() {
 #if defined(__SSE2__)
   constexpr unsigned kInitialMxcsr = 0x1F80;
@@ -42,11 +45,13 @@ constexpr int kLanes = 6;
 
 inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::STREAM_OUT; }
 
-// A point in a lane or in the compute stream. `time_us` is on the host's clock, for one that was done when the device last took its epoch.
+// A point in a lane or in the compute stream. `time_us` is on the host's clock, for one that was
+// done when the device last took its epoch.
 class Event {
  public:
   virtual ~Event() = default;
-  // Whether it has come. Asks the driver, which may take milliseconds while another thread launches: not with the engine's lock held.
+  // Whether it has come. Asks the driver, which may take milliseconds while another thread
+  // launches: not with the engine's lock held.
   bool done() {
     if (!known_done() && query()) known_.store(true, std::memory_order_release);
     return known_done();
@@ -70,13 +75,15 @@ class Event {
 };
 using EventPtr = std::shared_ptr<Event>;
 
-// Waiting on an event that was never recorded returns at once on every device and orders nothing; here it is an error.
+// Waiting on an event that was never recorded returns at once on every device and orders nothing;
+// here it is an error.
 inline Event& recorded(const EventPtr& event, const char* what) {
   if (!event) throw std::logic_error(std::string("internal: wait on an event that was never recorded: ") + what);
   return *event;
 }
 
-// What the driver, or a lane, has refused. Nothing that the device does after it can be relied on: the engine fails as a whole.
+// What the driver, or a lane, has refused. Nothing that the device does after it can be relied on:
+// the engine fails as a whole.
 class DeviceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -87,7 +94,8 @@ inline bool is_raised(const uint32_t* flag, uint32_t value) {
   return static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) >= 0;
 }
 
-// Where an update that meets a gradient that is not finite says so: `mark` is written to pinned memory.
+// Where an update that meets a gradient that is not finite says so: `mark` is written to pinned
+// memory.
 struct NonFinite {
   int32_t* at;
   int32_t mark;
@@ -125,20 +133,23 @@ class Device {
   virtual EventPtr record(Lane lane) = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
-  // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where the device has no such waits.
+  // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where
+  // the device has no such waits.
   virtual uint32_t* flags(size_t n) = 0;
   virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until is_raised
   virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   virtual void fail_after(int operations) = 0;            // so many more succeed, then none does; tests only
-  // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to be taken from an epoch close by.
-  // It may wait for work of the device, so no lock is to be held that such work may be waiting for.
+  // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to
+  // be taken from an epoch close by. It may wait for work of the device, so no lock is to be held
+  // that such work may be waiting for.
   virtual void take_epoch() = 0;
   virtual double now_us() = 0;  // host time on the events' clock
 };
 
 std::unique_ptr<Device> make_cpu_device();
-// CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them (update_rows.cu); `gather_function` (gather.cu).
+// CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them
+// (update_rows.cu); `gather_function` (gather.cu).
 inline int update_kernel(const DeviceUpdate& update) {  // by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
   if (static_cast<Kernel>(update.scalars.kernel) == Kernel::kLion) return 6 + static_cast<int>(update.dtype);
   const bool mixed = update.dtype != update.out_dtype;

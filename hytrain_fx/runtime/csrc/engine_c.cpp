@@ -1,4 +1,5 @@
-// The engine's C interface, called through ctypes: 0 is success, anything else leaves its message in hytrain_error().
+// The engine's C interface, called through ctypes: 0 is success, anything else leaves its message
+// in hytrain_error().
 #include <string>
 
 #include "engine.h"
@@ -20,7 +21,8 @@ int guarded(Call call) {
 
 using hytrain_fx::Engine;
 
-// For calls that use the device: what they have begun when it refuses something cannot be finished, so no later call may build on it.
+// For calls that use the device: what they have begun when it refuses something cannot be finished,
+// so no later call may build on it.
 template <class Call>
 int guarded(Engine* engine, Call call) {
   return guarded([&] {

@@ -1,6 +1,8 @@
-// What updates by the CPU read and write: gradients and weights of three formats, a block at a time, and a row's states.
+// What updates by the CPU read and write: gradients and weights of three formats, a block at a
+// time, and a row's states.
 //
-// Of gradients: g = grad * factor_0 ... factor_k, each product rounded to grad's dtype, with kWideFactors to binary32; -g with kMaximize.
+// Of gradients: g = grad * factor_0 ... factor_k, each product rounded to grad's dtype, with
+// kWideFactors to binary32; -g with kMaximize.
 #pragma once
 
 #include <cmath>
@@ -19,7 +21,8 @@ enum class Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 constexpr int kMaxStates = 3;
 
-// A row's states beside its master, in the order of ir/states.py; null for those that it does not have.
+// A row's states beside its master, in the order of ir/states.py; null for those that it does not
+// have.
 struct States {
   float* at[kMaxStates];
 
@@ -49,8 +52,9 @@ inline bool all_finite(const void* values, Dtype dtype, int64_t n) {
 
 namespace detail {
 
-// Elements between the stages of one block, which meet in L1. Short blocks keep memory and arithmetic overlapped: with 1024 elements
-// instead of 64 the kernel loses 20% from DRAM. The prefetch covers what the hardware's own loses at each page border.
+// Elements between the stages of one block, which meet in L1. Short blocks keep memory and
+// arithmetic overlapped: with 1024 elements instead of 64 the kernel loses 20% from DRAM. The
+// prefetch covers what the hardware's own loses at each page border.
 constexpr int64_t kBlock = 64;
 constexpr int64_t kAhead = 512;
 
@@ -146,7 +150,8 @@ inline void read_gradient16(const uint16_t* grad, float* g, int64_t n, const Upd
   for (uint32_t k = 0; k < s.factor_count; ++k) Format::round(g, s.factors[k], n);
 }
 
-// Of `count` values from `start`, mostly kBlock: of a length that the compiler knows that is a few instructions.
+// Of `count` values from `start`, mostly kBlock: of a length that the compiler knows that is a few
+// instructions.
 inline bool finite_block(const void* grad, Dtype dtype, int64_t start, int64_t count) {
   const char* const values = static_cast<const char*>(grad) + start * (dtype == Dtype::kF32 ? 4 : 2);
   return count == kBlock ? all_finite(values, dtype, kBlock) : all_finite(values, dtype, count);

@@ -1,6 +1,8 @@
-// Several copies within the device in one launch: a unit's gradients into the ring. Bytes only, no arithmetic.
+// Several copies within the device in one launch: a unit's gradients into the ring. Bytes only, no
+// arithmetic.
 //
-// Kernel `gather`, launched with cuLaunchKernel: one parameter, `Parts` by value; grid (x, number of parts), block (kBlockThreads, 1, 1), any x.
+// Kernel `gather`, launched with cuLaunchKernel: one parameter, `Parts` by value; grid (x, number
+// of parts), block (kBlockThreads, 1, 1), any x.
 #include "shared_limits.h"
 
 using hytrain_fx::kPartsPerGather;

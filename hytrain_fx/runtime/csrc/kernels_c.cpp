@@ -3,7 +3,8 @@
 
 extern "C" {
 
-// Layout of `grad`, `out` and dtypes as in update_chunk.h. Returns 0, or 1 when kAmsgrad is set without vmax.
+// Layout of `grad`, `out` and dtypes as in update_chunk.h. Returns 0, or 1 when kAmsgrad is set
+// without vmax.
 int hytrain_fx_update_chunk(const void* grad, int32_t grad_dtype, float* master, float* m, float* v, float* vmax, void* out, int32_t out_dtype,
                            int64_t n, const hytrain_fx::UpdateScalars* scalars) {
   if ((scalars->flags & hytrain_fx::kAmsgrad) != 0 && vmax == nullptr && n > 0) return 1;

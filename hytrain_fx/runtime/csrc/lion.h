@@ -1,4 +1,5 @@
-// One Lion update, as adamw.h is one of AdamW: every operation rounds once, and none is fused. runtime/lion.py and update_rows.cu have the same.
+// One Lion update, as adamw.h is one of AdamW: every operation rounds once, and none is fused.
+// runtime/lion.py and update_rows.cu have the same.
 //
 //     g = the gradient, its factors applied (formats.h)
 //     c = m * beta1 + g * (1 - beta1)

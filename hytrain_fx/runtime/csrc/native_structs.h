@@ -22,7 +22,8 @@ struct HostStates {  // where a row's states rest on the host
   void* out;       // of the new 16-bit weight; null where the master, or its half, is the weight
 };
 
-// Device memory that streamed states pass through: slots of one chunk, `arrays` (a master and its states) of `slot_params` floats each.
+// Device memory that streamed states pass through: slots of one chunk, `arrays` (a master and its
+// states) of `slot_params` floats each.
 struct StagingMemory {
   float* base;
   int64_t slot_params;

@@ -1,6 +1,8 @@
-// Device memory through which gradients pass on their way to the host: handed out in order, reused in order.
+// Device memory through which gradients pass on their way to the host: handed out in order, reused
+// in order.
 //
-// Handing out never blocks the host: the compute stream is made to wait for the copies that still read the memory.
+// Handing out never blocks the host: the compute stream is made to wait for the copies that still
+// read the memory.
 #pragma once
 
 #include <deque>
@@ -13,11 +15,13 @@ class Ring {
  public:
   Ring(void* base, size_t bytes) : base_(static_cast<char*>(base)), bytes_(bytes) {}
 
-  // The most that take() gives at once; and what leaves room for the next while the last is still being read.
+  // The most that take() gives at once; and what leaves room for the next while the last is still
+  // being read.
   size_t largest() const { return bytes_ / kAlign * kAlign; }
   size_t half() const { return bytes_ / 2 / kAlign * kAlign; }
 
-  // Other memory from now on, once nothing is on its way through the present one; what the compute stream still does to that is in order.
+  // Other memory from now on, once nothing is on its way through the present one; what the compute
+  // stream still does to that is in order.
   void move_to(void* base, size_t bytes) {
     for (const Region& region : used_) recorded(region.event, "ring").sync();
     used_.clear();
@@ -26,7 +30,8 @@ class Ring {
     head_ = 0;
   }
 
-  // Memory for `bytes` (at most largest()), free as soon as the compute stream has passed this point.
+  // Memory for `bytes` (at most largest()), free as soon as the compute stream has passed this
+  // point.
   void* take(size_t bytes, Device& device, void* stream) {
     bytes = (bytes + kAlign - 1) / kAlign * kAlign;
     if (bytes > largest()) throw std::logic_error("internal: a piece larger than the ring");
@@ -43,7 +48,8 @@ class Ring {
     return base_ + begin;
   }
 
-  // The memory last taken is free again after `event`, which is on one lane with those of all other pieces: the latest says what all say.
+  // The memory last taken is free again after `event`, which is on one lane with those of all other
+  // pieces: the latest says what all say.
   void free_after(const EventPtr& event) { used_.back().event = event; }
 
  private:

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int64_t kArrayBytes = kGranule * static_cast<int64_t>(sizeof(float)) + kShadowApartBytes;
 
-// In a slot: the master or its upper half, and after that the lower half; then the states, one array
-// each.
+// In a slot: the master or its upper half, and after that the lower half; then the states, one
+// array each.
 constexpr int64_t kLowAt = kArrayBytes / 2 / kCacheLineBytes * kCacheLineBytes;
 
 }  // namespace

@@ -1,11 +1,12 @@
-// update_chunk for bf16 rows whose fp32 master rests in two halves, so that an update moves 28 bytes a parameter instead of 30 and a visit to
-// the device 22 instead of 24:
+// update_chunk for bf16 rows whose fp32 master rests in two halves, so that an update moves 28
+// bytes a parameter instead of 30 and a visit to the device 22 instead of 24:
 //
 //     high   the bf16 weight: the master rounded to nearest even, what goes to the device anyway
 //     low    the low 16 bits of the master
 //
-// Of a master, (high, low) keep all but one bit: where low is 0x8000, a tie, rounding to even hides whether it went up. The sign of a
-// state that is never negative, number kTieState, is set where it did. Every finite master and infinity come back bit for bit; a NaN stays a NaN.
+// Of a master, (high, low) keep all but one bit: where low is 0x8000, a tie, rounding to even hides
+// whether it went up. The sign of a state that is never negative, number kTieState, is set where it
+// did. Every finite master and infinity come back bit for bit; a NaN stays a NaN.
 #pragma once
 
 #include "update_chunk.h"
@@ -53,8 +54,9 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 
 }  // namespace detail
 
-// Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low and states in place, `high` being the
-// new weight. No two arrays may overlap. No alignment is needed. `checked` as in update_chunk.
+// Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low and
+// states in place, `high` being the new weight. No two arrays may overlap. No alignment is needed.
+// `checked` as in update_chunk.
 template <bool checked = false>
 inline bool update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states, int64_t n,
                                const UpdateScalars& scalars) {

@@ -1,5 +1,6 @@
-// update_chunk and update_split_chunk (same bits) for states that are written to another place than they are read from, the low
-// halves of masters, where those are in halves, among them. Stores go past the caches, as a plain store elsewhere would read the line first: so as many bytes move as
+// update_chunk and update_split_chunk (same bits) for states that are written to another place than
+// they are read from, the low halves of masters, where those are in halves, among them. Stores go
+// past the caches, as a plain store elsewhere would read the line first: so as many bytes move as
 // in place. Masters, or their high halves, are updated where they are; what they were can be kept.
 #pragma once
 
@@ -91,9 +92,10 @@ template <int writes>  // whether the lines will be written to: else a store to 
 
 }  // namespace detail
 
-// `master`: fp32, or with `from.low` the bf16 halves that are the weight; `kept` receives what they were, null for nothing. `to` has the arrays
-// that `from` has. No two arrays may overlap; each 64-byte aligned, or it is slow.
-// False where the gradient is not finite: `kept` has all masters then, and nothing is updated from the first such block on.
+// `master`: fp32, or with `from.low` the bf16 halves that are the weight; `kept` receives what they
+// were, null for nothing. `to` has the arrays that `from` has. No two arrays may overlap; each
+// 64-byte aligned, or it is slow. False where the gradient is not finite: `kept` has all masters
+// then, and nothing is updated from the first such block on.
 inline bool update_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
                          const UpdateScalars& scalars) {
   const detail::UpdateBlock update = detail::block_of(scalars);

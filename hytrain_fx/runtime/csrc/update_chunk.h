@@ -1,4 +1,5 @@
-// One update of a range of a row by the CPU, whatever its kernel: gradient in, master and states in place, new weight out.
+// One update of a range of a row by the CPU, whatever its kernel: gradient in, master and states in
+// place, new weight out.
 #pragma once
 
 #include "adamw.h"
@@ -16,7 +17,8 @@ inline UpdateBlock block_of(const UpdateScalars& scalars) {
   return nullptr;
 }
 
-// Inlined by force, as every function that only prefetches: GCC takes a call of one for a call without effect, and drops it.
+// Inlined by force, as every function that only prefetches: GCC takes a call of one for a call
+// without effect, and drops it.
 [[gnu::always_inline]] inline void prefetch_block(const void* grad, Dtype dtype, const float* p, const States& states, int64_t start) {
   const int64_t grad_bytes = dtype == Dtype::kF32 ? 4 : 2;
   const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
@@ -30,10 +32,11 @@ inline UpdateBlock block_of(const UpdateScalars& scalars) {
 
 }  // namespace detail
 
-// Updates n parameters in one pass on the calling thread: reads grad; master and states are fp32, in place; writes the
-// new weight to `out` unless null. `out` may be the memory of `grad` (same start, same element size): a block is read before it is written.
-// No other two arrays may overlap. No alignment is needed.
-// With `checked` false where the gradient is not finite: what comes before the first such block has been updated, and nothing else.
+// Updates n parameters in one pass on the calling thread: reads grad; master and states are fp32,
+// in place; writes the new weight to `out` unless null. `out` may be the memory of `grad` (same
+// start, same element size): a block is read before it is written. No other two arrays may overlap.
+// No alignment is needed. With `checked` false where the gradient is not finite: what comes before
+// the first such block has been updated, and nothing else.
 template <bool checked = false>
 inline bool update_chunk(const void* grad, Dtype grad_dtype, float* master, const States& states, void* out, Dtype out_dtype, int64_t n,
                          const UpdateScalars& scalars) {

@@ -1,17 +1,19 @@
-// The kernels on the GPU (adamw.h): the same expressions, each operation an intrinsic that rounds to nearest and is never contracted,
-// denormals kept.
+// The kernels on the GPU (adamw.h): the same expressions, each operation an intrinsic that rounds
+// to nearest and is never contracted, denormals kept.
 //
-// Several rows in one launch, as the engine updates a unit: each launch and each event takes a place in the stream's queue, and a full
-// queue blocks the launching thread. Kernels, by the dtypes of gradient and weight:
+// Several rows in one launch, as the engine updates a unit: each launch and each event takes a
+// place in the stream's queue, and a full queue blocks the launching thread. Kernels, by the dtypes
+// of gradient and weight:
 //
 //     adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16   both the same; for f32 the master is the weight
 //     adamw_rows_f32_bf16                               bf16 weights with fp32 gradients
 //     adamw_rows_split, adamw_rows_split_f32            bf16 weights with masters in two halves, gradients bf16 or fp32
 //     lion_rows_f32, lion_rows_bf16, lion_rows_f16      both the same
 //
-// Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block (kBlockThreads, 1, 1), no shared memory,
-// grid (any x, number of rows); ceil(n / kBlockElements) blocks in x is a good number. No array may overlap another, but out may be grad
-// where both have the same dtype.
+// Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block
+// (kBlockThreads, 1, 1), no shared memory, grid (any x, number of rows); ceil(n / kBlockElements)
+// blocks in x is a good number. No array may overlap another, but out may be grad where both have
+// the same dtype.
 #include "update_scalars.h"
 
 namespace hytrain_fx {
@@ -68,7 +70,8 @@ __device__ __forceinline__ float read_gradient(typename Grad::Storage grad, cons
   return (s.flags & kMaximize) ? -g : g;
 }
 
-// What a kernel does to one element, and which states it has beside the first. The letters are those of adamw.h.
+// What a kernel does to one element, and which states it has beside the first. The letters are
+// those of adamw.h.
 struct AdamW {
   static constexpr bool has_second = true;
   static __device__ bool has_third(const UpdateScalars& s) { return s.flags & kAmsgrad; }
@@ -116,7 +119,8 @@ union Pack {
 
 __device__ __forceinline__ bool aligned(const void* pointer) { return (reinterpret_cast<unsigned long long>(pointer) & 15u) == 0; }
 
-// A master in two halves (split_chunk.h): `high` is the bf16 weight, `low` the rest of its bits, the sign of `v` tells which way a tie went.
+// A master in two halves (split_chunk.h): `high` is the bf16 weight, `low` the rest of its bits,
+// the sign of `v` tells which way a tie went.
 __device__ __forceinline__ float join_master(Bits16 high, Bits16 low, float& v) {
   const unsigned int marked = __float_as_uint(v), tail = low;
   const unsigned int went_up = (tail > 0x8000u) | ((tail == 0x8000u) & (marked >> 31));

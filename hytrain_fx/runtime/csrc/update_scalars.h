@@ -1,5 +1,5 @@
-// The scalars of one step as C++, CUDA (NVRTC and nvcc) and scalars.ScalarsStruct see them; each kernel reads
-// those that it knows. No includes but of our own: NVRTC has none.
+// The scalars of one step as C++, CUDA (NVRTC and nvcc) and scalars.ScalarsStruct see them; each
+// kernel reads those that it knows. No includes but of our own: NVRTC has none.
 #pragma once
 
 #include "shared_limits.h"

@@ -1,4 +1,5 @@
-// What the CPU device has for streams and events. Included by it and by tests/native, which give it compute streams of their own.
+// What the CPU device has for streams and events. Included by it and by tests/native, which give it
+// compute streams of their own.
 #pragma once
 
 #include <atomic>

@@ -3,7 +3,8 @@
     engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about a thirtieth of its speed
     engine="deepspeed"   updates on the host by DeepSpeedCPUAdam; those on the device are `adamw_` still
 
-Rows of other optimizers bring their step with them (`CommitItem.step`), which updates whole tensors.
+Rows of other optimizers bring their step with them (`CommitItem.step`), which updates whole
+tensors.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class TorchEngine:
         with self._locked():
             for row in rows:
                 self._row(row).begin_gradient()
-        # Not under the lock: it may wait for memory. Only the launching thread changes a row in this phase.
+        # Not under the lock: it may wait for memory. Only the launching thread changes a row in
+        # this phase.
         with torch.no_grad():
             for row, grad in zip(rows, grads, strict=True):
                 self._copy_gradient(self._row(row), flat_alias(grad))
@@ -293,8 +295,9 @@ class TorchEngine:
     def _finish(self, index: int, *, reads: bool = False) -> tuple[Event | None, object]:
         """Wait until the new weight of a pending row is on its way; the event of its arrival, and what its update reads.
 
-        Of a row that is not pending the event too: another thread may have come here first, and still wait for it.
-        `reads`: the compute stream is about to read the weight, so a release before this point is not its last one.
+        Of a row that is not pending the event too: another thread may have come here first, and
+        still wait for it. `reads`: the compute stream is about to read the weight, so a release
+        before this point is not its last one.
         """
         with self._locked() as pipeline:
             row = self._row(index)

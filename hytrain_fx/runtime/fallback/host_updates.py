@@ -1,6 +1,7 @@
 """What the torch engine's worker runs on one part of a row: the op-by-op AdamW, or DeepSpeedCPUAdam.
 
-DeepSpeed knows no per-step scalars, only hyper-parameters. With its bias correction off, these give the same formula:
+DeepSpeed knows no per-step scalars, only hyper-parameters. With its bias correction off, these give
+the same formula:
 
     lr'  = -neg_step_size * bias2_sqrt       lr / (1 - beta1^t) * sqrt(1 - beta2^t)
     eps' = eps * bias2_sqrt                  (sqrt(v) / b + eps = (sqrt(v) + eps * b) / b)
@@ -42,7 +43,8 @@ class OpByOp:
     name = "torch"
 
     def __init__(self) -> None:
-        # 32 K a thread: torch runs less than that on one thread, and with more the fp64 temporaries leave the cache (256 K: 49 ns).
+        # 32 K a thread: torch runs less than that on one thread, and with more the fp64 temporaries
+        # leave the cache (256 K: 49 ns).
         self.grain_params = (32 << 10) * torch.get_num_threads()
 
     def require_supported(self, row: int, states: RowStates) -> None:
@@ -56,9 +58,10 @@ class OpByOp:
 class DeepSpeedAdam:
     """deepspeed.ops.adam.DeepSpeedCPUAdam on the host's states.
 
-    It contracts other multiply-adds than `OpByOp`. Seen with deepspeed 0.19.8 over 100 steps of 0.01: weights of order 1 differ by at most
-    7e-7, exp_avg by 3e-7, exp_avg_sq by a relative 9e-7. Raises EngineError where deepspeed is missing, or its cpu_adam op cannot be built
-    or has been locked by a build that is no more.
+    It contracts other multiply-adds than `OpByOp`. Seen with deepspeed 0.19.8 over 100 steps of
+    0.01: weights of order 1 differ by at most 7e-7, exp_avg by 3e-7, exp_avg_sq by a relative 9e-7.
+    Raises EngineError where deepspeed is missing, or its cpu_adam op cannot be built or has been
+    locked by a build that is no more.
     """
 
     name = "deepspeed"
@@ -142,8 +145,9 @@ def _slot(states: RowStates) -> torch.Tensor:
 
 # ---- The lock of an extension that torch.utils.cpp_extension builds at first use ----
 #
-# The building process makes a file named `lock` and takes it away at the end; every other one waits until it is gone. A build that was
-# killed leaves the file, and torch then waits for it without end and without a word.
+# The building process makes a file named `lock` and takes it away at the end; every other one waits
+# until it is gone. A build that was killed leaves the file, and torch then waits for it without end
+# and without a word.
 
 
 STILL_S = 600.0  # nothing is written for minutes while one source compiles on a busy machine
@@ -153,7 +157,8 @@ _POLL_S = 0.2
 def wait_for_build(extension: str) -> None:
     """Returns when no other process builds `extension`.
 
-    Raises EngineError naming the lock where nothing in the build's folder has changed for STILL_S seconds.
+    Raises EngineError naming the lock where nothing in the build's folder has changed for STILL_S
+    seconds.
     """
     folder = _build_folder(extension)
     lock = folder / "lock"

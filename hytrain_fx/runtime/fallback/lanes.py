@@ -1,6 +1,7 @@
 """In-order queues of copies and updates beside the compute stream: what csrc/device.h is to the native engine.
 
-    CPU    a lane is a thread with delays that a test can set; the compute stream is the calling thread
+    CPU    a lane is a thread with delays that a test can set; the compute stream is the calling
+           thread
     CUDA   a lane is a stream; the compute stream is the caller's current one
 
 So a race that a GPU would show is one that a CPU test can provoke.
@@ -207,13 +208,15 @@ class _Epoch:
 
 
 class _CudaEvent:
-    """Its device is made the current one before it is asked for: else torch asks in the name of the thread's own device, and where the
-    process has not used that, the driver makes a context there."""
+    """Its device is made the current one before it is asked for: else torch asks in the name of the
+    thread's own device, and where the process has not used that, the driver makes a context there.
+    """
 
     __slots__ = ("_device", "_epoch", "event")
 
     def __init__(self, stream: torch.cuda.Stream, epoch: _Epoch) -> None:
-        # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back (csrc/cuda_device.cpp).
+        # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back
+        # (csrc/cuda_device.cpp).
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
         self._device = stream.device

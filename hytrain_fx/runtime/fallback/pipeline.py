@@ -27,7 +27,8 @@ from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row
 Key = tuple[int, int, int]
 """Unit, row, chunk: the order in which work is due."""
 
-# New weights on their way at once: enough to keep the link busy, few enough to let an urgent layer pass.
+# New weights on their way at once: enough to keep the link busy, few enough to let an urgent layer
+# pass.
 _RELOAD_BYTES_IN_FLIGHT = 24 << 20
 _ASK_AGAIN_S = 2e-4  # whether a weight that is still being read has been released
 

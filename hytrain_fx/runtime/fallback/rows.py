@@ -181,7 +181,8 @@ class Landing:
 def flat_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in the order of its memory, with a version counter of its own.
 
-    The engine's writes must not count as edits of the parameter: autograd and the session both look at its version.
+    The engine's writes must not count as edits of the parameter: autograd and the session both look
+    at its version.
     """
     data = tensor.data
     return data.as_strided((data.numel(),), (1,), data.storage_offset())

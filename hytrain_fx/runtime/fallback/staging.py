@@ -1,7 +1,8 @@
 """Device copies of gradients on their way to the host, at most so many bytes of them at a time.
 
-A gradient's own buffer dies when the node returns. Its copy is let go when the compute stream has been made to wait for the D2H copy
-that reads it: whatever is allocated on that stream from then on cannot overtake that copy.
+A gradient's own buffer dies when the node returns. Its copy is let go when the compute stream has
+been made to wait for the D2H copy that reads it: whatever is allocated on that stream from then on
+cannot overtake that copy.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     build.load(("engine.cpp", "engine_c.cpp"))  ->  ctypes.CDLL
 
-No torch headers, no build tool: the machine's g++ or clang++, all sources side by side, a few seconds. The library lands in
-`$HYTRAIN_FX_CACHE`, else `$XDG_CACHE_HOME/hytrain_fx`, else `~/.cache/hytrain_fx`, under a name that hashes everything it depends on:
-source text, headers, flags, compiler and the CPU's instruction sets (a home directory may be shared by unlike machines).
+No torch headers, no build tool: the machine's g++ or clang++, all sources side by side, a few
+seconds. The library lands in `$HYTRAIN_FX_CACHE`, else `$XDG_CACHE_HOME/hytrain_fx`, else
+`~/.cache/hytrain_fx`, under a name that hashes everything it depends on: source text, headers,
+flags, compiler and the CPU's instruction sets (a home directory may be shared by unlike machines).
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
-# On most machines that have vectors of 512 bits compilers take 256, as the lower clock slows other code down: workers run no other code.
+# On most machines that have vectors of 512 bits compilers take 256, as the lower clock slows other
+# code down: workers run no other code.
 _WIDEST = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 
-# -ffp-contract=off: only the fused multiply-adds that are written (adamw.h). The -fno- pair lets square roots and divisions vectorise
-# and changes no result. Never -ffast-math: besides rounding, linking with it turns denormals off for the whole process.
+# -ffp-contract=off: only the fused multiply-adds that are written (adamw.h). The -fno- pair lets
+# square roots and divisions vectorise and changes no result. Never -ffast-math: besides rounding,
+# linking with it turns denormals off for the whole process.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -61,8 +64,8 @@ def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> ctypes.
 def library(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> Path:
     """Path of the shared library of `sources`, names in csrc/; compiled where the cache has none.
 
-    Safe when several processes build at once: each compiles to a file of its own and renames it. Raises EngineError without a compiler,
-    when it fails, or when the cache cannot be written.
+    Safe when several processes build at once: each compiles to a file of its own and renames it.
+    Raises EngineError without a compiler, when it fails, or when the cache cannot be written.
     """
     compiler = find_compiler()
     path = cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, flags, compiler)}.so"

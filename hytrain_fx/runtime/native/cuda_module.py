@@ -1,7 +1,8 @@
 """CUDA source to a function that C++ can launch: compiled once by NVRTC, kept as a cubin, loaded by the driver.
 
-NVRTC and the driver come from `cuda.bindings`, which torch's CUDA wheels bring; no CUDA toolkit is needed. Cubins are kept in
-`build.cache_dir()` under a hash of source, options, architecture and NVRTC.
+NVRTC and the driver come from `cuda.bindings`, which torch's CUDA wheels bring; no CUDA toolkit is
+needed. Cubins are kept in `build.cache_dir()` under a hash of source, options, architecture and
+NVRTC.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def _module(ordinal: int, source_name: str) -> Any:
 
 @contextlib.contextmanager
 def primary_context(driver: ModuleType, ordinal: int) -> Iterator[None]:
-    """Within, torch's context of the device is current on this thread, whose own device is left alone; retained until the process ends, as
-    torch does."""
+    """Within, torch's context of the device is current on this thread, whose own device is left
+    alone; retained until the process ends, as torch does.
+    """
     checked(driver, driver.cuInit(0), "initialise the driver")
     checked(driver, driver.cuCtxPushCurrent(_primary_context(ordinal)), "set the context")
     try:

@@ -11,8 +11,9 @@ NAMES = (*(f"adamw_rows_{form}" for form in (*_ALIKE, "split", "f32_bf16", "spli
 
 
 def functions(ordinal: int) -> list[int]:
-    """CUfunction handles on device `ordinal` that update several rows: gradients in fp32, bf16, fp16, the new weight in the same dtype;
-    bf16 with masters in two halves (split_master.py); bf16 weights with fp32 gradients, masters whole and in halves.
+    """CUfunction handles on device `ordinal` that update several rows: gradients in fp32, bf16,
+    fp16, the new weight in the same dtype; bf16 with masters in two halves (split_master.py); bf16
+    weights with fp32 gradients, masters whole and in halves.
 
     Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
     """

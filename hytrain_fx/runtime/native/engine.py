@@ -1,6 +1,7 @@
 """The C++ engine, through ctypes: every call releases the GIL, and its threads never take it.
 
-The library has no dependency on torch's binaries, so it builds in seconds and serves every torch version.
+The library has no dependency on torch's binaries, so it builds in seconds and serves every torch
+version.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class NativeEngine:
     """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
 
     worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
-    shadow_bytes   host memory for other places of states, for updates on a guess; None: half of what is available when one is first
-                   made; 0: updates wait for their commit and their factors
+    shadow_bytes   host memory for other places of states, for updates on a guess; None: half of
+                   what is available when one is first made; 0: updates wait for their commit and
+                   their factors
     """
 
     name = "native"

@@ -1,8 +1,9 @@
 """Fp32 weights that the device has in 16 bits: what graphs read is a bf16 copy; the fp32 memory is there only while somebody looks.
 
     resident row       the parameter's memory is the master; the update writes it and the copy
-    row on the host    the masters are in halves there (split_master.py); the parameter's memory is given back, and filled again from copy,
-                       low half and sign when it is asked for
+    row on the host    the masters are in halves there (split_master.py); the parameter's memory is
+                       given back, and filled again from copy, low half and sign when it is asked
+                       for
 
 A parameter whose memory is given back keeps its shape, strides and dtype, its storage has no bytes.
 """

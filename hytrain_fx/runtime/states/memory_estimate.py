@@ -5,10 +5,12 @@
     CPU         weight (its gradient passes through the ring)   states, slot, a 16-bit weight that no half of its master is
     STREAM      weight, gradient until its update               states (they pass through the staging area)
 
-An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient and its slot with 4 bytes an element.
-Its own fp32 memory is the master of a resident row, else there only while the loop looks at it, and is not counted.
+An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient
+and its slot with 4 bytes an element. Its own fp32 memory is the master of a resident row, else
+there only while the loop looks at it, and is not counted.
 
-Activations are not part of it: what the compiled graphs keep for the backward is known when a step has run.
+Activations are not part of it: what the compiled graphs keep for the backward is known when a step
+has run.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ class RowSize:
     """A managed parameter's elements, bytes of each, and its states.
 
     copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
-    out_bytes    of the new weight on the host, where it has memory of its own there (`RowStates.out`)
-    gradient_stays    on the device, though the CPU updates it: it is a piece of a parameter that is cut
+    out_bytes    of the new weight on the host, where it has memory of its own there
+                 (`RowStates.out`)
+    gradient_stays    on the device, though the CPU updates it: it is a piece of a parameter that is
+                      cut
     """
 
     numel: int
@@ -67,9 +71,11 @@ class RowSize:
 class MemoryEstimate:
     """Bytes by tier; every weight and gradient counts that is in the optimizer.
 
-    device_gradients_bytes    gradients that stay on the device until their update: all of them at once, which is the most
+    device_gradients_bytes    gradients that stay on the device until their update: all of them at
+                              once, which is the most
     host_states_bytes         fp32 states of rows updated by the CPU
-    host_slots_bytes          their slots for gradients, and new 16-bit weights that have memory of their own
+    host_slots_bytes          their slots for gradients, and new 16-bit weights that have memory of
+                              their own
     host_streamed_bytes       fp32 states of streamed rows
     pinned_bytes              how much of the host's bytes is pinned
     """
@@ -97,11 +103,14 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInUse:
-    """Bytes in use: weights, states resting on the device, states and slots on the host and how much of them is pinned, and
-    what the engine has on the device: the ring for gradients on their way to the host, the staging area of streamed states.
+    """Bytes in use: weights, states resting on the device, states and slots on the host and how
+    much of them is pinned, and what the engine has on the device: the ring for gradients on their
+    way to the host, the staging area of streamed states.
 
-    shadow_bytes         the most that states beside the old ones have taken on the host, in updates on a guess; no estimate
-    device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations included; None on the CPU
+    shadow_bytes         the most that states beside the old ones have taken on the host, in updates
+                         on a guess; no estimate
+    device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations
+                         included; None on the CPU
     estimate             what was estimated for the present placement before it was allocated
     """
 

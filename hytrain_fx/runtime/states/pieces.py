@@ -1,10 +1,11 @@
 """Which rows of the engine each parameter has: one where it is whole, one for each piece where it is cut.
 
     parameter 3, whole                  row 3
-    parameter 3, cut into two pieces    row 3 rests; rows 41 and 42, made when the cut was first seen
+    parameter 3, cut into two pieces    row 3 rests; rows 41 and 42, made when the cut was first
+                                        seen
 
-A row keeps its range for good, so a cut that comes back finds its rows again. Who speaks of parameters has their
-numbers turned into rows here; where nothing is cut the two are the same.
+A row keeps its range for good, so a cut that comes back finds its rows again. Who speaks of
+parameters has their numbers turned into rows here; where nothing is cut the two are the same.
 """
 
 from __future__ import annotations

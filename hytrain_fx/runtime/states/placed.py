@@ -1,12 +1,14 @@
 """Where the optimizer states of every parameter rest, and moving them between host and device.
 
-    CPU      fp32 states on the host, a slot for the gradient, and memory for a 16-bit weight that no half of its master is
+    CPU      fp32 states on the host, a slot for the gradient, and memory for a 16-bit weight that
+             no half of its master is
     STREAM   fp32 states on the host, no slot: the gradient stays on the device
     GPU      fp32 states on the device
 
 A parameter may be cut: each of its pieces is a row of the engine and rests by itself (`pieces.py`).
-On the host the masters of bf16 rows are in two halves, one of them the weight, where the engine has it so. So are those of
-fp32 rows that the device has in 16 bits (`copied_weights.py`): their weight here is the copy.
+On the host the masters of bf16 rows are in two halves, one of them the weight, where the engine has
+it so. So are those of fp32 rows that the device has in 16 bits (`copied_weights.py`): their weight
+here is the copy.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from hytrain_fx.runtime.states.unit_slabs import UnitSlabs
 
 
 class PlacedStates:
-    """Master weights and states; slabs by unit, those of slots apart from those of states, so that rows change between CPU and
-    STREAM where they are.
+    """Master weights and states; slabs by unit, those of slots apart from those of states, so that
+    rows change between CPU and STREAM where they are.
 
     weights   the parameters' own tensors, by number
     unit_of   unit of each parameter: the rows of a unit share one slab
@@ -178,8 +180,8 @@ class PlacedStates:
     def move(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
         """Move the states of idle parameters to where these pieces are to rest; their bits do not change.
 
-        Raises HostMemoryError, torch.OutOfMemoryError, and EngineError where memory cannot be pinned. What has not been moved by then
-        is where it was.
+        Raises HostMemoryError, torch.OutOfMemoryError, and EngineError where memory cannot be
+        pinned. What has not been moved by then is where it was.
         """
         now, wanted = _by_parameter(self.placed), _by_parameter(placed)
         changed = {parameter: pieces for parameter, pieces in wanted.items() if now[parameter] != pieces}
@@ -266,7 +268,8 @@ class PlacedStates:
         """Write what the row had into where it rests now."""
         target = self._states[row]
         if self.placement[row].rests_on_device and target.master.dtype == self._weight(row).dtype and row not in self.copies:
-            # It is the weight, which has these bits: written, it would end the backward of a forward from before the move.
+            # It is the weight, which has these bits: written, it would end the backward of a
+            # forward from before the move.
             states = replace(states, master=target.master)
         copy_states(states, target, self._weight(row).device)
         if row in self.copies and self.placement[row].rests_on_device:
@@ -301,7 +304,8 @@ class PlacedStates:
             with contextlib.suppress(EngineError):  # an engine that has failed says so at every later call
                 self._tell_engine(rows & self.placement.keys())  # some of them may have been told of the new places
             raise
-        # `held` until here: dropped gradients may be on their way to the old slots while the engine has not been told.
+        # `held` until here: dropped gradients may be on their way to the old slots while the engine
+        # has not been told.
 
     def _rows(self, parameters: Iterable[int]) -> Iterator[int]:
         return (row for parameter in parameters for row in self.pieces.of(parameter))

@@ -1,10 +1,12 @@
 """Host memory in blocks of the exact size, faulted in by all cores, then pinned.
 
-torch's pinned allocator rounds up to a power of two, up to twice what is asked for; an anonymous mapping that is registered
-with the driver does not. Fresh mappings read as zero, which is what Adam's moments start from.
+torch's pinned allocator rounds up to a power of two, up to twice what is asked for; an anonymous
+mapping that is registered with the driver does not. Fresh mappings read as zero, which is what
+Adam's moments start from.
 
-Registering faults in what is not there yet, one page after the other: about 1 GB/s a thread. So the pages are made first, in parallel and
-2 MiB at a time where the kernel has them to give, and registering only walks over them.
+Registering faults in what is not there yet, one page after the other: about 1 GB/s a thread. So the
+pages are made first, in parallel and 2 MiB at a time where the kernel has them to give, and
+registering only walks over them.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Pinning:
 class HostSlab:
     """One block of host memory, handed out front to back, pinned when the device is a GPU.
 
-    pinning    what pinning took of it and those pinned with it; None while it is not pinned by `pin_slabs`
+    pinning    what pinning took of it and those pinned with it; None while it is not pinned by
+               `pin_slabs`
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -96,7 +99,8 @@ class HostSlab:
     def pin(self, device: torch.device) -> None:
         """Register the block with the GPU's driver, so that copies are asynchronous. Raises EngineError.
 
-        Forked children do not have the block: the kernel would copy all of it for each of them, as the driver holds its pages.
+        Forked children do not have the block: the kernel would copy all of it for each of them, as
+        the driver holds its pages.
         """
         self._map.madvise(mmap.MADV_DONTFORK)
         with torch.cuda.device(device):
@@ -127,7 +131,8 @@ class HostSlab:
             )
 
     def __del__(self) -> None:
-        # A slab that is dropped while registered would leave the driver a stale mapping. In a forked child it is not ours.
+        # A slab that is dropped while registered would leave the driver a stale mapping. In a
+        # forked child it is not ours.
         if getattr(self, "_pinned_on", None) is not None and self._made_by == os.getpid():
             self.unpin()
 

@@ -100,9 +100,10 @@ def split_into(target: RowStates, source: RowStates, device: torch.device) -> No
 
 # ---- Fp32 masters from the weights of a model, at the speed of the link ----
 #
-# A blocking `copy_` of a 16-bit weight on a GPU to an fp32 tensor on the host goes by a fresh unpinned tensor of the weight's size, then is
-# converted by the CPU. An asynchronous one is converted on the GPU and goes straight to pinned memory; by chunks, the GPU needs one
-# chunk of memory for it.
+# A blocking `copy_` of a 16-bit weight on a GPU to an fp32 tensor on the host goes by a fresh
+# unpinned tensor of the weight's size, then is converted by the CPU. An asynchronous one is
+# converted on the GPU and goes straight to pinned memory; by chunks, the GPU needs one chunk of
+# memory for it.
 
 
 def load_masters(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -104,8 +104,8 @@ class StateStore(PlacedStates):
                 self._engine.send_weight(row, on)
 
     def follow_weight(self, parameter: int) -> None:
-        """Make the weight, as written from outside, the master; an element that still is its master's rounding keeps the master's bits,
-        where what the last update left is known.
+        """Make the weight, as written from outside, the master; an element that still is its
+        master's rounding keeps the master's bits, where what the last update left is known.
         """
         if parameter in self.copies:
             return self._follow_copied(parameter)

@@ -1,7 +1,7 @@
 """Host memory of rows, by unit: a slab for the states of the rows that came to the host together, and one for their slots.
 
-The two are apart, so that a row changes between CPU and STREAM where it is. The slots of a unit stand one after the
-other in order of the parameters, so that its gradients go there in one copy.
+The two are apart, so that a row changes between CPU and STREAM where it is. The slots of a unit
+stand one after the other in order of the parameters, so that its gradients go there in one copy.
 """
 
 from __future__ import annotations
