@@ -64,7 +64,10 @@ def different_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def operands(n: int, seed: int, kind: str, grad_dtype: torch.dtype = torch.float32, out_dtype: torch.dtype | None = None) -> Operands:
-    """States as training has them ("normal"), over 80 binary orders ("wide"), denormal ("denormal"), or any bits at all ("bits")."""
+    """States of one kind.
+
+    "normal": as training has them; "wide": over 80 binary orders; "denormal"; "bits": any bits.
+    """
     random = torch.Generator().manual_seed(seed)
 
     def values() -> torch.Tensor:

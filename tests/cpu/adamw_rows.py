@@ -26,7 +26,7 @@ def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, nonfin
 
     low        the other half of the master, for kernels of masters in halves
     nonfinite  int32, takes MARK where the gradient is not finite
-    skip       fp32; where it is not zero the row stays as it is
+    skip       fp32; where it is not zero the row does not change
     """
     master = o.master if low is None else low
     states = (ctypes.c_void_p * 3)(*(state.data_ptr() for state in o.states))

@@ -1,4 +1,7 @@
-"""How torch runs in these tests: one intra-op thread, and without Inductor or its kernels where they are not the subject."""
+"""How torch runs in these tests.
+
+There is one intra-op thread. Inductor and its kernels run only where they are the subject.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A training loop on the bare engine: gradients from a generator, weights on the "device", every bit checked against `adamw_`."""
+"""A training loop on the bare engine: every bit is checked against `adamw_`.
+
+Gradients come from a generator, weights are on the "device".
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def host_states(weight: torch.Tensor, halves: bool = False) -> RowStates:
-    """States of a row on the host, master equal to the weight; with `halves`, for bf16, in two halves."""
+    """States of a row on the host, whose master equals the weight.
+
+    With `halves`, for bf16, the master is in two halves.
+    """
     master = weight.float().flatten().clone()
     slot = torch.zeros(weight.numel(), dtype=weight.dtype)
     states = RowStates(ADAMW_DEFAULT, master, (torch.zeros_like(master), torch.zeros_like(master)), slot)
@@ -41,7 +47,7 @@ def assert_same_states(found: RowStates, expected: RowStates, of: str = "a row")
 
 @dataclass
 class EngineLoop:
-    """Rows with weights on the engine's device and, beside them, the reference's master weights and moments."""
+    """Rows with weights on the engine's device, and the reference's master weights and moments."""
 
     engine: Engine
     sizes: tuple[int, ...]
@@ -100,7 +106,7 @@ class EngineLoop:
         self.grads = grads
 
     def bring_weight_home(self, row: int) -> None:
-        """The half of a drained row's master that is the weight, where it is on the device alone."""
+        """Copy the weight's half of a drained row's master home, where only the device has it."""
         if row in self.streamed and not self.sends_weight and self.states[row].low is not None:
             self.states[row].master.copy_(self.weights[row])
 

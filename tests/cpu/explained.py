@@ -1,4 +1,7 @@
-"""A small compiled model after some steps of the ordinary loop, for the tests of what is told about it."""
+"""A small compiled model after some steps of the ordinary loop.
+
+It is for the tests of what explain, inspect and timeline say of a model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop in which a fault may hit any call, and what is left after it: the step whole, or none of it.
+"""A loop in which a fault may hit any call: afterwards the step is whole, or none of it is done.
 
     python -m tests.cpu.fault_loop [DEVICE]        prints the table of docs/faults.md
 """
@@ -54,7 +54,9 @@ class Outcome:
 
 
 class FaultLoop:
-    """One compiled model with states in all three places (the torch engine: in two), put back to the start for each fault.
+    """One compiled model, put back to the start for each fault.
+
+    Its states are in all three places (on the torch engine: in two).
 
     options   of `hytrain_fx.compile`
     """
@@ -106,7 +108,10 @@ class FaultLoop:
         return times[place.call, place.line] <= _MOST_TIMES
 
     def outcome(self, kind: str, place: Place) -> Outcome:
-        """Run the loop with the fault at `place`, go on as a user would who drops the batch, and look at what is left."""
+        """Run the loop with the fault at `place`, then go on as a user who drops the batch.
+
+        Gives what is left.
+        """
         self._restart()
         faults, error = Faults(kind), ""
         try:
@@ -174,7 +179,10 @@ class FaultLoop:
             call("evaluation", lambda: model(*self.twins.batches[0]))
 
     def _run(self, faults: Faults | None) -> None:
-        """A step, and what else a loop does with model and optimizer; in the end all is where it was, one step on."""
+        """A step, and what else a loop does with model and optimizer.
+
+        In the end all is as before, one step further.
+        """
         model, optimizer, call = self.twins.ours, self.twins.optimizer, _caller(faults)
         self._train(model, optimizer, faults)
         saved_weights = call("model.state_dict()", lambda: weights(model))
@@ -206,7 +214,10 @@ def _different(found: State, expected: State) -> list[str]:
 
 
 def assert_whole_or_undone(kind: str, loop: FaultLoop) -> None:
-    """A fault of this kind at every place: the error names its cause, nothing is torn, training goes on, and docs/faults.md has the row."""
+    """A fault of this kind leaves the step whole or undone, at every place.
+
+    The error names its cause, no state is torn, training goes on, and docs/faults.md has the row.
+    """
     places = loop.places(kind)
     assert places, "no place was found: the loop or what is watched has changed"
     outcomes = [loop.outcome(kind, place) for place in places]
@@ -228,7 +239,10 @@ def _is_right(outcome: Outcome) -> bool:
 
 
 def assert_compile_undone(kind: str, engine: Any, device: str = "cpu") -> None:
-    """A fault of this kind at every place in compile(): its cause is named, model and optimizer stay plain, and a second try trains."""
+    """A fault of this kind in compile() leaves a plain model, at every place.
+
+    The error names its cause, model and optimizer stay plain, and a second try trains.
+    """
     before = engine_threads()
     hytrain_fx.close(_compiled(engine, device)[0])
     faults = Faults(kind)
@@ -276,7 +290,7 @@ def engine_threads() -> list[str]:
 
 
 def table(outcomes: dict[str, list[Outcome]]) -> list[str]:
-    """A Markdown row for each kind of fault and call of the loop: places tried, the errors, what was left."""
+    """A Markdown row for each kind of fault and call: places tried, the errors, what was left."""
     rows = ["| fault | in | places | error | what is left |", "|---|---|---|---|---|"]
     for kind, found in outcomes.items():
         calls = dict.fromkeys(outcome.place.call for outcome in found)

@@ -1,7 +1,9 @@
-"""Faults of one kind, raised at one place after the other: memory that the system refuses, calls of the engine that fail, threads, disks.
+"""Faults of one kind, raised at one place after the other.
 
-    with Faults("device memory").counted() as places: loop()          every place where such a fault can happen, in order
-    with Faults("device memory").at(place): loop()                     the same loop, with the fault at one of them
+They are memory that the system refuses, engine calls that fail, threads, and disks.
+
+    with Faults("device memory").counted() as places: loop()    every place where it can happen, in order
+    with Faults("device memory").at(place): loop()    the same loop, with the fault at one of them
 
 A place is a line of the library and how often it was reached before; it is found by running the
 loop, so a new line is a new place.
@@ -50,7 +52,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Kind:
-    """What can fail: (owner, attribute) pairs that are called, and the error that such a call then raises."""
+    """What can fail.
+
+    (owner, attribute) pairs that are called, and the error that such a call then raises.
+    """
 
     name: str
     targets: tuple[tuple[Any, str], ...]

@@ -4,10 +4,10 @@ The scheduler may move a call as long as its operands exist. A call that sank fa
 that made its operands starts its copy late; a wait that rose far above its first reader blocks too
 early. Both train correctly, only slower, so this measures, on text:
 
-    extern_kernels.mm(buf4, primals_7, out=buf5)                                       distance
-    torch.ops.hytrain_fx.release.default([buf5], 0, [3])                              0: nothing launched in between
+    extern_kernels.mm(buf4, primals_7, out=buf5)                               distance
+    torch.ops.hytrain_fx.release.default([buf5], 0, [3])                       0: nothing between
     cpp_fused_add_1(buf5, buf6)
-    buf9 = torch.ops.hytrain_fx.grad_offload.default([buf5, buf6], 0, [3, 4])         0: buf6 comes from the line above
+    buf9 = torch.ops.hytrain_fx.grad_offload.default([buf5, buf6], 0, [3, 4])  0: the line above
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def call_distances(code: str) -> tuple[CallDistance, ...]:
 
 
 def check_generated_order(code: str, limit: int) -> tuple[CallDistance, ...]:
-    """The distances, after checking that none is over `limit`. Raises GraphInvariantError naming the call."""
+    """The distances, after a check that none is over `limit`.
+
+    Raises GraphInvariantError naming the call.
+    """
     distances = call_distances(code)
     for call in distances:
         if call.distance > limit:

@@ -1,4 +1,7 @@
-"""A gradient held elsewhere, for tests: a source that counts what is asked of it, and parameters with a gradient real or stood in for."""
+"""Gradients held elsewhere, for tests.
+
+A source counts what is asked of it. A parameter's gradient is real or a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def gradient(dtype: torch.dtype = torch.float32, device: str = "cpu", shape: tup
 
 
 class HeldGradient:
-    """Implements GradSource. `known`: the (order, foreach) pairs whose norm is at hand."""
+    """Implements GradSource. `known`: the (order, foreach) pairs whose norm is available."""
 
     def __init__(self, gradient: Tensor, known: Iterable[tuple[float, bool]] = ()) -> None:
         self.fetches = 0
@@ -82,7 +85,10 @@ def standin_of(parameter: Tensor) -> GradStandIn:
 
 
 def bits(value: Any) -> Any:
-    """Something equal for equal bits (every nan counts as one): tensors by dtype, shape and integer view, containers item by item."""
+    """A value that is equal for equal bits; every NaN counts as one.
+
+    Tensors give dtype, shape and integer view, containers are converted item by item.
+    """
     if isinstance(value, Tensor):
         plain = value.detach().clone().cpu()
         if plain.is_floating_point():

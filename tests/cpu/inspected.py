@@ -57,7 +57,7 @@ def deep() -> tuple[nn.Module, Batches]:
 
 @dataclass
 class Counted:
-    """Nodes of each graph as torch has them after the rewrite: how many, and how many of each operator of ours."""
+    """Nodes of each graph after the rewrite: how many, and how many of each operator of ours."""
 
     nodes: dict[str, int] = field(default_factory=dict)
     ops: dict[str, Counter[str]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Counted:
 
 @contextmanager
 def inspected() -> Iterator[tuple[Inspection, Counted]]:
-    """The model is trained until a plan is in force that places its layers on device, CPU and both."""
+    """Train the model until a plan in force has layers on the device, on the CPU and on both."""
     counted = Counted()
 
     def rewrite_counted(graph: CapturedGraph, **options: Any) -> PipelineRecord:

@@ -1,4 +1,6 @@
-"""Graphs that run op by op, as FX has them: what Inductor does with a graph takes most of a compilation's time.
+"""Graphs that run op by op, as FX has them.
+
+Inductor's work on a graph takes most of a compilation's time.
 
 Everything before it is torch's: Dynamo, AOTAutograd, its decompositions, the partitioner, and our
 rewrite of each graph.
@@ -20,7 +22,10 @@ from hytrain_fx.torch_private.tensors import autograd_cache_off
 
 
 def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
-    """Called instead of Inductor; what it gives lets go of inputs and of values after their last use, as Inductor's code does."""
+    """Called instead of Inductor.
+
+    The result frees inputs and values after their last use, as Inductor's code does.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_BoxedCodeGen())

@@ -1,4 +1,6 @@
-"""The same loop twice: on a model that torch compiled, with an optimizer kept by hand, and on one that hytrain_fx compiled.
+"""The same loop twice, on a model compiled by torch and on one compiled by hytrain_fx.
+
+The torch model has an optimizer written by hand.
 
     HandAdam     the bitwise reference: `runtime.arithmetic.adamw_` on fp32 masters, one plain
                  tensor op per rounding
@@ -31,7 +33,10 @@ HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 class HandAdam(torch.optim.Optimizer):
-    """AdamW (or Adam, where not `decoupled`) with the library's stated arithmetic, in torch ops, one parameter after the other."""
+    """AdamW (or Adam, where not `decoupled`) with the library's stated arithmetic, in torch ops.
+
+    It updates one parameter after the other.
+    """
 
     def __init__(self, params: Iterable[Any], *, decoupled: bool = True, **hyper: Any) -> None:
         whole = torch.optim.AdamW([torch.zeros(1)], **hyper).defaults
@@ -63,7 +68,7 @@ class HandAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _follow_written(self) -> None:
-        """Elements of weights that were written become those of their masters, with a gradient or without."""
+        """Copy written elements of weights to their masters, with a gradient or without."""
         for p, state in self.state.items():
             if p.dtype != torch.float32 and state:
                 state["master"].copy_(torch.where(state["master"].to(p.dtype) == p, state["master"], p.float()))
@@ -81,7 +86,10 @@ class HandAdam(torch.optim.Optimizer):
 
 
 class TorchAdam(torch.optim.Optimizer):
-    """A class's own step on fp32 masters: gradients are cast up, weights cast down. With fp32 parameters it is that class itself."""
+    """A class's own step on fp32 masters: gradients are cast up, weights cast down.
+
+    With fp32 parameters it is that class itself.
+    """
 
     def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **hyper: Any) -> None:
         super().__init__(params, dict(hyper))
@@ -137,7 +145,10 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 class Twins:
-    """One model compiled by torch and the same compiled by hytrain_fx, each put back to its first weights by `restart`."""
+    """One model compiled by torch and by hytrain_fx.
+
+    `restart` puts both back to the first weights.
+    """
 
     def __init__(self, make: Make, **options: Any) -> None:
         torch._dynamo.reset()
@@ -159,7 +170,10 @@ class Twins:
         return session_of(self.ours)
 
     def restart(self, **hyper: Any) -> tuple[HandAdam, OffloadedOptimizer]:
-        """First weights, no states, hyper-parameters `HYPER` and `hyper`; the reference's new optimizer and ours."""
+        """Start again: first weights, no states, the hyper-parameters `HYPER` and `hyper`.
+
+        Gives a new optimizer for the reference, and ours.
+        """
         self.optimizer.zero_grad()
         for model in (self.plain, self.ours):
             model.zero_grad()
@@ -170,7 +184,10 @@ class Twins:
         return HandAdam([p for p in self.plain.parameters() if p.requires_grad], **{**HYPER, **hyper}), self.optimizer
 
     def agree(self, loop: Loop, **hyper: Any) -> list[float]:
-        """Run the loop on both from the start: same losses, same bits in every weight and buffer. Gives the losses."""
+        """Run the loop on both from the start: losses, weights and buffers have the same bits.
+
+        Gives the losses.
+        """
         reference, optimizer = self.restart(**hyper)
         expected = loop(self.plain, reference, self.batches)
         found = loop(self.ours, optimizer, self.batches)
@@ -193,9 +210,9 @@ def compare(
     plain_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[float]:
-    """The loop on a fresh model of each kind; as `Twins.agree`, for one fact alone.
+    """The loop on a fresh model of each kind: `Twins.agree` for one fact alone.
 
-    `groups` makes the optimizer's groups, where it is to have more than one. `plain_options` are
+    `groups` makes the optimizer's groups, where there is more than one. `plain_options` are
     Inductor's, for the plain model. `rtol` is for models whose gradients themselves differ in the
     last bits, because Inductor fuses the two graphs differently.
     """

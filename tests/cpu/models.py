@@ -1,4 +1,7 @@
-"""Small models of the shapes that the rewrite has to meet, each with batches; every forward returns a loss."""
+"""Small models of the shapes that the rewrite has to meet, with batches.
+
+Every forward returns a loss.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embedding and head; optionally checkpointed blocks, or a graph break between the blocks and the head."""
+    """Tied embedding and head.
+
+    The blocks may be checkpointed, or a graph break may come between the blocks and the head.
+    """
 
     def __init__(self, checkpointed: bool = False, broken: bool = False, width: int = 8, layers: int = 2) -> None:
         super().__init__()

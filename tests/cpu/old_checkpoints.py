@@ -1,4 +1,6 @@
-"""Checkpoints that an earlier version wrote (tests/cpu/data/*.pt), each with what training on from it gave then.
+"""Checkpoints that an earlier version wrote, with what further training gave then.
+
+The files are tests/cpu/data/*.pt.
 
     python -m tests.cpu.old_checkpoints FOLDER      writes such files with the present code
 
@@ -47,7 +49,10 @@ KINDS = {
 
 @contextmanager
 def compiled(kind: Kind, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A new model and its optimizer; under autocast after one step, which is when weights get their copies."""
+    """A new model and its optimizer.
+
+    Under autocast it has made one step, which is when weights get their copies.
+    """
     torch._dynamo.reset()
     torch.manual_seed(3)
     model: Any = Mlp().to(kind.dtype)

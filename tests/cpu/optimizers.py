@@ -38,7 +38,10 @@ class DerivedAdamW(torch.optim.AdamW):
 
 
 class OwnNorm(torch.optim.Optimizer):
-    """Divides by the parameter's own norm as a Python number, gives the parameter new memory: not to be traced."""
+    """An optimizer that cannot be traced.
+
+    It divides by the parameter's norm as a Python number, and gives the parameter new memory.
+    """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})

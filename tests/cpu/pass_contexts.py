@@ -38,7 +38,7 @@ def calls(context: PassContext, target: torch._ops.OpOverload) -> list[fx.Node]:
 
 
 def between(context: PassContext, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """Nodes behind `first` and before `last`."""
+    """Nodes after `first` and before `last`."""
     nodes = list(context.graph.module.graph.nodes)
     return nodes[nodes.index(first) + 1 : nodes.index(last)]
 

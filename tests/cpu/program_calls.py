@@ -1,4 +1,7 @@
-"""The calls that a generated program is made of: each does one thing to one of the two loops and gives back what the loop saw."""
+"""The calls that a generated program is made of.
+
+Each does one thing to one of the two loops and returns what the loop saw.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +67,10 @@ def _backward_other_shape(side: Side, at: int) -> float:
 
 
 def _forward(side: Side, at: int) -> float:
-    """Not where ours refuses the backward after a step and plain goes on with the new weights.
+    """No forward where ours refuses the late backward and plain goes on with the new weights.
 
     Under autocast one 16-bit copy of a weight is read in all steps. Lion writes weights through
-    `.data`, whose version is not theirs.
+    `.data`, which does not change the weight's version.
     """
     if side.setup.dtype == "autocast" or side.setup.optimizer == "Lion":
         return 0.0
@@ -99,7 +102,10 @@ def _scaled_step(side: Side, at: int) -> float:
 
 
 def _scaled_train(side: Side, at: int) -> tuple[float, float]:
-    """One scaled step; its gradients are dropped, as a later step would refuse those that are not finite."""
+    """One scaled step.
+
+    Its gradients are dropped: a later step would refuse those that are not finite.
+    """
     side.optimizer.zero_grad()
     found = _scaled_backward(side, at), _scaled_step(side, at // 2)
     side.optimizer.zero_grad()
@@ -198,9 +204,12 @@ def _read_weight(side: Side, at: int) -> float:
 
 
 def _write_weight(side: Side, at: int) -> None:
-    """Two writes never cancel out: whether an element was written shows only between them then, to who looks."""
+    """Scale a weight down.
+
+    Two writes never cancel out: otherwise only a reader between them would see that they happened.
+    """
     p = side.parameters[at % len(side.parameters)]
-    if at % 2 and not side.losses:  # ours counts the write: a backward of before it would be refused
+    if at % 2 and not side.losses:  # ours counts the write: a backward whose forward came before it would be refused
         p.data.mul_(0.99)
     else:
         with torch.no_grad():
@@ -314,7 +323,11 @@ def _penalty(side: Side, at: int) -> float:
 
 
 def _close_and_compile(side: Side, at: int) -> None:
-    """What was held of the first compilation is dropped: gradients, losses, the scheduler. What is frozen then stays so, so nothing is."""
+    """Close the model and compile it again, without what was held of the first compilation.
+
+    Gradients, losses and the scheduler are dropped. Parameters frozen now would stay frozen, so all
+    are unfrozen first.
+    """
     _unfreeze(side, at)
     side.optimizer.zero_grad()
     side.losses, side.scheduler = [], None
@@ -403,7 +416,10 @@ def _sum_of_weights(side: Side) -> float:
 
 
 def _signalled(side: Side, at: int, call: Callable[[], object]) -> bool:
-    """The call, with Ctrl-C at the nth function of the library that it enters; whether that came."""
+    """Make the call, with Ctrl-C at the nth library function that it enters.
+
+    Gives whether Ctrl-C came.
+    """
     left = _NTH[at % len(_NTH)]
 
     def count(frame: FrameType, event: str, _: object) -> None:

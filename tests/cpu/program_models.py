@@ -1,4 +1,7 @@
-"""What a generated program trains: a model of drawn units, an optimizer of two groups, compiled by torch and by hytrain_fx."""
+"""What a generated program trains, compiled by torch and by hytrain_fx.
+
+The model has drawn units, the optimizer two groups.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Conv(nn.Module):
 
 
 class Small(nn.Module):
-    """A block whose parameters are small: the rows of several fit one chunk."""
+    """A block with small parameters: the rows of several fit one chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +107,10 @@ UNITS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Composed(nn.Module):
-    """An embedding, units in any order, a head that may be tied to the embedding; the forward returns a loss."""
+    """An embedding, units in any order, and a head that may be tied to the embedding.
+
+    The forward returns a loss.
+    """
 
     def __init__(self, units: tuple[str, ...], tied: bool) -> None:
         super().__init__()
@@ -158,7 +164,7 @@ class Setup:
         return optimizers.make(self.optimizer, groups)
 
     def make_reference(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The one whose bits count."""
+        """The reference optimizer, whose bits count."""
         if self.is_adam:
             return HandAdam(self.groups(model), decoupled=self.optimizer != "Adam", lr=1e-2,
                             weight_decay=0.0 if self.optimizer == "Adam" else 1e-2)
@@ -255,7 +261,7 @@ class Pair:
 
 @contextmanager
 def quick_compiling() -> Iterator[None]:
-    """Inductor without kernels of its own, one thread for torch, room for the graphs of every kind of call."""
+    """Compile quickly: no Inductor kernels, one thread for torch, room for graphs of every call."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # The plain loop's graphs follow `requires_grad` in torch 2.11 only with the second.

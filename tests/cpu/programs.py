@@ -1,4 +1,6 @@
-"""A generator of programs: drawn training loops, run on a plain model and on ours in lockstep, bit for bit.
+"""A generator of programs: drawn training loops, run in lockstep on a plain model and on ours.
+
+Every bit must agree.
 
     python -m tests.cpu.programs --programs 10000 --seed 1 --processes 16
 
@@ -107,9 +109,9 @@ class Workshop:
         self.left: list[str] = []
 
     def check(self, program: Program) -> None:
-        """Run the program on both sides. Raises Differs, naming the call, where they part.
+        """Run the program on both sides. Raises Differs, naming the call, where they differ.
 
-        A program whose plain loop diverges is over where ours says so: NaN gradients are an error
+        A program whose plain loop diverges ends where ours says so: NaN gradients are an error
         there.
         """
         if self._pair is None or self._pair.setup != program.setup:
@@ -131,7 +133,11 @@ class Workshop:
                     self.close(failed=True)
 
     def close(self, failed: bool = False) -> None:
-        """Close the pair; what is left over is only asked after programs that pass, as errors hold the frames that they came through."""
+        """Close the pair.
+
+        Only programs that pass are asked what is left over: an error holds the frames that it came
+        through.
+        """
         if self._pair is None:
             return
         pair, self._pair = self._pair, None
@@ -220,7 +226,11 @@ def _compare(pair: Pair, where: str) -> None:
 
 
 def _adam_entry(p: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
-    """What HandAdam keeps, in torch's names; its master follows a written weight no sooner than at the next step."""
+    """What HandAdam keeps, in torch's names.
+
+    Its master follows a written weight only at the next step, so the written values are put in
+    here.
+    """
     names = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "vmax": "max_exp_avg_sq"}
     master = torch.where(entry["master"].to(p.dtype) == p.detach(), entry["master"], p.detach().float())
     return {new: entry[old] for old, new in names.items()} | {"master": master}
@@ -243,7 +253,10 @@ def _require_same(found: Any, expected: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A shrunk program and what is seen; `alone`: whether it also fails on a pair that no other program has used."""
+    """A shrunk program and its error.
+
+    `alone`: whether it also fails on a pair that no other program has used.
+    """
 
     seed: int
     program: str
@@ -341,7 +354,10 @@ def _worker(first: int, seeds: int, programs: int) -> None:
 
 
 def _in_a_process(first: int, seeds: int, programs: int) -> Found:
-    """Seeds in a process of its own: a crash is a failure of the seed it came in. Each seed is told when it ends."""
+    """Run seeds in a process of their own, so that a crash is a failure of the seed it came in.
+
+    Each seed is reported when it ends.
+    """
     command = [sys.executable, "-m", "tests.cpu.programs", "--worker", str(seeds), "--seed", str(first), "--programs", str(programs)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     total, done, killed = Found(), 0, threading.Event()

@@ -1,6 +1,8 @@
-"""A small stand-in for the runtime: counts every node, updates synchronously, and poisons weights that may be overwritten.
+"""A small stand-in for the runtime: it counts every node and updates synchronously.
 
-With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs behind the
+It also poisons weights that may be overwritten.
+
+With `poison`, a weight is NaN from its release until a `wait` for it: a reader that runs after the
 release, or ahead of the wait, turns the loss or a gradient into NaN.
 """
 
@@ -82,7 +84,7 @@ class RecordingNodes:
                 self._parameters[row].data.copy_(self._kept.pop(row))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update with the gradients that were offloaded and those in `.grad`, then poison every weight again."""
+        """Update with the gradients, offloaded or in `.grad`, then poison every weight again."""
         rows = range(len(self._parameters))
         self.show(rows)
         for row, grad in self.grads.items():
@@ -137,7 +139,10 @@ def compile_rewritten(model: nn.Module, poison: bool = True, **compile_options: 
 
 
 def capture_only(model: nn.Module, *batches: tuple[Any, ...]) -> tuple[list[CapturedGraph], tuple[Unit, ...]]:
-    """The graphs of a forward and a backward for each batch, as captured, not rewritten; all trainable parameters are managed."""
+    """The graphs of a forward and a backward for each batch, as captured, not rewritten.
+
+    All trainable parameters are managed.
+    """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     units = group_units(model, tuple(named))
     captured: list[CapturedGraph] = []
@@ -167,7 +172,10 @@ def copy_captured(graph: CapturedGraph) -> CapturedGraph:
 
 
 def assert_trains_alike(model: nn.Module, batches: Sequence[tuple[Any, ...]], poison: bool = True, **compile_options: Any) -> Rewritten:
-    """Losses and weights after some steps have the same bits with and without the rewrite, and each gradient was offloaded once a step."""
+    """Losses and weights have the same bits with and without the rewrite, after some steps.
+
+    Each gradient is offloaded once a step.
+    """
     plain = copy.deepcopy(model)
     ours = compile_rewritten(model, poison, **compile_options)
     ours.nodes.hide(range(len(ours.names)))
@@ -181,7 +189,10 @@ def assert_trains_alike(model: nn.Module, batches: Sequence[tuple[Any, ...]], po
 def train(
     model: nn.Module, batches: Sequence[tuple[Any, ...]], step: Callable[[torch.optim.Optimizer], None] | None = None
 ) -> list[float]:
-    """AdamW over the batches; the loss of each step. `step` is the nodes' own, or None for the optimizer's."""
+    """Train with AdamW over the batches; gives the loss of each step.
+
+    `step` is the nodes' own, or None for the optimizer's.
+    """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for batch in batches:

@@ -1,4 +1,7 @@
-"""A small model with the same batches every time, its optimizer of either kind, and what a file gives back: for tests of checkpoints."""
+"""For tests of checkpoints: a small model with the same batches every time.
+
+Its optimizer is of either kind; a helper gives values back as a file would.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Many random steps of a random loop, in lockstep with the plain one: every loss and every bit, memory and threads steady.
+"""Many random steps of a random loop, in lockstep with the plain loop.
+
+Every loss and every bit agree, memory and threads stay steady.
 
     python -m tests.cpu.soak --steps 2000 --seed 1        (./scripts/soak)
 
@@ -82,7 +84,10 @@ class Usage:
 
 
 class Soak:
-    """Two models in lockstep; `run` raises AssertionError where they part, and gives what was used on the way."""
+    """Two models in lockstep.
+
+    `run` raises AssertionError where they differ, and gives what was used on the way.
+    """
 
     def __init__(self, dtype: torch.dtype, seed: int, speculate: Speculate = True, *, autocast: bool = False) -> None:
         def make() -> tuple[nn.Module, Batches]:
@@ -255,7 +260,10 @@ def _none(value: object) -> None:
 
 
 def grown(used: list[Usage]) -> tuple[int, int]:
-    """Bytes and threads by which the last quarter exceeds the first half: a run needs some steps to see every case once."""
+    """Bytes and threads by which the last quarter exceeds the first half.
+
+    A run needs some steps to see every case once.
+    """
     half, quarter = used[: (len(used) + 1) // 2], used[-max(1, len(used) // 4) :]
     more_bytes = max(u.resident_bytes for u in quarter) - max(u.resident_bytes for u in half)
     return more_bytes, max(u.threads for u in quarter) - max(u.threads for u in half)
