@@ -2,7 +2,7 @@
 
 They are memory that the system refuses, engine calls that fail, threads, and disks.
 
-    with Faults("device memory").counted() as places: loop()    every place where it can happen, in order
+    with Faults("device memory").counted() as places: loop()    every place that can fail, in order
     with Faults("device memory").at(place): loop()    the same loop, with the fault at one of them
 
 A place is a line of the library and how often it was reached before; it is found by running the

@@ -59,7 +59,7 @@ def accumulating(lengths: list[int], clip: bool = False, read: bool = False) -> 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), clip=st.booleans(), read=st.booleans())
 def test_accumulation_of_any_and_changing_length(twins: Twins, lengths: list[int], clip: bool, read: bool) -> None:
-    """Several backwards before a step add up as in plain torch, bit for bit, with and without a clip of the sum."""
+    """Several backwards before a step add up to plain torch's bits, with and without a clip."""
     twins.agree(accumulating(lengths, clip, read))
 
 
@@ -97,7 +97,9 @@ def retaining(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_two_backwards_through_one_graph(k: int) -> None:
-    """retain_graph=True: the second backward adds its gradient again. torch.compile allows it with donated buffers off.
+    """retain_graph=True: the second backward adds its gradient again.
+
+    torch.compile allows it with donated buffers off.
 
     The cache of graphs does not know of that switch (torch 2.13): off too, or a graph that donates
     its buffers is found there.
@@ -107,7 +109,10 @@ def test_two_backwards_through_one_graph(k: int) -> None:
 
 
 def test_a_refused_second_backward_leaves_training_whole(twins: Twins) -> None:
-    """With donated buffers torch.compile refuses retain_graph=True; after its error and zero_grad() training goes on exactly."""
+    """Training goes on exactly after a refused second backward and zero_grad().
+
+    With donated buffers torch.compile refuses retain_graph=True.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)

@@ -55,7 +55,7 @@ def any_scalars(draw: st.DrawFn) -> AdamScalars:
 def test_kernel_is_op_by_op(
     scalars: AdamScalars, n: int, seed: int, kind: str, grad_dtype: torch.dtype, out_dtype: torch.dtype | None
 ) -> None:
-    """The C++ kernel gives the bits of the op-by-op form, for every option, dtype, form and length."""
+    """The C++ kernel gives the op-by-op form's bits, for every option, dtype, form and length."""
     by_kernel = operands(n, seed, kind, grad_dtype, out_dtype)
     by_ops = by_kernel.clone()
     kernel_(by_kernel, scalars)
@@ -97,7 +97,10 @@ OPTIONS = [
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_kernel_is_torch_optim(options: dict[str, Any], decoupled: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its one square root correctly rounded, torch.optim on the CPU gives the bits of the kernel, in vector tails too."""
+    """torch.optim on the CPU has the kernel's bits once its square root is correctly rounded.
+
+    This holds in vector tails too.
+    """
     group = GROUP | options
     for n, step in ((1, 1), (7, 2), (33, 3), (1003, 1000), (40_000, 7)):
         ours = operands(n, n, kind)
@@ -115,7 +118,10 @@ def test_kernel_is_torch_optim(options: dict[str, Any], decoupled: bool, kind: s
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_kernel_is_torch_fused(options: dict[str, Any], decoupled: bool) -> None:
-    """torch.optim(fused=True) on the CPU gives the bits of the kernel as it is, in whole vectors; its tails are contracted otherwise."""
+    """torch.optim(fused=True) on the CPU has the unchanged kernel's bits, in whole vectors.
+
+    The compiler contracts its tails differently.
+    """
     group = GROUP | options
     for kind in ("normal", "wide", "denormal", "bits"):
         ours = operands(64 * 100, 13, kind)
@@ -128,7 +134,10 @@ def test_kernel_is_torch_fused(options: dict[str, Any], decoupled: bool) -> None
 @needs_torch_fma
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_torch_optim_as_it_is(amsgrad: bool) -> None:
-    """Against torch.optim's own square root the moments agree to the bit and a parameter's step to 4 units in the last place."""
+    """With torch.optim's own square root the moments still agree to the bit.
+
+    A parameter's step agrees to 4 units in the last place.
+    """
     group = GROUP | {"amsgrad": amsgrad}
     ours = operands(200_000, 1, "normal")
     before, theirs = ours.master.clone(), ours.clone()
@@ -142,7 +151,10 @@ def test_torch_optim_as_it_is(amsgrad: bool) -> None:
 
 
 def test_square_root_is_correctly_rounded() -> None:
-    """The op-by-op square root is libm's correctly rounded one, on normal, denormal and infinite values."""
+    """The op-by-op square root is libm's, which is correctly rounded.
+
+    Normal, denormal and infinite values are tried.
+    """
     x = torch.cat([operands(3000, 5, kind).v for kind in ("normal", "wide", "denormal", "bits")])
     libm = libm_function("sqrtf", 1)
     assert different_bits(square_root(x), torch.tensor([libm(value) for value in x.tolist()])) == 0
@@ -150,7 +162,10 @@ def test_square_root_is_correctly_rounded() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "denormal", "bits"])
 def test_fma_rounds_once(kind: str) -> None:
-    """The op-by-op fused multiply-add is libm's, near cancellation and where double rounding would show too."""
+    """The op-by-op fused multiply-add is libm's.
+
+    That holds near cancellation too, and where double rounding would show.
+    """
     o = operands(3000, 6, kind)
     a, b = o.grad, o.master
     libm = libm_function("fmaf", 3)
@@ -186,7 +201,10 @@ def test_chunks_do_not_show(n: int, cut: int, dtype: torch.dtype, torch_cuda: bo
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("torch_cuda", [False, True])
 def test_instruction_set_does_not_show(variant: str, torch_cuda: bool) -> None:
-    """AVX2 and scalar builds give the bits of the native build, through all 65536 values of either 16-bit gradient format."""
+    """AVX2 and scalar builds give the native build's bits.
+
+    All 65536 values of either 16-bit gradient format are tried.
+    """
     flags = tuple(flag for flag in build.FLAGS if flag != "-march=native") + VARIANTS[variant]
     other = build.load(("kernels_c.cpp",), flags=flags)
     every16 = torch.arange(65536).to(torch.int16)
@@ -206,7 +224,7 @@ def test_instruction_set_does_not_show(variant: str, torch_cuda: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", ["native", *VARIANTS])
 def test_weight_rounds_as_torch(dtype: torch.dtype, variant: str) -> None:
-    """The 16-bit weight is torch's `.to(dtype)` of the master: ties to even, denormals, overflow, NaN."""
+    """The 16-bit weight is torch's `.to(dtype)` of the master: ties, denormals, overflow, NaN."""
     if variant != "native" and platform.machine() != "x86_64":
         pytest.skip("builds x86 instruction sets")
     flags = build.FLAGS if variant == "native" else tuple(f for f in build.FLAGS if f != "-march=native") + VARIANTS[variant]
@@ -223,7 +241,10 @@ def test_weight_rounds_as_torch(dtype: torch.dtype, variant: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_factors_are_mul_(dtype: torch.dtype) -> None:
-    """Factors give what `grad.mul_` with a number or a 0-dim fp32 tensor gives, one rounding to the gradient's dtype each."""
+    """Factors give what `grad.mul_` gives with a number or a 0-dim fp32 tensor.
+
+    Each factor is one rounding to the gradient's dtype.
+    """
     factors = (1.0 / 3.0, 0.0123, 1.7, 3.3)
     inside, outside = operands(5000, 9, "normal", dtype), operands(5000, 9, "normal", dtype)
     for i, factor in enumerate(factors):
@@ -235,7 +256,10 @@ def test_factors_are_mul_(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_wide_factors_are_those_of_the_widened_gradient(dtype: torch.dtype) -> None:
-    """With WIDE_FACTORS a 16-bit gradient gives what its fp32 form gives, every factor in fp32; without it factors round to 16 bits."""
+    """With WIDE_FACTORS a 16-bit gradient gives what its fp32 form gives.
+
+    Every factor is applied in fp32. Without the flag factors round to 16 bits.
+    """
     scalars = AdamScalars.of(GROUP, 3, decoupled=True, torch_cuda=False, factors=(1 / 3, 0.7))
     wide = replace(scalars, flags=scalars.flags | UpdateFlag.WIDE_FACTORS)
     narrow = operands(5000, 9, "normal", dtype)
@@ -264,7 +288,7 @@ def test_weight_may_overwrite_gradient(dtype: torch.dtype) -> None:
 
 
 def test_denormals_are_kept() -> None:
-    """The moments of a row without gradients pass through the denormals, they do not end at zero on the way."""
+    """Without gradients, moments pass through the denormals and do not jump to zero."""
     o = operands(100, 11, "denormal")
     o.grad.zero_()
     o.v.fill_(2.0**-130)
@@ -295,7 +319,10 @@ def test_missing_vmax_is_refused() -> None:
 
 
 def test_scalars_refuse_what_adam_has_not() -> None:
-    """A beta1 outside [0, 1), more than four factors and hyper-parameters that are no numbers are refused by name."""
+    """A beta1 outside [0, 1), a fifth factor and a hyper-parameter that is no number are refused.
+
+    The error names them.
+    """
     with pytest.raises(UnsupportedError, match="beta1"):
         AdamScalars.of(GROUP | {"betas": (1.0, 0.9)}, 1, decoupled=True, torch_cuda=False)
     with pytest.raises(UnsupportedError, match="5 multiplications"):

@@ -1,4 +1,7 @@
-"""LoRA by the `peft` library on a small Llama: only the adapters train, the frozen base is left alone."""
+"""LoRA by the `peft` library on a small Llama: only the adapters train.
+
+The frozen base is left alone.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def lora_llama(dtype: torch.dtype) -> tuple[nn.Module, Batches]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [0, 1])
 def test_lora_adapters_train_alike(k: int, dtype: torch.dtype) -> None:
-    """Losses, adapters, an evaluation without the adapter and the merged weights are those of the plain loop; the base keeps its bits."""
+    """With an adapter, losses and weights are the plain loop's, and the base keeps its bits.
+
+    The same holds for an evaluation without the adapter, and for the merged weights.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         base = {name: value for name, value in weights(model).items() if "lora" not in name}

@@ -1,4 +1,4 @@
-"""Which CPUs the engine's threads may run on where an OpenMP runtime has bound the thread that compiles to one of them."""
+"""Which CPUs the engine's threads may use where OpenMP has bound the compiling thread to one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ several_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one 
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("binding", BINDINGS, ids=lambda binding: " ".join(binding))
 def test_engine_threads_run_on_all_cpus_though_the_launching_thread_is_bound(binding: dict[str, str], engine: str) -> None:
-    """The launching thread stays where it was bound; cores are counted, and the engine's threads run, on all that the process has."""
+    """The engine's threads run on all CPUs of the process, though the launching thread is bound.
+
+    That thread stays where it was bound, and all CPUs' cores are counted.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     run(f"""
         torch.ones(10_000_000).add(1).sum()  # some runtimes bind at the first parallel loop
@@ -47,7 +50,10 @@ def test_engine_threads_run_on_all_cpus_though_the_launching_thread_is_bound(bin
 
 @several_cpus
 def test_a_thread_that_the_loop_has_bound_stays_there() -> None:
-    """Without an OpenMP runtime that binds, the calling thread's CPUs are what the user allowed: taskset, a launcher, sched_setaffinity."""
+    """Without an OpenMP runtime that binds, the calling thread's CPUs are what the user allowed.
+
+    The user does so by taskset, a launcher or sched_setaffinity.
+    """
     one = min(os.sched_getaffinity(0))
     run(f"""
         torch.ones(10_000_000).add(1).sum()
@@ -58,7 +64,10 @@ def test_a_thread_that_the_loop_has_bound_stays_there() -> None:
 
 @several_cpus
 def test_threads_are_started_elsewhere_and_the_caller_stays() -> None:
-    """Within `threads_on` the CPUs are the given ones, after it those of before; also where they cannot be had."""
+    """Inside `threads_on` the CPUs are the given ones, afterwards the earlier ones.
+
+    Where the given CPUs cannot be had, nothing changes.
+    """
     before = os.sched_getaffinity(0)
     with threads_on({min(before)}):
         assert os.sched_getaffinity(0) == {min(before)}

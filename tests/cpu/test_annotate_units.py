@@ -50,7 +50,10 @@ def test_readers_are_found_through_views() -> None:
 
 
 def test_a_node_without_weights_belongs_to_the_unit_before_it() -> None:
-    """Attention between two layers' weights is the work of its own layer, and units follow each other in forward order."""
+    """Attention between two layers' weights belongs to its own layer.
+
+    Units follow each other in forward order.
+    """
     ctx = context(GraphKind.FORWARD)
     apply(ctx, annotate_units)
     work = [note(node).unit for node in ctx.graph.module.graph.nodes if node.op == "call_function"]

@@ -1,4 +1,7 @@
-"""The user's own optimizer in a compiled model: the plain loop's bits with rows on both sides, checkpoints, options, refusals."""
+"""The user's own optimizer in a compiled model: bits, checkpoints, options, refusals.
+
+Training has the plain loop's bits with rows on both sides.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def trained(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def clipped(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-    """Clipping, accumulation over two batches, a scheduler, and a step without gradients of one parameter."""
+    """Clip, accumulate over two batches, and use a scheduler.
+
+    One step has no gradient of one parameter.
+    """
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     losses = []
     for step in range(7):
@@ -54,7 +60,10 @@ def clipped(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", EVERY)
 def test_training_has_the_plain_loops_bits(name: str) -> None:
-    """Rows on the host and on the device, clipping, accumulation, a scheduler: losses, weights, checkpoint as in the plain loop."""
+    """Losses, weights and checkpoint are the plain loop's, with rows on the host and on the device.
+
+    The loop clips, accumulates and has a scheduler.
+    """
     results = []
     for is_ours in (False, True):
         torch._dynamo.reset()
@@ -118,7 +127,10 @@ def ours() -> Iterator[Callable[[], tuple[Any, Any, Batches]]]:
 
 
 def test_16_bit_parameters_have_fp32_masters_and_states(ours: Callable[[], tuple[Any, Any, Batches]]) -> None:
-    """The bits of a loop that steps fp32 masters by hand; the checkpoint has them under `master`, and goes on from there."""
+    """Training has the bits of a loop that steps fp32 masters by hand.
+
+    The checkpoint has the masters under `master`, and training goes on from there.
+    """
     model, optimizer, batches = ours()
     plain_model, _ = start(torch.bfloat16)
     plain_model.compile()
@@ -137,7 +149,10 @@ def test_16_bit_parameters_have_fp32_masters_and_states(ours: Callable[[], tuple
 
 
 def test_states_of_a_parameter_can_be_taken_away_and_given(ours: Callable[[], tuple[Any, Any, Batches]]) -> None:
-    """Deleted they are as before the first step; what does not fit is refused and changes nothing."""
+    """Deleted states are as before the first step; states that do not fit are refused.
+
+    A refusal changes nothing.
+    """
     model, optimizer, batches = ours()
     plain_loop(1)(model, optimizer, batches)
     parameter = model.first.weight
@@ -179,7 +194,10 @@ def test_states_move_between_host_and_device() -> None:
 
 
 def test_a_plan_is_solved_from_measured_times() -> None:
-    """With k left open the update is timed on the device too, and explain has the note beside the plan."""
+    """With k left open the update is timed on the device too.
+
+    `explain` has the optimizer's note next to the plan.
+    """
     torch._dynamo.reset()
     model, batches = start()
     _, optimizer = hytrain_fx.compile(model, make("Adafactor", model.parameters()), warmup_steps=1)
@@ -193,7 +211,10 @@ def test_a_plan_is_solved_from_measured_times() -> None:
 
 
 def test_what_cannot_be_had_is_refused() -> None:
-    """LBFGS, a step over all parameters, other engines, streaming, a wrapped optimizer: an error that says why; no thread is left."""
+    """What is not supported is an error that says why, and no thread is left.
+
+    Such are LBFGS, a step over all parameters, other engines, streaming and a wrapped optimizer.
+    """
     model, _ = start()
     for optimizer, options, why in (
         (torch.optim.LBFGS(model.parameters()), {}, "LBFGS needs all parameters at once"),

@@ -1,4 +1,7 @@
-"""Fp32 weights that autocast alone reads: bf16 copies on the device, and every bit that of the plain fp32 loop."""
+"""Fp32 weights that only autocast reads have bf16 copies on the device.
+
+Every bit is the plain fp32 loop's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ COPIED = {"up.weight", "down.weight", "head.weight"}
 
 
 class Net(nn.Module):
-    """Linear layers that are read once; one that is read twice, an embedding and a norm, which stay in fp32."""
+    """Linear layers that are read once, and three weights that stay in fp32.
+
+    Those are a layer that is read twice, an embedding and a norm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +78,10 @@ def copied(session: Session) -> set[str]:
 
 @pytest.fixture(scope="module")
 def twins() -> Iterator[Twins]:
-    """One pair of models for all loops. A first step under autocast makes the copies; then all runs again from the start."""
+    """One pair of models for all loops.
+
+    A first step under autocast makes the copies; then both start again.
+    """
     made = Twins(net, workers=2, timeout_s=60.0)
     made.agree(steps(lambda model, optimizer, step: None, count=1))
     assert copied(made.session) == COPIED
@@ -167,18 +176,24 @@ BETWEEN: dict[str, Callable[[Any, Any, int], Any]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_what_loops_do_gives_the_bits_of_the_plain_loop(twins: Twins, between: Callable[[Any, Any, int], Any]) -> None:
-    """Norms, factors, sums and edits are those of fp32 gradients; losses, figures and weights are the plain loop's."""
+    """Norms, factors, sums and edits act on fp32 gradients.
+
+    Losses, values and weights are the plain loop's.
+    """
     twins.agree(steps(between))
 
 
 @pytest.mark.sample(0)
 def test_autocast_may_come_and_go(twins: Twins) -> None:
-    """Steps without autocast read the fp32 weight as the last update made it, and their fp32 gradients update it."""
+    """Steps without autocast read the updated fp32 weight, and their fp32 gradients update it."""
     twins.agree(steps(BETWEEN["clip"], count=6, casts=lambda step: step % 3 != 1))
 
 
 def test_what_is_written_to_a_weight_counts(twins: Twins) -> None:
-    """An edit in place, through `.data`, by load_state_dict or by a swap and back becomes the master with all its fp32 bits."""
+    """A write to a weight becomes the master, with all its fp32 bits.
+
+    It may be in place, through `.data`, by load_state_dict, or a swap and back.
+    """
 
     def write(model: Any, optimizer: Any, step: int) -> None:
         with torch.no_grad():
@@ -199,7 +214,7 @@ def test_what_is_written_to_a_weight_counts(twins: Twins) -> None:
 
 
 def test_views_of_a_weight_stay_true(twins: Twins) -> None:
-    """A view that the loop keeps is neither left without memory nor left behind: at the next forward it shows the last update."""
+    """A view that the loop keeps has memory, and shows the last update at the next forward."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         view, seen = model.up.weight.detach(), []
@@ -216,7 +231,10 @@ def test_views_of_a_weight_stay_true(twins: Twins) -> None:
 
 
 def test_a_weight_in_the_loss_beside_the_model(twins: Twins) -> None:
-    """A penalty that eager code makes of the weight adds its fp32 gradient to the graph's; what it saved for the backward stays there."""
+    """A penalty that eager code makes of the weight adds its fp32 gradient to the graph's.
+
+    What the penalty saved for the backward stays intact.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         seen = []
@@ -298,7 +316,10 @@ def test_no_sequence_of_placements_changes_a_bit(twins: Twins, plans: list[list[
 
 
 def test_what_travels_and_what_rests(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between steps weights with a copy have no fp32 memory, their copies have 2 bytes an element, and 2 bytes of gradient leave."""
+    """Between steps a weight with a copy has no fp32 memory.
+
+    Its copy has 2 bytes an element, and 2 bytes of gradient an element leave the device.
+    """
     session = twins.session
     session.place(plan_of(session, [Placement.CPU]))
     offload = session.engine.grad_offload
@@ -336,7 +357,10 @@ def start(make: Callable[[], tuple[nn.Module, Batches]] = net, **options: Any) -
 
 
 def test_checkpoints_are_those_of_fp32_training() -> None:
-    """Keys, dtypes and bits of both state_dicts are those without copies, and either run goes on from the other's checkpoint."""
+    """Both state_dicts have the keys, dtypes and bits of training without copies.
+
+    Either run goes on from the other's checkpoint.
+    """
     saved: list[Any] = []
     for option in (True, False):
         model, optimizer, batches = start(autocast_copies=option)
@@ -364,7 +388,7 @@ def test_checkpoints_are_those_of_fp32_training() -> None:
 
 
 def test_parameters_have_their_memory_when_training_is_over() -> None:
-    """After close(), in a copy, and where the model is gone but a parameter is kept: the weight as of the last update."""
+    """After close(), in a copy, or without its model, a parameter has the last update's weight."""
     for end in ("close", "drop"):
         model, optimizer, batches = start()
         steps(BETWEEN["nothing"], count=2)(model, optimizer, batches)
@@ -435,7 +459,10 @@ def broken() -> tuple[nn.Module, Batches]:
     (broken, {}), (from_a_buffer, {}), (net, {"engine": "torch"}),
 ], ids=["graph break", "memory of others", "torch engine"])
 def test_models_that_stay_in_fp32(make: Any, options: dict[str, Any]) -> None:
-    """With a graph break, in memory not torch's, and on the torch engine there are no copies, and weights keep their memory."""
+    """Some models get no copies, and their weights keep their memory.
+
+    They have a graph break, memory that is not torch's, or the torch engine.
+    """
     model, optimizer, batches = start(make, **options)
     steps(BETWEEN["nothing"], count=2)(model, optimizer, batches)
     session = session_of(model)
@@ -474,7 +501,10 @@ def test_a_convolution_under_autocast() -> None:
 
 
 def test_hooks_see_fp32_gradients(twins: Twins) -> None:  # the last of the pair: its graphs return this gradient from now on
-    """A hook on a weight with a copy, registered in mid-training, gets the fp32 gradient, and what it returns counts."""
+    """A hook on a weight with a copy gets the fp32 gradient, and what it returns counts.
+
+    It is registered in mid-training.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         seen: list[float] = []

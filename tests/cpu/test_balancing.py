@@ -28,8 +28,9 @@ from .test_streaming import running
 
 
 def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
-    """Of the step before the last commit; slow CPU updates end later, a kind that did not run has
-    0.
+    """The engine says when each kind of update ended, in the step before the last commit.
+
+    Slow CPU updates end later. A kind that did not run has 0.
     """
     with running() as engine:
         loop = EngineLoop(engine, (5000, 6000), torch.float32, streamed=frozenset([1]))
@@ -55,8 +56,9 @@ def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
 
 
 def test_pauses_between_updates_are_told() -> None:
-    """Workers that wait for the next gradient have paused for as long; without late gradients they
-    have worked since their first update.
+    """Time that workers wait for late gradients counts as a pause.
+
+    Without late gradients they have worked since their first update.
     """
     with running() as engine:
         loop = EngineLoop(engine, (5000, 6000), torch.float32)
@@ -77,9 +79,10 @@ def test_pauses_between_updates_are_told() -> None:
 
 @pytest.mark.sample(0)
 def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
-    """Put on the lane together, streamed states never end before the updates by the CPU that stand
-    between them, however few they are: what they stood is told. Where they are what takes long they
-    stood for nothing.
+    """Streamed states that wait for the CPU's updates between them say how long they were held.
+
+    All are put on the lane together, so they cannot end before those updates, however few these
+    are. Where streaming itself takes long, they were not held.
     """
     hosted, streamed = 40, 6
     with running() as engine:
@@ -99,8 +102,10 @@ def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
 
 
 def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
-    """Where it ends last its end tells when gradients came, and a share moved by that would be
-    moved again and again; it can take more.
+    """A CPU that waited for gradients gives nothing away; it can take more.
+
+    Where it ends last, its end only shows when gradients came. A share moved by that would be moved
+    again and again.
     """
     units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
     plan = prefix_plan(units, 0, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
@@ -113,8 +118,10 @@ def test_a_cpu_that_waited_for_gradients_gives_nothing_away() -> None:
 
 
 def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
-    """It is believed to until steps were seen in which no gradient left before its row's update had
-    ended, and again with another k.
+    """The launching thread is believed to run ahead until steps show otherwise.
+
+    They do when no gradient left before its row's update had ended. Another k starts the belief
+    again.
     """
     units = tuple(Unit(i, f"layers.{i}", 1000, (f"{i}.0", f"{i}.1"), 2000, param_numels=(500, 500)) for i in range(4))
     balancing = Balancing()
@@ -130,8 +137,9 @@ def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
 
 
 def test_a_share_that_noise_moves_back_stays() -> None:
-    """A second move the other way needs ends twice as far apart, a third four times; a plan with
-    another k starts again from nothing.
+    """A second move the other way needs ends twice as far apart, a third four times.
+
+    A plan with another k starts again from nothing.
     """
     units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
 
@@ -161,8 +169,9 @@ def test_a_share_that_noise_moves_back_stays() -> None:
 
 
 def test_another_choice_of_parameters_with_the_same_sum_is_no_move() -> None:
-    """Where whole parameters cannot give the share that is wanted, the plan stays: each move holds
-    a step up.
+    """Where whole parameters cannot give the wanted share, the plan stays.
+
+    Each move would hold a step up.
     """
     sizes = ((300,), (100, 200), (100, 200), (300,))
     units = tuple(Unit(i, f"layers.{i}", sum(numels), tuple(f"{i}.{j}" for j in range(len(numels))), 2 * sum(numels), param_numels=numels)
@@ -199,16 +208,14 @@ def made() -> Iterator[Twins]:
 
 @pytest.fixture
 def twins(made: Twins, monkeypatch: pytest.MonkeyPatch) -> Twins:
-    """With a controller of its own that has a plan in force, in a program whose steps do not
-    change.
-    """
+    """A plan is in force, the controller is new, and the program's steps do not change."""
     planning = made.session.planning
     monkeypatch.setattr(Planning, "discipline", property(lambda self: USUAL))
     for name in ("drifted", "shifted"):  # steps of a busy machine differ
         monkeypatch.setattr(f"hytrain_fx.planning.watches.{name}", lambda before, latest: False)
     monkeypatch.setattr(planning, "controller", Controller(1000, WINDOW))
     monkeypatch.setattr(planning, "_due", None)
-    monkeypatch.setattr(planning, "profile", None)  # one of a CPU has no times for streaming: nothing is predicted with it
+    monkeypatch.setattr(planning, "profile", None)  # a CPU's profile has no times for streaming: nothing is predicted with it
     planning.controller.state, planning.controller.solved_for = State.SETTLED, USUAL
     return made
 
@@ -231,8 +238,9 @@ def put_in_force(twins: Twins, plan: Plan) -> None:
 def test_shares_move_towards_the_kind_that_ends_early(
     twins: Twins, ends: FinishTimes, grows: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While steps show that one kind ends late, parameters go to the other, a few at a time, and
-    the training is the reference's.
+    """While steps show that one kind ends late, parameters move to the other, a few at a time.
+
+    The training is the reference's.
     """
     planning = twins.session.planning
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: ends)
@@ -265,8 +273,9 @@ def test_shares_move_towards_the_kind_that_ends_early(
 def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
     twins: Twins, gain_us: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change that is predicted to lengthen steps, or to gain less in 200 of them than it costs,
-    is not made: times are to be measured.
+    """A change that is predicted not to pay is not made; times are measured first.
+
+    It does not pay if it lengthens steps, or gains less in 200 of them than it costs.
     """
     planning = twins.session.planning
 
@@ -301,8 +310,9 @@ def measuring(twins: Twins, profile: object, measured: Callable[[], None]) -> Ca
 
 
 def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends of updates that contradict the profile have the next steps measured; what those refuse
-    is asked for half as often.
+    """Ends of updates that contradict the profile cause the next steps to be measured.
+
+    What the measured times refuse is asked for half as often.
     """
     planning = twins.session.planning
     asked: list[int] = []
@@ -332,9 +342,11 @@ def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypat
 
 
 def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that works otherwise than the plan was solved for, in 8 steps in a row, has the
-    next steps measured and its plan solved, share and all, though balanced ends ask for nothing; a
-    change that comes and goes has not, and a second one takes 16. No bit changes.
+    """When the runtime works differently for 8 steps in a row, times and plan are made again.
+
+    The next steps are measured and the plan is solved with its share, though balanced ends ask for
+    nothing. A change that comes and goes has no effect, and a second change takes 16 steps. No bit
+    changes.
     """
     planning = twins.session.planning
     early, late = Discipline(early_updates=True), Discipline(commit_at="backward_end")

@@ -1,4 +1,7 @@
-"""Rows that a file lists: read as `steps` reads them, and begun only where there is memory for them."""
+"""Rows that a file lists are read as `steps` reads them.
+
+They begin only where there is memory for them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ TEXT = """
 
 
 def test_a_line_is_a_case_what_it_looks_into_and_what_it_takes() -> None:
-    """Remarks and empty lines are none; what is behind -- goes to `steps` as it is."""
+    """A line has a case, options for `steps` after `--`, and the memory that it takes.
+
+    Comments and empty lines give no case.
+    """
     rows = rows_in(TEXT)
     assert rows == [
         (Case("ours", "tiny", 2, options=("k=0", "stream=0")), Ask(("--timeline", "a.json", "--explain"), 75.0, 100.0)),
@@ -40,7 +46,7 @@ def test_a_line_is_a_case_what_it_looks_into_and_what_it_takes() -> None:
 
 
 def test_the_rows_of_the_measurements_are_rows() -> None:
-    """benchmarks/h200.rows is read, each case once, and says of every row what it takes of the device."""
+    """benchmarks/h200.rows lists each case once, and says what every row takes of the device."""
     rows = rows_in((Path(__file__).resolve().parents[2] / "benchmarks" / "h200.rows").read_text())
     assert len(rows) > 15
     assert all(0 < ask.gpu_gb < 139 for _, ask in rows)
@@ -82,7 +88,10 @@ def test_memory_is_taken_and_given_back() -> None:
 
 
 def test_memory_that_other_programs_have_is_not_given() -> None:
-    """A row begins only where what it asks for is available besides what those that run are yet to take; the first one begins anyway."""
+    """A row begins only where the system has the memory that it asks for, and that rows still need.
+
+    A row that asks for no host memory is not held back.
+    """
     free_gb = 20.0
     asked: list[float] = []
 
@@ -104,7 +113,7 @@ def test_memory_that_other_programs_have_is_not_given() -> None:
 
 
 def test_what_rows_are_yet_to_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is available goes what was asked for, less what the processes that run have taken of it."""
+    """Memory that rows asked for is not free, except what their processes have taken already."""
     monkeypatch.setattr(runner, "available_host_bytes", lambda: 100_000_000_000)
     assert _host_gb_free(0.0) == 100.0
     before = _host_gb_free(60.0)
@@ -117,7 +126,10 @@ def test_what_rows_are_yet_to_take_is_not_free(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_row_waits_for_memory_and_others_pass(tmp_path: Path) -> None:
-    """Two large rows never run at once though there are seats, a small one runs beside the first, and each gets its own arguments."""
+    """Two large rows never run at once, though there are seats.
+
+    A small one runs beside the first, and each gets its own arguments.
+    """
     cases = [Case("ours", "tiny", batch) for batch in (1, 2, 3)]
     row: dict[str, Any] = {"step_s": 1.0, "spread": 0.0, "window_steps": 10, "machine": {}}
     script = tmp_path / "row.py"

@@ -46,13 +46,16 @@ def test_rows_run_side_by_side_each_on_its_own_gpu_and_cores(tmp_path: Path) -> 
 
 
 def turn_at(path: Path) -> Turn:
-    """That of a row which is there already, as its process has it."""
+    """The turn of a row that is there already, as its process has it."""
     with entered(path) as descriptor:
         return Turn(os.dup(descriptor))
 
 
 def test_no_row_starts_beside_one_that_is_timed_alone(tmp_path: Path) -> None:
-    """From its lock to its end no process of another row begins, though seats are free; all rows come to their turn."""
+    """While a row is timed alone no other row's process begins, though seats are free.
+
+    All rows get their turn.
+    """
     script, log = tmp_path / "row.py", tmp_path / "log"
     script.write_text(textwrap.dedent(f"""
         import json, sys, time
@@ -78,7 +81,10 @@ def test_no_row_starts_beside_one_that_is_timed_alone(tmp_path: Path) -> None:
 
 
 def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
-    """It waits for every other row to end or to wait too, and no other begins meanwhile; a row without host states never waits."""
+    """A row with host states waits until every other row has ended or waits too.
+
+    No other row begins meanwhile. A row without host states never waits.
+    """
     path = tmp_path / "turn"
 
     def is_taken() -> bool:
@@ -116,7 +122,10 @@ def test_of_rows_on_one_gpu_each_is_timed_alone(tmp_path: Path) -> None:
 
 
 def test_seats_share_the_cores_and_want_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many cores for each GPU, none twice, only visible GPUs; several rows of one GPU have the same, and are told so."""
+    """Each GPU gets as many cores, no core is given twice, and only visible GPUs are used.
+
+    Several rows of one GPU have the same cores, and are told so.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     assert seats(2) == (Seat("5", (0, 1, 2, 3)), Seat("3", (4, 5, 6, 7)))
@@ -126,7 +135,10 @@ def test_seats_share_the_cores_and_want_a_gpu_each(monkeypatch: pytest.MonkeyPat
 
 
 def test_waiting_for_other_rows_is_no_start_up() -> None:
-    """It falls between two steps of the warm-up, which is shorter by it; the other phases stay, and a mode without start-up has none."""
+    """Waiting for other rows is taken off the warm-up, between whose steps it falls.
+
+    The other phases stay, and a mode without start-up has none.
+    """
     told = {"plan": {}, "startup": {"engine_us": 1e6, "warm_up_us": 9e6, "own_us": 10e6, "total_us": 30e6}}
     assert steps._without_waiting(told, 8e6) == {
         "plan": {}, "startup": {"engine_us": 1e6, "warm_up_us": 1e6, "own_us": 2e6, "total_us": 22e6}}

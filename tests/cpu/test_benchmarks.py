@@ -1,4 +1,4 @@
-"""The benchmarks on a tiny model and on rows made by hand: what is written, what is compared, what is told of failures."""
+"""The benchmarks on a tiny model and on hand-made rows: results, comparisons, failures."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def test_a_row_of_ours_has_all_that_a_table_shows(tmp_path: Path) -> None:
 
 @pytest.mark.sample(0)
 def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the barrier no update runs beside a backward or forward; both runs' traces make one picture; recording has a cost.
+    """With the barrier no update runs during a backward or forward; both traces make one picture.
+
+    Recording has a cost.
 
     The row is printed before all that, so that a time limit cannot take it.
     """
@@ -142,7 +144,7 @@ def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: P
 
 @pytest.mark.sample(0)
 def test_rows_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line runs a row that another process takes; a peer that cannot run here says what it needs."""
+    """The command line runs a row in another process; a peer that cannot run says what it needs."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling is not what this shows
     results = Results(tmp_path / "results.json")
     floor, peer = TINY[0], Case("torchao", "tiny", 2, 32)
@@ -157,7 +159,10 @@ def test_rows_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_model_is_that_of_transformers() -> None:
-    """Built without memory first, it has transformers' modules, shapes and buffers, in the dtype asked for."""
+    """The model has transformers' modules, shapes and buffers, in the dtype asked for.
+
+    It is built without memory first.
+    """
     ours = llama.build("tiny", 32, torch.device("cpu"))
     theirs = LlamaForCausalLM(LlamaConfig(**llama.shape_of("tiny"), max_position_embeddings=32, tie_word_embeddings=False))
     assert {name: p.shape for name, p in ours.named_parameters()} == {name: p.shape for name, p in theirs.named_parameters()}
@@ -218,7 +223,10 @@ def test_a_case_is_its_key_its_row_and_its_command_line(case: Case, other: Case)
 
 
 def test_rows_are_compared_with_the_same_training() -> None:
-    """The floor never clips, torchao neither clips nor has 16-bit parameters, ZeRO-Offload clips where the row does."""
+    """The floor never clips, torchao has neither clips nor 16-bit parameters.
+
+    ZeRO-Offload clips where the row does.
+    """
     row = Case("ours", "3b", 8, clip=1.0, options=("k=0",))
     assert floor_of(row) == Case("floor", "3b", 8)
     assert all_gpu_of(row) == Case("all_gpu", "3b", 8)
@@ -228,7 +236,10 @@ def test_rows_are_compared_with_the_same_training() -> None:
 
 
 def test_every_claim_has_its_rows() -> None:
-    """A case runs the rows that its claims compare, or another one does; every mode but the reference is in some case."""
+    """Some case runs the rows that a claim compares.
+
+    Every mode but the reference is in some case.
+    """
     everything = cases.rows_of(cases.named(["all"]))
     claims = [claim for case_set in cases.CASE_SETS.values() for claim in case_set.claims]
     assert {row for claim in claims for row in (claim.row, claim.against)} <= set(everything)
@@ -248,7 +259,10 @@ def test_a_claim_is_met_on_its_side() -> None:
 
 
 def test_a_table_survives_failures_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """A failed row has its reason and the next row runs; a second call runs nothing, `retry` what failed, `again` all."""
+    """A failed row has its reason, and the next row runs.
+
+    A second call runs nothing, `retry` runs what failed, `again` runs all.
+    """
     launch, runs = fake_launch(tmp_path)
     told: list[str] = []
     measure(TINY, Results(tmp_path / "results.json"), launch, tell=told.append)
@@ -265,7 +279,10 @@ def test_a_table_survives_failures_and_goes_on_where_it_stopped(tmp_path: Path) 
 
 
 def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """Its process is gone, and it has a row that says so; where the time of all rows is over, no row is left behind."""
+    """A row that takes too long has a result that says so, and its process has ended.
+
+    When the time of all rows is over, the others are left out.
+    """
     launch, _ = fake_launch(tmp_path, limit_s=1.0)
     endless = Case("zero_offload", "tiny")
     assert run_case(endless, launch)["error"] == "took longer than 1 s"
@@ -276,7 +293,7 @@ def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_is_no_result_file_is_left_alone(tmp_path: Path) -> None:
-    """It is an error, and the file stays as it is."""
+    """It is an error, and the file does not change."""
     (tmp_path / "results.json").write_text("[1]")
     with pytest.raises(CannotRun, match="not a result file"):
         Results(tmp_path / "results.json")
@@ -363,7 +380,7 @@ def test_unions_and_shares_count_moments(inner: list[Interval], outer: list[Inte
 
 
 def test_overlap_counts_the_compute_stream_only() -> None:
-    """Updates and copies are set against the kernels of the stream that computes; those of other streams do not count."""
+    """Updates and copies are compared with the kernels of the compute stream only."""
     def event(category: str, name: str, stream: int, begin: float, end: float) -> dict[str, Any]:
         return {"cat": category, "name": name, "tid": stream, "ts": begin, "dur": end - begin}
 
@@ -390,7 +407,10 @@ def test_commands_have_the_arguments_that_run_rows() -> None:
     ((), 20, 20), ((3,), 20, 20), ((16, 25), 20, 35), (range(1000), 20, 20 + steps.MOST_CALMING_STEPS), ((), 0, 0),
 ])
 def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], warmup: int, ran: int) -> None:
-    """The warm-up goes on until ten steps have passed without one, or too many were waited for; without plans it is as long as told."""
+    """The warm-up goes on until ten steps have passed without a new plan.
+
+    It ends sooner where too many steps were waited for. Without plans it is as long as asked for.
+    """
     done: list[int] = []
 
     def step(tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""The native build: cached by what it depends on, safe against a second process, clear when it cannot work."""
+"""The native build: its cache's key, a second process, and clear errors.
+
+It is cached by what it depends on and says why it cannot work.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_load_runs_the_code(csrc: Path) -> None:
-    """`load` compiles and loads, and leaves nothing but the library in the cache."""
+    """`load` compiles and loads, and leaves only the library in the cache."""
     assert build.load(("answer.cpp",)).answer() == 42
     assert [path.suffix for path in build.cache_dir().iterdir()] == [".so"]
 
@@ -175,7 +178,10 @@ void beside(const void* grad, void* master, void* kept, const HostArrays& from, 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's instructions")
 @pytest.mark.parametrize("kernel", ["update_chunk", "update_split_chunk", "update_beside"])
 def test_the_kernels_fetch_ahead(kernel: str, tmp_path: Path) -> None:
-    """Prefetches are in what the compiler makes of each kernel: GCC drops calls of functions that do nothing else."""
+    """The compiler keeps the prefetches of each kernel.
+
+    GCC drops calls of functions that do nothing else.
+    """
     source, text = tmp_path / "kernels.cpp", tmp_path / "kernels.s"
     source.write_text("\n".join(line for line in KERNELS.splitlines() if not re.match(r"  \w+\(", line) or f"  {kernel}(" in line))
     subprocess.run([build.find_compiler(), *build.FLAGS, "-w", f"-I{build.CSRC}", "-S", str(source), "-o", str(text)], check=True)

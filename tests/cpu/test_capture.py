@@ -1,4 +1,7 @@
-"""Where the managed parameters are in captured graphs. Graphs run node by node here, so nothing waits for Inductor's back half."""
+"""Where the managed parameters are in captured graphs.
+
+Graphs run node by node here, so nothing waits for Inductor's code generation.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ def transformers_case(name: str) -> tuple[nn.Module, models.Batches]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_every_parameter_and_gradient_is_found(name: str) -> None:
-    """Each trainable parameter has its placeholder in the forward and its gradient in the backward, with the parameter's shape."""
+    """Each trainable parameter has its placeholder in the forward, its gradient in the backward.
+
+    The gradient has the parameter's shape.
+    """
     model, batches = models.CASES[name]()
     (forward, backward), _ = capture_only(model, batches[0])
     shapes = dict(enumerate(p.shape for p in model.parameters() if p.requires_grad))
@@ -97,7 +103,10 @@ def test_every_parameter_and_gradient_is_found(name: str) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", models.CASES)
 def test_models_train_alike(name: str, interpreted: None) -> None:
-    """Poisoned while they may be overwritten, the weights still train to the same bits, and each gradient is offloaded once a step."""
+    """Models train to the same bits though their weights are poisoned while they may change.
+
+    Each gradient is offloaded once a step.
+    """
     model, batches = models.CASES[name]()
     ours = assert_trains_alike(model, batches)
     rows = range(len(ours.names))
@@ -121,7 +130,10 @@ def test_transformers_models_train_alike(name: str, interpreted: None) -> None:
 
 
 def test_unit_order_is_the_order_of_first_use() -> None:
-    """Units count in forward order even where the module lists them otherwise; a unit never used comes last."""
+    """Units count in forward order even where the module lists them otherwise.
+
+    A unit that is never used comes last.
+    """
 
     class Reversed(nn.Module):
         def __init__(self) -> None:
@@ -141,7 +153,10 @@ def test_unit_order_is_the_order_of_first_use() -> None:
 
 
 def test_a_graph_break_makes_two_pairs_that_share_the_tied_weight(interpreted: None) -> None:
-    """Tied across a break, a parameter is offloaded twice in one backward, and the sum trains to the same bits."""
+    """A parameter tied across a break is offloaded twice in one backward.
+
+    The sum trains to the same bits.
+    """
     model, batches = models.broken_gpt()
     ours = assert_trains_alike(model, batches, poison=False)
     tied = ours.names.index("wte.weight")
@@ -164,7 +179,7 @@ def test_a_new_shape_is_a_new_pair_with_the_same_rows(interpreted: None) -> None
 
 
 def test_an_inference_graph_waits(interpreted: None) -> None:
-    """Under no_grad the graph is an inference graph; it waits for every weight and sees the new ones."""
+    """Under no_grad an inference graph waits for every weight and sees the new ones."""
     model, batches = models.gpt()
     plain = copy.deepcopy(model)
     ours = compile_rewritten(model)
@@ -177,7 +192,10 @@ def test_an_inference_graph_waits(interpreted: None) -> None:
 
 
 def test_a_hooked_parameter_keeps_its_gradient(interpreted: None) -> None:
-    """A gradient with a tensor hook or a post-accumulate hook arrives in `.grad`; the hook sees it; the other rows are offloaded."""
+    """A gradient with a tensor hook or a post-accumulate hook arrives in `.grad`.
+
+    The hook sees it, and the other rows are offloaded.
+    """
     model, batches = models.mlp()
     seen: list[str] = []
     first, last = model.get_parameter("first.weight"), model.get_parameter("last.weight")
@@ -208,7 +226,7 @@ def test_own_hooks_are_no_user_hooks() -> None:
 
 
 def test_flops_agree_with_torch() -> None:
-    """The units' FLOPs add up to what torch's FlopCounterMode counts in eager, forward and backward."""
+    """The units' FLOPs add up to FlopCounterMode's count in eager, forward and backward."""
     model, batches = models.cnn()
     captured, units = capture_only(copy.deepcopy(model), batches[0])
     unit_of = {row: unit.number for unit in units for row in unit.rows}
@@ -252,7 +270,7 @@ def test_options_reach_inductor() -> None:
 
 
 def test_a_backward_without_descriptors_is_refused(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where AOTAutograd does not say which output is which gradient, capture stops instead of guessing."""
+    """Capture stops, and does not guess, where AOTAutograd does not say which output is which."""
     gradients = Capture._gradients
 
     def forget(self: Capture[Any], module: Any, pair: Any) -> Any:
@@ -274,7 +292,10 @@ def test_names_must_fit_parameters() -> None:
 
 @pytest.mark.parametrize("cured", [True, False])
 def test_a_cached_plain_compile_does_not_hide_the_rewrite(cured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOTAutogradCache hands out the graphs of a plain compile without asking us; kept out, it does not."""
+    """AOTAutogradCache gives out the graphs of a plain compile without asking us.
+
+    Kept out, it does not.
+    """
     model, batches = models.mlp()
     plain = copy.deepcopy(model)
     torch._dynamo.reset()
@@ -301,7 +322,10 @@ def _bare_errors() -> Iterator[None]:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_saved_views_of_weights_are_readers_too(known: bool, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A partitioner may save a view of a weight instead of the weight: missed, the weight is released while its view is still read."""
+    """A saved view of a weight is a reader: if missed, the weight is released while it is read.
+
+    A partitioner may save a view instead of the weight.
+    """
 
     def keep_all(gm: Any, inputs: Any, *, compiler: str = "", **kwargs: Any) -> Any:
         return torch._functorch.partitioners.default_partition(gm, inputs, **kwargs)
