@@ -1,4 +1,7 @@
-"""What one row of a result measures: a way of training, a model, a batch. The same value as command line, key and JSON."""
+"""What one row of a result measures: a way of training, a model, a batch.
+
+The same value is given as command line, key and JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ NEVER_REACHED = 1e9  # by a norm
 
 
 class CannotRun(Exception):
-    """A row that this machine, or what is installed on it, cannot measure; the message says what to do."""
+    """A row that this machine, or what is installed on it, cannot measure.
+
+    The message says what to do.
+    """
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Mode, clipping, precision and options: what distinguishes the rows of one model and batch."""
+        """Mode, clipping, precision and options: what sets rows of one model and batch apart."""
         words = [self.mode, *([self._clip_text] if self.clip is not None else []), *(["autocast"] if self.autocast else [])]
         words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
         return " ".join([*words, *self.options])
@@ -110,7 +116,7 @@ class Case:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Case:
-        """The case that a row of a result file tells of. Raises CannotRun where it is no such row."""
+        """The case that a row of a result file names. Raises CannotRun for anything else."""
         try:
             values = {field.name: row[field.name] for field in fields(cls)}
         except KeyError as error:

@@ -13,7 +13,10 @@ QUARTER = ("gpu_states=0.25",)  # a quarter of the states on the device
 
 @dataclass(frozen=True)
 class Claim:
-    """What the step of `row` should be beside that of `against`: at least `must` times faster, or at most `must` of it."""
+    """What a step of `row` should be compared with a step of `against`.
+
+    It is at least `must` times faster, or takes at most `must` of the time.
+    """
 
     text: str
     row: Case
@@ -23,7 +26,7 @@ class Claim:
     faster: bool = False
 
     def value(self, step_over: float) -> float:
-        """The figure that is claimed, from the step of `row` over that of `against`."""
+        """The claimed figure, from the step of `row` over the step of `against`."""
         return 1.0 / step_over if self.faster else step_over
 
     def met(self, value: float, bound: float) -> bool:
@@ -78,7 +81,7 @@ CASE_SETS: Mapping[str, CaseSet] = _sets()
 
 
 def named(names: Iterable[str]) -> list[CaseSet]:
-    """The cases of these names; `all` is every one but `smoke`. Raises CannotRun for an unknown name."""
+    """The cases of these names; `all` is all except `smoke`. Raises CannotRun for unknown names."""
     found: list[CaseSet] = []
     for name in names:
         if name == "all":

@@ -1,8 +1,8 @@
-"""What host memory and the link give together: a CPU AdamW of some threads beside pinned copies both ways, as Markdown.
+"""What host memory and the link give together, as a Markdown table.
 
-torch's fused AdamW on fp32 tensors moves 28 bytes of host memory a parameter, a copy its own bytes.
-Where the sum stays the same from a number of threads on, host memory is what binds, and streamed
-updates cost the CPU's what they gain.
+A CPU AdamW of some threads runs beside pinned copies both ways. torch's fused AdamW on fp32 tensors
+moves 28 bytes of host memory a parameter, a copy its own bytes. Where the sum stays the same from a
+number of threads on, host memory is what binds, and streamed updates cost the CPU's what they gain.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ POLL_S = 2e-5
 
 @dataclass
 class Load:
-    """Work repeated until `stop`; `done` counts bytes copied or parameters updated, `seconds` how long it ran."""
+    """Work repeated until `stop`.
+
+    `done` counts bytes copied or parameters updated, `seconds` says how long it ran.
+    """
 
     stop: threading.Event
     done: float = 0.0
@@ -99,7 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print a row for each number of threads, with copies and without. Raises CannotRun where copies are wanted and there is no GPU."""
+    """Print a row for each number of threads, with copies and without.
+
+    Raises CannotRun where copies are wanted and there is no GPU.
+    """
     if not arguments.skip_copies and not torch.cuda.is_available():
         raise CannotRun("copies need a GPU, and torch finds none: pass --skip-copies for updates alone")
     copies = [] if arguments.skip_copies else [Copies(torch.device("cuda", 0), to_host, 1 << 30) for to_host in (False, True)]

@@ -1,4 +1,6 @@
-"""Energy of the GPU (NVML) and of the CPU packages (RAPL) over some steps, from counters that only grow and start again when full.
+"""Energy of the GPU (NVML) and of the CPU packages (RAPL) over some steps.
+
+The counters only grow, and start again when they are full.
 
     meter = meter_of(device)                  # what this machine counts; for the rest, why not
     before = meter.read();  ...steps...
@@ -52,7 +54,10 @@ class Meter:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def read(self) -> dict[str, tuple[int, ...]]:
-        """All counts now, without those of a tier that cannot be read any more. The device's work must be done: NVML does not wait."""
+        """All counts now, without a tier that can no longer be read.
+
+        The device's work must be done: NVML does not wait.
+        """
         counts: dict[str, tuple[int, ...]] = {}
         for tier, counters in self.counters.items():
             with contextlib.suppress(CannotRun):  # the step times are not lost for it
@@ -60,7 +65,10 @@ class Meter:
         return counts
 
     def row(self, before: Counts, after: Counts, steps: int, tokens: int) -> dict[str, Any]:
-        """Joules for each step and each of its `tokens`, by tier; null where nothing counts, with the reason under `energy_absent`."""
+        """Joules of each step and of each of its `tokens`, by tier.
+
+        Where nothing counts they are null, and `energy_absent` says why.
+        """
         found: dict[str, Any] = {}
         absent = dict(self.absent)
         for tier in TIERS:
@@ -75,7 +83,10 @@ class Meter:
 
 
 def meter_of(device: torch.device, powercap: Path = POWERCAP, nvml: Any = None) -> Meter:
-    """What counts energy here. `nvml` is the module pynvml, imported where None is given and a GPU trains."""
+    """What counts energy here. `nvml` is the module pynvml.
+
+    None: it is imported when a GPU trains.
+    """
     counters: dict[str, tuple[Counter, ...]] = {}
     absent: dict[str, str] = {}
     finders: tuple[tuple[str, Callable[[], tuple[Counter, ...]]], ...] = (
@@ -84,7 +95,7 @@ def meter_of(device: torch.device, powercap: Path = POWERCAP, nvml: Any = None) 
         try:
             found = find()
             for counter in found:
-                counter.count()  # one that cannot be read is told now, not after the steps
+                counter.count()  # one that cannot be read is found now, not after the steps
             counters[tier] = found
         except CannotRun as error:
             absent[tier] = str(error)
@@ -92,7 +103,10 @@ def meter_of(device: torch.device, powercap: Path = POWERCAP, nvml: Any = None) 
 
 
 def gpu_counters(device: torch.device, nvml: Any = None) -> tuple[Counter, ...]:
-    """The board's counter of millijoules, for the GPU that torch calls `device`. Raises CannotRun where there is none."""
+    """The counter of millijoules of the board that torch calls `device`.
+
+    Raises CannotRun where there is none.
+    """
     if device.type != "cuda":
         raise CannotRun("no GPU trains")
     try:
@@ -116,7 +130,10 @@ def gpu_counters(device: torch.device, nvml: Any = None) -> tuple[Counter, ...]:
 
 
 def package_counters(powercap: Path = POWERCAP) -> tuple[Counter, ...]:
-    """The counters of microjoules of all CPU packages. Raises CannotRun where there are none, or where they may not be read."""
+    """The counters of microjoules of all CPU packages.
+
+    Raises CannotRun where there are none, or where they may not be read.
+    """
     zones = sorted(zone for zone in powercap.glob("intel-rapl:*") if _PACKAGE.fullmatch(zone.name)) if powercap.is_dir() else []
     try:
         packages = [zone for zone in zones if (zone / "name").read_text().startswith("package")]

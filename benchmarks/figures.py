@@ -1,7 +1,10 @@
-"""Three figures from results.json: throughput by model and batch, largest model by batch, share of GPU idle time in a step.
+"""Three figures from results.json.
 
-    python -m benchmarks figures --out DIR                                   draw what is in results.json and trials.json
-    python -m benchmarks figures --out DIR --run --sizes 1b,3b --batches 1,4 measure what is missing first
+They show throughput by model and batch, the largest model by batch, and the share of a step in
+which the GPU is idle.
+
+    python -m benchmarks figures --out DIR     draw what is in results.json and trials.json
+    python -m benchmarks figures --out DIR --run --sizes 1b,3b --batches 1,4  run what is missing
 
 The largest models are estimated from bytes by tier; `python -m benchmarks largest` puts trials
 beside the estimates.

@@ -17,10 +17,10 @@ TRACED_STEPS = 3
 
 
 def kernel_time(step: Callable[[], object], finish: Callable[[], None]) -> dict[str, float]:
-    """Seconds of a step in which some stream runs a kernel; copies do not count. Raises CannotRun without a GPU.
+    """Seconds of a step in which some stream runs a kernel. Raises CannotRun without a GPU.
 
-    The wall time of a traced step is given too: the profiler slows launching down, so idle shares
-    are of untraced steps.
+    Copies do not count. The wall time of a traced step is given too: the profiler slows launching
+    down, so idle shares are of untraced steps.
     """
     if not torch.cuda.is_available():
         raise CannotRun("the GPU's idle time needs a GPU: leave --idle out")
@@ -40,5 +40,8 @@ def kernel_time(step: Callable[[], object], finish: Callable[[], None]) -> dict[
 
 
 def idle_share(kernel_busy_s: float, step_s: float) -> float:
-    """1 - kernel time over step time; 0 where kernels ran longer under the profiler than the step took without it."""
+    """1 - kernel time over step time.
+
+    It is 0 where kernels ran longer under the profiler than the step took without it.
+    """
     return round(max(0.0, 1.0 - kernel_busy_s / step_s), 4)

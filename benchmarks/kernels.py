@@ -44,7 +44,10 @@ class Rate:
 
 
 def measure(kernel: str, device: str, threads: int, parameters: int, repeats: int, calls: int, step: Callable[[], object]) -> Rate:
-    """Rate of `step`, which updates `parameters` parameters `calls` times and returns when done; its first run is not counted."""
+    """Rate of `step`, which updates `parameters` parameters `calls` times, then returns.
+
+    Its first run is not counted.
+    """
     step()
     seconds = []
     for _ in range(repeats):
@@ -61,7 +64,10 @@ def states(parameters: int, device: str) -> list[torch.Tensor]:
 
 
 def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1) -> Rate:
-    """The C++ kernel with each thread on a range of its own; ctypes releases the GIL. `calls`: passes in one repeat."""
+    """The C++ kernel, with each thread on a range of its own: ctypes releases the GIL.
+
+    `calls` is the number of passes in one repeat.
+    """
     function = build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk
     struct = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=False).c_struct
     per_thread = parameters // threads
@@ -96,7 +102,10 @@ def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls:
 
 
 def cuda_kernel(parameters: int, repeats: int, calls: int) -> Rate:
-    """The CUDA kernel as the engine launches it, bf16 gradient in and weight out, `calls` times a repeat."""
+    """The CUDA kernel as the engine launches it, `calls` times a repeat.
+
+    It takes a bf16 gradient and writes a bf16 weight.
+    """
     master, m, v = states(parameters, "cuda")
     grad = torch.full_like(master, 0.01, dtype=torch.bfloat16)
     engine = NativeEngine(master.device, 1, RING_BYTES, TIMEOUT_S)

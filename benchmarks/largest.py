@@ -1,6 +1,6 @@
 """The largest model that trains, by batch: estimated from bytes by tier, and by trial.
 
-    python -m benchmarks largest --out DIR --batches 1,4 --modes all_gpu,ours     tries sizes near the estimate, writes trials.json
+    python -m benchmarks largest --out DIR --batches 1,4 --modes all_gpu,ours  writes trials.json
 
 Models are of one family: N layers of N heads of 128 (N = 32 is Llama 7B). A trial runs as many
 steps as the mode needs to settle (for hytrain_fx until its states are where the solved plan has
@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Try sizes near the estimates; every trial is kept in trials.json. Raises CannotRun for several GPUs."""
+    """Try sizes near the estimates. Raises CannotRun for several GPUs.
+
+    Every trial is kept in trials.json.
+    """
     launch = launch_of(arguments)
     if launch.seats:
         raise CannotRun("found --gpus: sizes are tried one after the other, as host memory is part of what is tried; leave it out")
@@ -60,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def search(start: Case, tries: int, trains: Callable[[Case], bool]) -> Case | None:
-    """The widest case that trains of those tried: up from `start` while they do, down from it while they do not."""
+    """The widest case that trains: up from `start` while they train, down while they do not."""
     width, best, direction = int(start.size[1:]), None, 0
     for _ in range(tries):
         case = replace(start, size=f"w{width}")
@@ -98,9 +101,10 @@ def estimated_width(mode: str, spec: DeviceSpec, tokens: int) -> int:
 
 
 def fits(mode: str, spec: DeviceSpec, shape: ModelShape, tokens: int) -> bool:
-    """Whether a model is estimated to train: all states on the device, all on the host, or any split of whole layers.
+    """Whether a model is estimated to train.
 
-    Where states are split, those on the host are all updated by the CPU, or all streamed.
+    All states may be on the device, all on the host, or split by whole layers. Where states are
+    split, those on the host are all updated by the CPU, or all streamed.
     """
     units = len(shape.units)
     if mode == "all_gpu":
@@ -114,7 +118,10 @@ def fits(mode: str, spec: DeviceSpec, shape: ModelShape, tokens: int) -> bool:
 
 
 def spec_of(name: str | None) -> DeviceSpec:
-    """A known device, or this machine's memory with the rates of one: estimates of memory use no rates. Raises ConfigError."""
+    """A known device, or this machine's memory with the rates of a known one. Raises ConfigError.
+
+    Estimates of memory use no rates.
+    """
     spec = find_device(name or "h200")
     if name is not None or not torch.cuda.is_available():
         return spec
@@ -123,7 +130,10 @@ def spec_of(name: str | None) -> DeviceSpec:
 
 
 def estimates_and_trials(spec: DeviceSpec, batches: Sequence[int], sequence: int, trials: Results) -> list[Series]:
-    """G parameters of the largest model by batch: for each mode an estimate, and what was found by trial where there is any."""
+    """G parameters of the largest model by batch, for each mode.
+
+    An estimate, and what was found by trial where there is any.
+    """
     found = []
     for mode in ("all_gpu", "zero_offload", "ours"):
         widths = {batch: estimated_width(mode, spec, batch * sequence) for batch in batches}

@@ -1,4 +1,7 @@
-"""The models that are timed: Llama shapes from transformers, random weights made where they rest, random tokens."""
+"""The models that are timed: Llama shapes from transformers, random weights, random tokens.
+
+Weights are made where they stay.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ INITIAL_STD = 0.02
 
 
 def family_shape(width: int) -> dict[str, int]:
-    """The family in which the largest model is looked for: `width` heads of 128 and as many layers; w32 is Llama 7B."""
+    """The family that is searched for the largest model; w32 is Llama 7B.
+
+    A model has `width` heads of 128, and as many layers.
+    """
     hidden = 128 * width
     return {"hidden_size": hidden, "num_hidden_layers": width, "intermediate_size": 256 * -(-8 * hidden // (3 * 256)),
             "num_attention_heads": width}

@@ -1,4 +1,7 @@
-"""Where a row was measured. Rows are compared only with rows of the same machine, booted the same time, and the same software."""
+"""Where a row was measured.
+
+Rows are compared only when machine, boot and software are the same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine() -> dict[str, Any]:
-    """GPU, cores, host memory, versions, which boot, and how long CUDA was told to make its queues of launches (None: as usual)."""
+    """GPU, cores, host memory, versions, boot, and the length that CUDA's launch queues were given.
+
+    None: they have CUDA's usual length.
+    """
     cuda = torch.cuda.is_available()
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,

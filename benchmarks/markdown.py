@@ -1,4 +1,7 @@
-"""Rows as Markdown. Ratios are only between rows of the same machine, booted the same time; where there is no such row: -"""
+"""Rows as Markdown.
+
+Ratios are only between rows of one machine and one boot; where there is no such row: -
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def rows_table(results: Results, cases: Sequence[Case]) -> str:
 
 
 def claims_table(results: Results, case_sets: Iterable[CaseSet]) -> str:
-    """What was claimed and what came out; only claims whose rows are both there. Empty without one."""
+    """What was claimed and what came out, for claims whose rows are both there. May be empty."""
     lines = []
     for case_set in case_sets:
         for claim in case_set.claims:
@@ -47,7 +50,10 @@ def claims_table(results: Results, case_sets: Iterable[CaseSet]) -> str:
 
 
 def startup_table(results: Results) -> str:
-    """Seconds from compile() to the end of the first full-speed step, by phase. Empty where no row tells of it."""
+    """Seconds from compile() to the end of the first full-speed step, by phase.
+
+    Empty where no row has them.
+    """
     found = [(case, row["startup"]) for case, row in results.all_measured() if "startup" in row]
     phases = list(dict.fromkeys(name for _, startup in found for name in startup if name.endswith("_us")))
     lines = [[f"`{case.key}`", *(f"{startup[name] / 1e6:.2f}" if name in startup else "-" for name in phases)] for case, startup in found]
@@ -56,7 +62,10 @@ def startup_table(results: Results) -> str:
 
 
 def energy_table(results: Results) -> str:
-    """Joules a step and millijoules a token of GPU and CPU packages, or why they are not counted. Empty where no row tells of it."""
+    """Joules a step and millijoules a token of GPU and CPU packages, or why they are not counted.
+
+    Empty where no row has them.
+    """
     names = [f"{tier}_joules_per_{of}" for of in ("step", "token") for tier in ("gpu", "cpu")]
     found = [(case, row) for case, row in results.all_measured() if "energy_absent" in row]
     lines = [[f"`{case.key}`", *(_joules(row[name], 1000 if name.endswith("token") else 1) for name in names),

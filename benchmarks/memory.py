@@ -1,4 +1,4 @@
-"""What a run holds: device memory, the process's resident memory, pinned memory. In GB (1e9 bytes)."""
+"""What a run holds, in GB (1e9 bytes): device memory, resident memory, pinned memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 
 def memory(device: torch.device, pinned_elsewhere_bytes: int = 0) -> dict[str, float | None]:
-    """Peaks of the device since its statistics were reset; of the host now, and its peak since the process began.
+    """Memory of device and host, in use and at its peak.
 
+    The device's peak is since its statistics were reset, the host's since the process began.
     `gpu_used_gb` is what the driver counts, the CUDA context included. `pinned_elsewhere_bytes` is
     pinned without torch's allocator.
     """

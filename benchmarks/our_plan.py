@@ -1,4 +1,7 @@
-"""What hytrain_fx tells of the steps it ran: the plan in force, what was predicted, what it holds, how it started."""
+"""What hytrain_fx tells of the steps it ran.
+
+The plan in force, what was predicted, what it holds, how it started.
+"""
 
 from __future__ import annotations
 

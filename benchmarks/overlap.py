@@ -23,7 +23,7 @@ from hytrain_fx.runtime.engine import Stage, TaskRecord
 
 
 def traced(model: nn.Module, step: Callable[[], object], finish: Callable[[], None], path: Path) -> dict[str, float]:
-    """Profile three steps, write the trace of all, and give the overlap of the updates with the GPU's kernels."""
+    """Profile three steps, write one trace of all, and give how the updates overlap GPU kernels."""
     if not torch.cuda.is_available():
         raise CannotRun("--trace needs a GPU")
     session = session_of(model)
@@ -51,7 +51,10 @@ def traced(model: nn.Module, step: Callable[[], object], finish: Callable[[], No
 
 
 def overlap(events: list[Event]) -> dict[str, float]:
-    """Seconds of updates and copies over the traced steps, and the share of each during the compute stream's kernels."""
+    """Seconds of updates and of copies over the traced steps.
+
+    For each, also the share that ran during the compute stream's kernels.
+    """
     compute_stream = busiest_stream(e for e in events if e.get("cat") == "kernel")
     compute = union(spans((e for e in events if e.get("tid") == compute_stream), "kernel"))
     cpu = union(spans(events, "cpu_update"))
@@ -69,7 +72,7 @@ def overlap(events: list[Event]) -> dict[str, float]:
 
 
 def share_during(inner: Iterable[Interval], outer: Iterable[Interval]) -> float:
-    """Share 0..1 of `inner`'s time that lies inside `outer`, as a row has it: 0 where `inner` is empty."""
+    """Share 0..1 of `inner`'s time that lies inside `outer`; 0 where `inner` is empty."""
     return share_inside(inner, outer) or 0.0
 
 

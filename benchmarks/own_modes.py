@@ -28,7 +28,10 @@ def floor(case: Case, model: nn.Module, device: torch.device) -> Trainer:
 
 
 def all_gpu(case: Case, model: nn.Module, device: torch.device) -> Trainer:
-    """Compiled, everything on the device: fused AdamW on the fp32 parameters, or on fp32 masters of the 16-bit ones."""
+    """Compiled, everything on the device, with fused AdamW.
+
+    It works on the fp32 parameters, or on fp32 masters of the 16-bit ones.
+    """
     return _on_device(case, model, device, {"fused": True})
 
 
@@ -69,7 +72,10 @@ def _on_device(case: Case, model: nn.Module, device: torch.device, kernel: dict[
 
 
 def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = False) -> Trainer:
-    """hytrain_fx with the case's options around a plain loop; with `barrier` no update runs beside the backward or the forward."""
+    """hytrain_fx with the case's options around a plain loop.
+
+    With `barrier` no update runs beside the backward or the forward.
+    """
     from benchmarks.our_plan import about
 
     options = dict(option_of(text) for text in case.options)

@@ -1,4 +1,7 @@
-"""The tools that a user would otherwise take, each set up as its own documentation says; imported only when asked for."""
+"""The tools that a user would otherwise take, each set up as its own documentation says.
+
+Each is imported only when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
 
 
 def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer:
-    """torchao's CPUOffloadOptimizer, gradients offloaded too, each block compiled: its fastest form on the measured H200."""
+    """torchao's CPUOffloadOptimizer, with gradients offloaded too and each block compiled.
+
+    That is its fastest form on the measured H200.
+    """
     if case.micro_batches != 1:
         raise CannotRun("torchao's CPUOffloadOptimizer with offloaded gradients does not accumulate; leave --micro-batches out")
     optim = require("torchao", "torchao.optim", case.mode)

@@ -51,7 +51,10 @@ def draw_step_times(results: Results, path: Path) -> None:
 
 
 def draw_bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Groups of bars side by side: group -> bar's name -> height. A name has one color in all groups."""
+    """Groups of bars side by side: group -> bar's name -> height.
+
+    A name has the same color in all groups.
+    """
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     canvas = figure(max(6.0, 1.5 + 0.28 * sum(len(bars) + 1 for bars in groups.values())), 4.5)
     axes = canvas.subplots()

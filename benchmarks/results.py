@@ -1,4 +1,7 @@
-"""The rows measured so far, in one JSON file that is written anew after each row; and what one row is to another."""
+"""The rows measured so far, in one JSON file, and how one row compares with another.
+
+The file is written again after each row.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Results:
             self._rows = {Case.of_row(row).key: row for row in rows}
 
     def put(self, case: Case, row: Row) -> None:
-        """Take a row, in the place of an earlier one of the same case, and write the file."""
+        """Take a row, instead of an earlier one of the same case, and write the file."""
         self._rows.pop(case.key, None)
         self._rows[case.key] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,10 @@ class Results:
                 yield case, row
 
     def step_over(self, case: Case, other: Case) -> float | None:
-        """Step time of a case over that of another; None unless both were timed on the same machine, booted the same time."""
+        """Step time of one case divided by another's.
+
+        None unless both were timed on one machine in one boot.
+        """
         row, against = self.measured(case), self.measured(other)
         if row is None or against is None or row["machine"] != against["machine"]:
             return None

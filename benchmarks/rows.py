@@ -1,11 +1,13 @@
-"""Rows as they are listed in a file, one a line; `-` reads standard input. Then results.json, table.md and table.png are written.
+"""Measure the rows that a file lists, one a line; `-` reads standard input.
+
+Then results.json, table.md and table.png are written.
 
     python -m benchmarks rows FILE --gpus 2 --rows-per-gpu 2 --out DIR
 
-A line has the arguments of `steps` that make the case; behind ` -- ` further ones, which look into
-it; behind ` # ` a remark. With --rows-per-gpu no row begins whose memory others have (rows by their
-lines, other programs by what the system says is available), where the lines say what it takes at
-most (GB):
+A line has the arguments of `steps` that make the case. After ` -- ` come further ones, which look
+into it, and after ` # ` a remark. Lines may say how much memory a row takes at most (GB). Then, with
+--rows-per-gpu, no row begins whose memory others have: other rows by their lines, other programs by
+what the system says is available.
 
     ours 7b --option gpu_states=0.25 --gpu-gb 75 --host-gb 100 -- --timeline 7b.json --explain
     floor 7b --gpu-gb 51
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is missing; write the table and its plot. Raises CannotRun for a line that is no row."""
+    """Measure what is missing, write the table and its plot. Raises CannotRun for a wrong line."""
     text = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text()
     rows = rows_in(text)
     results = Results(arguments.out / "results.json")
@@ -44,7 +46,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def rows_in(text: str) -> list[tuple[Case, Ask]]:
-    """The rows of a file, in its order. Raises CannotRun for a line that `steps` would not take, and for a case that is there twice."""
+    """The rows of a file, in its order.
+
+    Raises CannotRun for a line that `steps` would refuse, and for a case that is listed twice.
+    """
     rows: dict[str, tuple[Case, Ask]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = shlex.split(line, comments=True)

@@ -1,4 +1,7 @@
-"""Each row in a process of its own, one after the other or one on each GPU: one that fails or takes too long is noted and the next runs."""
+"""Each row runs in a process of its own, one after the other or one on each GPU.
+
+One that fails or takes too long is noted, and the next runs.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,10 @@ class Launch:
 
 def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: bool = False, retry: bool = False,
             tell: Callable[[str], None] = print, asks: Mapping[str, Ask] | None = None) -> None:
-    """Run the cases that have no row yet; with `retry` also those that failed, with `again` all. Every row is written when it is there.
+    """Run the cases that have no row yet. Every row is written as soon as it is there.
 
-    `asks` is by key of a case. A row whose memory others have lets the next one pass.
+    With `retry` those that failed run too, with `again` all. `asks` is by key of a case. A row
+    whose memory others have lets the next one pass.
     """
     began_s = time.monotonic()
     waiting, writing = list(enumerate(cases, 1)), threading.Lock()
@@ -139,7 +143,10 @@ def _host_gb_free(asked_gb: float) -> float:
 
 
 def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | None = None) -> Row:
-    """The row of a case, or its fields with `error`: why there is none. On a seat it has a `turn` (`benchmarks.turns.entered`)."""
+    """The row of a case, or its fields with `error`, which says why there is none.
+
+    On a seat it has a `turn` (`benchmarks.turns.entered`).
+    """
     launch.logs.mkdir(parents=True, exist_ok=True)
     log = launch.logs / (re.sub(r"[^\w.=-]+", "_", case.key) + ".log")
     began = time.perf_counter()

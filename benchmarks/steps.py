@@ -47,7 +47,10 @@ OWN_OPTIONS = (*LOOKS, "barrier")
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those arguments of `python -m benchmarks steps` that make the case: rows that agree in them are one."""
+    """The arguments of `python -m benchmarks steps` that make the case.
+
+    Rows that agree in them are one.
+    """
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, or wN: N layers of N heads of 128")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
@@ -131,10 +134,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window: int, device: torch.device, meter: Meter,
           step_tokens: int) -> dict[str, Any]:
-    """Three windows of `window` steps: median, each, and the spread over the median. Peaks of device memory are those of the windows.
+    """Three windows of `window` steps: the median, each, and the spread over the median.
 
-    Energy is that of all three windows, for each step and each of its `step_tokens`
-    (`benchmarks.energy`).
+    Peaks of device memory are the peaks in the windows. Energy is summed over all three windows, and
+    given for each step and each of its `step_tokens` (`benchmarks.energy`).
     """
     warmup = _warm_up(trainer, tokens, warmup)
     plans = trainer.plans()
@@ -150,7 +153,10 @@ def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window:
 
 
 def _warm_up(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> int:
-    """Run `steps`, and more while plans are still made, each of which holds a step up; how many it were."""
+    """Run `steps`, and more while plans are still made; the number of steps run.
+
+    Making a plan holds up a step.
+    """
     ran = calm = 0
     plans = trainer.plans()
     while ran < steps or (calm < min(CALM_STEPS, steps) and ran < steps + MOST_CALMING_STEPS):
@@ -170,7 +176,7 @@ def _window_s(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> f
 
 
 def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, Any]:
-    """Of the start-up: the wait for other rows fell between two steps of the warm-up, and is no part of it."""
+    """The start-up without the wait for other rows, which fell between two warm-up steps."""
     startup = about.get("startup")
     if not startup:
         return dict(about)

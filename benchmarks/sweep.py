@@ -1,4 +1,6 @@
-"""One model over micro-batches of more and more tokens: the predicted step beside the measured one, as table and plot.
+"""One model over ever larger micro-batches: predicted steps beside measured ones.
+
+The result is a table and a plot.
 
     python -m benchmarks sweep 1b --tokens 2048,4096,8192,16384,32768,65536 --out DIR
 
@@ -32,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is missing; write sweep.md and sweep.png. Raises CannotRun for tokens that are no whole sequences."""
+    """Measure what is missing; write sweep.md and sweep.png.
+
+    Raises CannotRun where tokens are not a whole number of sequences.
+    """
     results = Results(arguments.out / "results.json")
     ours = cases(arguments)
     measure([case for point in ours for case in (floor_of(point), point)], results, launch_of(arguments), again=arguments.again,

@@ -1,8 +1,11 @@
-"""The cases side by side: rows are run that are not there yet, then results.json, table.md and table.png are written.
+"""The cases side by side: missing rows are run, then the table is written.
 
-    python -m benchmarks table --out DIR 3b-host 3b-clip        `--list` names the cases; without a CASE nothing is run, only drawn
+The files are results.json, table.md and table.png. `--list` names the cases. Without a CASE nothing
+is run, only drawn.
 
-Each row runs in a process of its own. A row that fails is told with its reason, and the others run.
+    python -m benchmarks table --out DIR 3b-host 3b-clip
+
+Each row runs in a process of its own. A row that fails is shown with its reason; the others run.
 Rows in results.json are not run again, so that a table that was broken off goes on where it
 stopped.
 """
@@ -59,7 +62,7 @@ def launch_of(arguments: argparse.Namespace) -> Launch:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what is missing, then write the table and its plot. Raises CannotRun for an unknown case."""
+    """Run what is missing, then write table and plot. Raises CannotRun for an unknown case."""
     case_sets = named(arguments.case)
     if arguments.list:
         print(listing())

@@ -1,4 +1,6 @@
-"""What a run of `ours` did when, recorded by `hytrain_fx.record` after its windows, and what recording costs.
+"""What a run of `ours` did when, and what recording it costs.
+
+`hytrain_fx.record` records it after the timed windows.
 
 A barrier as ZeRO-Offload has it: `step()` is called when the device has ended the backward, and the
 next forward begins when every update has ended and every weight is back. Gradients go to the host
@@ -25,7 +27,10 @@ ROUNDS = 3
 
 
 def drawn(model: nn.Module, step: Callable[[], object], finish: Callable[[], None], paths: Sequence[Path], barrier: bool) -> dict[str, Any]:
-    """Record three steps, print and save them, the predicted one below; with a barrier nothing is predicted of it."""
+    """Record three steps, print and save them, with the predicted step below.
+
+    With a barrier nothing is predicted.
+    """
     step()
     finish()
     with hytrain_fx.record(model) as recording:
@@ -41,9 +46,9 @@ def drawn(model: nn.Module, step: Callable[[], object], finish: Callable[[], Non
 
 
 def recording_cost(model: nn.Module, step: Callable[[], object], finish: Callable[[], None], steps: int) -> dict[str, Any]:
-    """Seconds a step without and with recording, windows of `steps` steps in turn, and the share that recording adds (medians).
+    """Seconds a step without and with recording, and the share that recording adds (medians).
 
-    In both no plan is made meanwhile.
+    Windows of `steps` steps take turns. In both no plan is made meanwhile.
     """
     off_s: list[float] = []
     on_s: list[float] = []

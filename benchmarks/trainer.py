@@ -45,7 +45,10 @@ def precision(case: Case, device: torch.device) -> AbstractContextManager[object
 
 
 def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
-    """Forward, backward and clipping, as a plain loop has them; gradients are left in `.grad`. Micro-batches are the same tokens again."""
+    """Forward, backward and clipping, as a plain loop has them; gradients stay in `.grad`.
+
+    Every micro-batch has the same tokens.
+    """
 
     number = itertools.count(1)
 
@@ -62,7 +65,7 @@ def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
 
 
 def require(package: str, module: str, mode: str) -> Any:
-    """A module of a package that only one mode needs. Raises CannotRun where it cannot be imported."""
+    """A module of a package that only one mode needs. Raises CannotRun if it cannot be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

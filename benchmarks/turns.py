@@ -24,7 +24,7 @@ WITHOUT_HOST = ("floor", "all_gpu", "reference")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where rows run: what they have as CUDA_VISIBLE_DEVICES, their cores, and whether rows of another seat have the same."""
+    """Where rows run: CUDA_VISIBLE_DEVICES, cores, and whether another seat shares them."""
 
     gpu: str
     cores: tuple[int, ...]
@@ -33,7 +33,10 @@ class Seat:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a row wants besides its case: further arguments of `steps`, and the most it takes of its GPU's memory and the host's, in GB."""
+    """What a row wants besides its case.
+
+    Further arguments of `steps`, and the most that it takes of GPU and host memory, in GB.
+    """
 
     extra: tuple[str, ...] = ()
     gpu_gb: float = 0.0
@@ -41,15 +44,21 @@ class Ask:
 
 
 class Memory:
-    """What is left of each GPU's memory and of the host's, in GB. One lock is held around its methods."""
+    """What is left of each GPU's memory and of the host's, in GB. One lock guards its methods."""
 
     def __init__(self, gpu_gb: float, host_gb: float, free_gb: Callable[[float], float] = lambda asked_gb: math.inf) -> None:
-        """`free_gb`, by what running rows have asked for: of the host's, what they are not yet to take and no other program has."""
+        """`free_gb`, by what running rows have asked for.
+
+        Of the host's memory: less what rows may still take, and less what other programs have.
+        """
         self._gpu_gb, self._host_gb, self._free_gb = gpu_gb, host_gb, free_gb
         self._taken: dict[str, list[Ask]] = {}
 
     def take(self, gpu: str, ask: Ask) -> bool:
-        """Take what a row asks for, if it is there, or if no other row has anything: then more than there is may be asked for."""
+        """Take what a row asks for, if it is there or no other row has anything.
+
+        A row that is alone may ask for more than there is.
+        """
         here, everywhere = self._taken.setdefault(gpu, []), [other for others in self._taken.values() for other in others]
         gpu_gb_left = max(self._gpu_gb - sum(other.gpu_gb for other in here), 0.0)
         asked_gb = sum(other.host_gb for other in everywhere)
@@ -68,7 +77,10 @@ class Memory:
 
 @contextmanager
 def entered(path: Path) -> Iterator[int]:
-    """Wait until no row is timed alone; a descriptor of the lock, held shared, for the row that is started meanwhile and keeps it."""
+    """Wait until no row is timed alone, then give a descriptor of the lock, held shared.
+
+    The row that is started meanwhile keeps it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -87,7 +99,10 @@ class Turn:
             os.set_inheritable(descriptor, False)  # of the processes that this one starts none is to keep the lock
 
     def wait_to_be_alone(self, mode: str, shares_gpu: bool = False) -> None:
-        """Return when no other row compiles or is timed; at once for a mode that leaves the host alone, on a GPU of its own."""
+        """Return when no other row compiles or is timed.
+
+        That is at once for a mode that leaves the host alone, on a GPU of its own.
+        """
         if self._file and (shares_gpu or mode not in WITHOUT_HOST):
             fcntl.flock(self._file, fcntl.LOCK_UN)  # two that both hold it shared would wait for each other
             fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -105,7 +120,10 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 
 def seats(gpus: int, rows_per_gpu: int = 1) -> tuple[Seat, ...]:
-    """`rows_per_gpu` for each of `gpus` of the visible GPUs, each GPU with as many cores. Raises CannotRun where there are fewer."""
+    """`rows_per_gpu` seats for each of `gpus` visible GPUs; all GPUs have equally many cores.
+
+    Raises CannotRun where there are fewer GPUs or cores.
+    """
     cores = sorted(os.sched_getaffinity(0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(gpu) for gpu in range(gpus)] if visible is None else [name for name in visible.split(",") if name]

@@ -1,4 +1,6 @@
-"""Write docs/predictions.md: steps and memory measured on one H200, beside what the offline report's model gives for the same placement.
+"""Write docs/predictions.md: steps and memory measured on one H200, beside predicted ones.
+
+The model of the offline report predicts them for the same placement.
 
     python docs/compare_predictions.py [file.md]
 
@@ -65,7 +67,10 @@ DISCIPLINES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One row that was measured: the run's letter, the step in seconds, peak device memory and resident host memory in GB."""
+    """One measured row: the run's letter, the step in seconds, and memory in GB.
+
+    Memory is the device's peak and what the host has resident.
+    """
 
     run: str
     what: str
@@ -144,7 +149,10 @@ class Predicted:
 
 
 def predicted(row: Measured) -> Predicted:
-    """Step and memory for the row's placement; without a k of forward and backward alone, no gradient sent away."""
+    """Step and memory for the row's placement.
+
+    Without a k: forward and backward alone, and no gradient leaves.
+    """
     shape, device = read_shape(row.model), find_device("h200")
     profile = analytic_profile(shape, device, row.tokens, sequence=SEQUENCE)
     if row.k is None:

@@ -1,9 +1,12 @@
-"""Turns the aligned lists of our docstrings into Markdown lists, for the API reference; mkdocstrings loads it.
+"""Turn the aligned lists of our docstrings into Markdown lists, for the API reference.
 
-    k              units updated on the device        ->    - `k`: units updated on the device and more
+mkdocstrings loads it.
+
+    k              units updated on the device    ->    - `k`: units updated on the device and more
                    and more
 
-A paragraph is such a list where each of its lines is `name  text`, with two spaces or more between, or goes on deeper than its first.
+A paragraph is such a list if each of its lines is `name  text`, with two spaces or more between, or
+is indented deeper than the first.
 Indented code and plain text stay as they are.
 """
 
@@ -38,7 +41,7 @@ def _paragraph(part: str) -> str:
 
 
 class DocstringLists(griffe.Extension):
-    """Rewrites each docstring as it is loaded."""
+    """Rewrites each docstring when it is loaded."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called by griffe for each module, class, function and attribute."""

@@ -1,4 +1,6 @@
-"""Draw docs/overlap.png: one predicted training step with barriers behind the backward, and two with hytrain_fx.
+"""Draw docs/overlap.png: three predicted training steps.
+
+One has barriers after the backward, two are with hytrain_fx.
 
     python docs/draw_overlap.py [file.png]
 

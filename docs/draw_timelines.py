@@ -1,10 +1,14 @@
-"""Draw docs/before_after.png: one measured step with a barrier behind the backward, and one of hytrain_fx, on one scale.
+"""Draw docs/before_after.png: two measured steps on one scale.
 
-    python docs/draw_timelines.py barrier.json ours.json [file.png] [--heading "a 3.1 G parameter Llama on one H200, 8192 tokens a step"]
+One has a barrier after the backward, the other is with hytrain_fx.
+
+    python docs/draw_timelines.py barrier.json ours.json [file.png]
+        [--heading "a 3.1 G parameter Llama on one H200, 8192 tokens a step"]
 
 The two files are Chrome traces that two runs on one machine wrote:
 
-    python -m benchmarks steps ours 3b --option k=0 --option stream=0 --barrier --timeline barrier.json
+    python -m benchmarks steps ours 3b --option k=0 --option stream=0 --barrier
+        --timeline barrier.json
     python -m benchmarks steps ours 3b --option gpu_states=0.0 --timeline ours.json
 
 Each picture is the last whole step of its file, from the begin of the device's backward to the

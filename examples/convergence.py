@@ -1,8 +1,11 @@
-"""Train the GPT of train_gpt.py for a thousand steps with the plain loop and with hytrain_fx, in bf16 and in fp16, and draw the losses.
+"""Train the GPT of train_gpt.py for a thousand steps, plain and with hytrain_fx.
+
+It trains in bf16 and in fp16, and draws the losses.
 
     python examples/convergence.py --png convergence.png                    # CPU: some minutes
-    python examples/convergence.py --layers 24 --width 2048 --context 1024  # a GPU: 1.2 G parameters
-    python examples/convergence.py --llama --layers 24 --width 2048 --heads 16 --context 1024 --gpu-states 0  # all states on the host
+    python examples/convergence.py --layers 24 --width 2048 --context 1024  # GPU: 1.2 G parameters
+    python examples/convergence.py --llama --layers 24 --width 2048 --heads 16 --context 1024
+        --gpu-states 0                                                  # all states on the host
 
     bf16    16-bit parameters; the plain loop keeps fp32 masters by hand (MasterAdamW)
     fp16    fp32 parameters under fp16 autocast, with torch.amp.GradScaler
@@ -58,7 +61,10 @@ def fp16(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Upd
 
 
 class Llama(nn.Module):
-    """A Llama of transformers over bytes: (batch, time) in, logits of the next byte out (batch, time, 256)."""
+    """A Llama of transformers over bytes: (batch, time) in, logits of the next byte out.
+
+    The logits are (batch, time, 256).
+    """
 
     def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
         super().__init__()

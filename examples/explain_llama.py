@@ -1,7 +1,10 @@
-"""Print the plan of a Llama-shaped Hugging Face model: which layer is updated where, why, and what was predicted and measured.
+"""Print the plan of a Llama-shaped Hugging Face model.
+
+It says which layer is updated where, why, and what was predicted and measured.
 
     python examples/explain_llama.py
-    python examples/explain_llama.py --layers 26 --hidden 3072 --tokens 2048 --batch 4     # about 3 billion parameters: a GPU
+    python examples/explain_llama.py --layers 26 --hidden 3072 --tokens 2048 --batch 4
+        # about 3 billion parameters: a GPU
 
 The weights and tokens are random: the plan depends on shapes and times only. Nothing is downloaded.
 """
@@ -18,7 +21,10 @@ import hytrain_fx
 
 
 def llama(layers: int, hidden: int, vocabulary: int, tokens: int) -> LlamaForCausalLM:
-    """A Llama with random weights and its usual proportions: heads of 64 (128 from 2048 on), an MLP 8/3 as wide."""
+    """A Llama with random weights and its usual proportions.
+
+    Heads are 64 wide (128 from a width of 2048 on), an MLP 8/3 of the width.
+    """
     heads = hidden // (128 if hidden >= 2048 else 64)
     mlp_width = (hidden * 8 // 3 + 63) // 64 * 64
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Train a small Llama on the Python standard library's source with Accelerate, plain and with hytrain_fx.
+"""Train a small Llama with Accelerate, plain and with hytrain_fx.
+
+It reads the Python standard library's source.
 
     python examples/train_accelerate.py                              # CPU: about a minute
     python examples/train_accelerate.py --mixed-precision bf16
@@ -45,7 +47,7 @@ def new_model(layers: int, width: int) -> Any:
 
 
 def plain(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-    """What the other run has in the place of `hytrain_fx.compile`."""
+    """What the other run has instead of `hytrain_fx.compile`."""
     model.compile()
     return model, optimizer
 
@@ -60,7 +62,10 @@ def train(
     save: tuple[int, str] | None = None,
     resume: tuple[int, str] | None = None,
 ) -> list[torch.Tensor]:
-    """The user's loop; the loss of each batch. `save` and `resume`: after how many updates, and the checkpoint's folder."""
+    """The user's loop; gives the loss of each batch.
+
+    `save` and `resume`: after how many updates, and the checkpoint's folder.
+    """
     model.to(accelerator.device)
     model, optimizer = compile_both(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1))
     loader = DataLoader(data, batch_size=BATCH, shuffle=False)

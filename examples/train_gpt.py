@@ -1,4 +1,6 @@
-"""Train a byte-level GPT on the Python standard library's source, with the plain loop and with hytrain_fx, and compare the losses.
+"""Train a byte-level GPT with the plain loop and with hytrain_fx, and compare the losses.
+
+It reads the Python standard library's source.
 
     python examples/train_gpt.py                                          # CPU: about a minute
     python examples/train_gpt.py --layers 24 --width 2048 --context 1024  # a GPU; same file
@@ -63,7 +65,7 @@ class GPT(nn.Module):
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on fp32 copies of the parameters (the parameters themselves where they are fp32 already)."""
+    """AdamW on fp32 copies of the parameters, or on the parameters where they are fp32."""
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
         self.weights = list(params)
@@ -93,7 +95,7 @@ def batches(text: Tensor, steps: int, batch: int, context: int, device: str) -> 
 
 
 def train(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Tensor], steps: int) -> list[float]:
-    """The user's loop: nothing in it knows which optimizer it was given. Returns the loss of each step."""
+    """The user's loop. It does not know which optimizer it has. Returns the loss of each step."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     losses = []
     for windows in (bar := tqdm(data, total=steps, desc=f"{name:10}", unit="step")):

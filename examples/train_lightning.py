@@ -1,4 +1,6 @@
-"""Train a small GPT-2 on the Python standard library's source with Lightning, plain and with hytrain_fx.
+"""Train a small GPT-2 with Lightning, plain and with hytrain_fx.
+
+It reads the Python standard library's source.
 
     python examples/train_lightning.py          # CPU: about a minute
 

@@ -1,4 +1,6 @@
-"""Train an MLP on scikit-learn's bundled digit images, with the plain loop and with hytrain_fx, and compare loss and accuracy.
+"""Train an MLP with the plain loop and with hytrain_fx, and compare loss and accuracy.
+
+It learns scikit-learn's bundled digit images.
 
     python examples/train_mlp.py
 
@@ -24,7 +26,10 @@ BATCH = 96
 
 
 def digits(device: str) -> tuple[Tensor, Tensor]:
-    """Images (1797, 64) float32 in 0..1 and labels (1797,) int64, shuffled the same way on every call."""
+    """Images (1797, 64) float32 in 0..1 and labels (1797,) int64.
+
+    They are shuffled the same way on every call.
+    """
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(1))
     images = torch.tensor(data.data, dtype=torch.float32)[order] / 16

@@ -1,6 +1,9 @@
-"""Train a small GPT-2 with checkpoints that survive a kill at any moment: start it, kill it, start it again, until it is done.
+"""Train a small GPT-2 with checkpoints that survive a kill at any moment.
 
-    python examples/train_resume.py --checkpoint run.pt          # CPU: half a minute; the same command goes on where it was killed
+Start it, kill it, start it again with the same command, until it is done: it goes on where it was
+killed.
+
+    python examples/train_resume.py --checkpoint run.pt          # CPU: half a minute
 
 `save_whole` is all there is to it. A checkpoint is written beside the previous one and takes its
 name when every byte of it is on the disk. That weights and states belong to the same step,
@@ -27,7 +30,10 @@ BATCH = 4
 
 
 def save_whole(path: Path, values: Any) -> None:
-    """`torch.save`, but at every moment `path` is the previous checkpoint, whole, or the new one, whole; also after a power failure."""
+    """`torch.save`, but `path` always has a whole checkpoint: the previous one or the new one.
+
+    That also holds after a power failure.
+    """
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         torch.save(values, file)
@@ -40,7 +46,7 @@ def save_whole(path: Path, values: Any) -> None:
 
 
 def windows(context: int, device: str) -> torch.Tensor:
-    """The standard library's top-level modules as bytes, cut into windows: int64 (windows, context)."""
+    """The standard library's top-level modules as bytes, in windows: int64 (windows, context)."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
     return text[: len(text) // context * context].view(-1, context).long().to(device)

@@ -1,4 +1,6 @@
-"""Train a small Llama on the Python standard library's source with Hugging Face's Trainer, plain and with hytrain_fx.
+"""Train a small Llama with Hugging Face's Trainer, plain and with hytrain_fx.
+
+It reads the Python standard library's source.
 
     python examples/train_trainer.py          # CPU: about a minute
 
@@ -22,7 +24,10 @@ import hytrain_fx
 
 
 class HyTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose model and optimizer are compiled by hytrain_fx, after the Trainer has moved the one and grouped the other."""
+    """A Trainer whose model and optimizer are compiled by hytrain_fx.
+
+    The Trainer has moved the model and grouped the optimizer's parameters by then.
+    """
 
     optimizer: torch.optim.Optimizer | None
 
@@ -33,7 +38,10 @@ class HyTrainer(Trainer):  # type: ignore[misc]
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """The standard library's top-level modules as bytes, cut into windows: input_ids and labels, int64 (context)."""
+    """The standard library's top-level modules as bytes, in windows.
+
+    A window is input_ids and labels, each int64 (context).
+    """
 
     def __init__(self, context: int) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))

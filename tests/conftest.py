@@ -1,4 +1,4 @@
-"""Which tests run where: tests/null without torch, tests/cpu with torch on the CPU, tests/gpu with a CUDA device."""
+"""Which tests run where: tests/null without torch, tests/cpu on the CPU, tests/gpu with CUDA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `sample` leaves out; mark tests/gpu with `gpu`, and skip it without a CUDA device."""
+    """Leave out what `sample` leaves out; mark tests/gpu with `gpu`, and skip it without CUDA."""
     left_out = set() if _names_tests(config) else _not_sampled(items)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell which files took longest, over all their tests; pytest's own `--durations` tells which tests."""
+    """Tell which files took longest, all tests together; `--durations` tells which tests."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for report in (report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)):
         seconds[report.nodeid.partition("::")[0]] += report.duration
@@ -71,7 +71,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """A process of xdist is given all paths, so it is told what its parent was given."""
+    """A process of xdist is given all paths, so its parent hands on what it was given."""
     node.workerinput["names_tests"] = _names_tests(node.config)
 
 
@@ -98,7 +98,10 @@ def _not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _sampled(family: list[pytest.Item], count: int) -> set[pytest.Item]:
-    """So many sets that as many values of each parameter occur as can; spread evenly where that leaves a choice."""
+    """Enough sets that as many values of each parameter occur as can.
+
+    Where that leaves a choice, they are spread evenly.
+    """
     spread = [family[i * len(family) // count] for i in range(count)]
     candidates = dict.fromkeys([*spread, *family])
     chosen, seen = set[pytest.Item](), Counter[tuple[str, int]]()

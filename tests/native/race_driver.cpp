@@ -3,9 +3,9 @@
 //
 // Random steps: rows of every dtype and placement, fp32 ones with 16-bit copies among them, units
 // that sit out, delays in every stage, factors that come late and are guessed, updates that begin
-// before their commit on right and wrong guesses, gradients dropped, made anew and brought back a
+// before their commit on right and wrong guesses, gradients dropped, made again and brought back a
 // unit ahead, rows that move, records taken. The compute stream is the thread that launches, or a
-// queue behind which that thread runs ahead. A second thread settles and drains rows and asks for
+// queue that this thread fills ahead of time. A second thread settles and drains rows and asks for
 // figures all the while, as loggers, checkpoints and forks do. What the engine makes of it is
 // compared, bit for bit, with update_chunk called in order. Exit status 1 where a bit differs or a
 // call fails; the sanitizer has its own.
@@ -328,7 +328,7 @@ class Run {
   }
 
   // The loop waits for the device, looks at states and gradients, drops the gradient of a row,
-  // makes one anew.
+  // makes a new one.
   void between(std::vector<CommitItem>& items) {
     if (chance(60)) std::this_thread::sleep_for(std::chrono::microseconds(random_() % 1500));
     if (chance(15)) wait(every());  // an evaluation: it reads the weights of before the step, also while step() is called

@@ -1,9 +1,12 @@
 // What a second thread, or a forward between backward and step, may do while the first thread
 // trains. Exit status 0 where all is as it must be.
 //
-//     second_thread drain      another thread drains a row: the next forward still waits for its new weight
-//     second_thread commits    another thread drains beside commits with guessed factors: every bit is as without it
-//     second_thread host       a forward between backward and step reads the old weight, whole, also while step() is called
+//     second_thread drain      another thread drains a row: the next forward still waits for its
+//                              new weight
+//     second_thread commits    another thread drains beside commits with guessed factors: every bit
+//                              is as without it
+//     second_thread host       a forward between backward and step reads the old weight, whole,
+//                              also while step() is called
 //     second_thread device     the same, of a row that the device updates
 #include <cstdio>
 #include <cstdlib>
