@@ -5,8 +5,8 @@ Then results.json, table.md and table.png are written.
     python -m benchmarks rows FILE --gpus 2 --rows-per-gpu 2 --out DIR
 
 A line has the arguments of `steps` that make the case. After ` -- ` come further ones, which look
-into it, and after ` # ` a remark. Lines may say how much memory a row takes at most (GB). Then, with
---rows-per-gpu, no row begins whose memory others have: other rows by their lines, other programs by
+into it, and after ` # ` a remark. Lines may say how much memory a row takes at most (GB). With
+--rows-per-gpu no row then begins whose memory others have: other rows by their lines, other programs by
 what the system says is available.
 
     ours 7b --option gpu_states=0.25 --gpu-gb 75 --host-gb 100 -- --timeline 7b.json --explain

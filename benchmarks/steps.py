@@ -136,8 +136,8 @@ def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window:
           step_tokens: int) -> dict[str, Any]:
     """Three windows of `window` steps: the median, each, and the spread over the median.
 
-    Peaks of device memory are the peaks in the windows. Energy is summed over all three windows, and
-    given for each step and each of its `step_tokens` (`benchmarks.energy`).
+    Peaks of device memory are the peaks in the windows. Energy is summed over all three windows
+    and given for each step and each of its `step_tokens` (`benchmarks.energy`).
     """
     warmup = _warm_up(trainer, tokens, warmup)
     plans = trainer.plans()

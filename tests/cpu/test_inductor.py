@@ -1,4 +1,7 @@
-"""The rewrite through all of Inductor: same bits, no read of a weight that may be overwritten, traps that stay shut."""
+"""The rewrite through all of Inductor: same bits, and traps that stay shut.
+
+No weight that may be overwritten is read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ REFERENCE_OPTIONS: dict[str, dict[str, Any]] = {"cnn": {"options": {"layout_opti
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_training_has_the_bits_of_plain_compile(name: str) -> None:
-    """With weights poisoned from release to wait, losses and weights are those of torch.compile and a plain optimizer."""
+    """With weights poisoned from release to wait, losses and weights are the plain loop's.
+
+    The plain loop is torch.compile with a plain optimizer.
+    """
     torch.manual_seed(0)
     model, batches = CASES[name]()
     plain = copy.deepcopy(model)
@@ -39,7 +45,7 @@ def test_training_has_the_bits_of_plain_compile(name: str) -> None:
 
 
 def test_layout_optimization_would_copy_a_weight_ahead_of_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor copies a convolution's weight where the graph begins; the wait notices that it holds a copy."""
+    """Inductor copies a convolution's weight where the graph begins; the wait finds the copy."""
     import contextlib
 
     monkeypatch.setattr(tensors, "layouts_kept", contextlib.nullcontext)
@@ -50,7 +56,7 @@ def test_layout_optimization_would_copy_a_weight_ahead_of_its_wait(monkeypatch: 
 
 
 def test_a_write_behind_a_pointwise_reader_is_compiled_wrongly() -> None:
-    """The reason for the rule that a backward graph writes to no weight: torch lets the earlier reader see the later value.
+    """Why a backward graph writes to no weight: torch lets an earlier reader see the later value.
 
     y = x * w; z = sum(x); write(z, w); return relu(y) + 1, z: with x = w = 1 and 101 written, 2 is
     right and 102 comes out.
@@ -80,7 +86,7 @@ def test_a_write_behind_a_pointwise_reader_is_compiled_wrongly() -> None:
 
 
 def test_an_operator_without_the_mark_is_dropped() -> None:
-    """The reason for `has_side_effect`: Inductor drops an operator whose result is not used, and nothing says so."""
+    """Why `has_side_effect`: Inductor silently drops an operator whose result is not used."""
     ran: list[str] = []
     with torch.library._scoped_library("hytrain_fx_test", "FRAGMENT") as library:
         for name in ("unmarked", "marked"):

@@ -17,7 +17,10 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_it_releases_exactly_what_is_left(name: str) -> None:
-    """Releases and the end together name each row of the graph once; the end carries session and graph and is the last call."""
+    """Releases and the end together name each row of the graph once.
+
+    The end carries session and graph, and is the last call.
+    """
     ctx = context(GraphKind.BACKWARD, name)
     apply(ctx, *of_kind(DEFAULT_PASSES, GraphKind.BACKWARD)[:6])
     (end,) = calls(ctx, BACKWARD_END)

@@ -11,7 +11,7 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context, rows_of_unit
 
 
 def test_one_node_for_each_unit_with_all_its_gradients() -> None:
-    """Each unit's gradients go in one node, in row order, with the gradient of each row at its place."""
+    """Each unit's gradients go in one node, in row order; each has its row's place."""
     ctx = context(GraphKind.BACKWARD)
     notes = apply(ctx, annotate_units, insert_grad_offload)
     nodes = calls(ctx, GRAD_OFFLOAD)

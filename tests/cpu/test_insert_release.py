@@ -22,7 +22,10 @@ def released(kind_of_model: str = "gpt") -> set[int]:
 
 
 def test_matrices_and_biases_are_released_norms_are_not() -> None:
-    """What only products read, or nobody, is released; a norm's weight, read element by element, is not. Norm biases are not read."""
+    """What only products read, or nobody reads, is released. Norm biases are not read.
+
+    A norm's weight, read element by element, is not released.
+    """
     ctx = context(GraphKind.BACKWARD)
     names = _names()
     early = {names[row] for row in released()}
@@ -32,7 +35,10 @@ def test_matrices_and_biases_are_released_norms_are_not() -> None:
 
 
 def test_it_stands_right_behind_its_last_reader() -> None:
-    """The node before a release makes one of the results it takes, and the results need every reader of the rows."""
+    """The node before a release makes one of the results that the release takes.
+
+    The results need every reader of the rows.
+    """
     ctx = context(GraphKind.BACKWARD)
     apply(ctx, annotate_units, insert_grad_offload, insert_release)
     order = dataflow.Order.of(ctx.graph.module.graph)
@@ -44,7 +50,7 @@ def test_it_stands_right_behind_its_last_reader() -> None:
 
 
 def test_a_chain_of_readers_costs_one_operand() -> None:
-    """A layer's four products form a chain in the backward, so only the last result is held on to."""
+    """A layer's four products form a chain in the backward, so only the last result is kept."""
     ctx = context(GraphKind.BACKWARD)
     apply(ctx, annotate_units, insert_grad_offload, insert_release)
     layer = set(rows_of_unit(ctx, "h.1"))
@@ -54,7 +60,10 @@ def test_a_chain_of_readers_costs_one_operand() -> None:
 
 
 def test_recomputed_products_are_readers_too() -> None:
-    """Under checkpointing a weight is read twice in the backward; its bias is added by a recomputed addmm and waits for the end."""
+    """Under checkpointing a weight is read twice in the backward.
+
+    Its bias is added by a recomputed addmm and waits for the end.
+    """
     names = _names()
     early = {names[row] for row in released("checkpointed gpt")}
     assert "h.0.qkv.weight" in early
@@ -66,7 +75,10 @@ def test_recomputed_products_are_readers_too() -> None:
 
 
 def test_rows_that_are_only_read_are_released() -> None:
-    """A convolution's weight goes by an item of convolution_backward; all rows of a CNN but the norms' weights are released."""
+    """A convolution's weight goes by an item of convolution_backward.
+
+    All rows of a CNN are released, except the norms' weights.
+    """
     from tests.cpu import models
 
     names = [name for name, _ in models.Cnn().named_parameters()]

@@ -17,7 +17,10 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_each_weight_is_waited_for_before_it_is_taken(name: str) -> None:
-    """One wait for each unit names its weights in row order; views, readers and the output come after it."""
+    """One wait for each unit names its weights in row order; all else comes after it.
+
+    That is views, readers and the output.
+    """
     ctx = context(GraphKind.FORWARD, name)
     apply(ctx, annotate_units, insert_waits)
     waits = calls(ctx, WAIT)
@@ -29,7 +32,7 @@ def test_each_weight_is_waited_for_before_it_is_taken(name: str) -> None:
 
 
 def test_it_stands_right_before_the_first_user() -> None:
-    """The node behind each wait takes one of its weights: nothing is waited for earlier than needed."""
+    """The node after each wait takes one of its weights: no wait comes earlier than needed."""
     ctx = context(GraphKind.FORWARD)
     apply(ctx, annotate_units, insert_waits)
     for node in calls(ctx, WAIT):
@@ -37,7 +40,10 @@ def test_it_stands_right_before_the_first_user() -> None:
 
 
 def test_a_weight_that_is_only_saved_is_waited_for() -> None:
-    """A weight that the forward hands to the backward without reading it is read there, so it is waited for here."""
+    """The forward waits for a weight that it hands to the backward without reading it.
+
+    The backward reads it.
+    """
     ctx = context(GraphKind.FORWARD)
     row, weight = next((row, node) for row, node in ctx.graph.weights.items() if any(u.op == "output" for u in node.users))
     for user in [user for user in weight.users if user.op != "output"]:

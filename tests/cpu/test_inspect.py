@@ -25,7 +25,7 @@ K = 1
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Inspection, Path]]:
-    """A model that was trained for two steps with the first unit on the device, and its dump folder."""
+    """A model trained for two steps with the first unit on the device, and its dump folder."""
     folder = tmp_path_factory.mktemp("dump")
     with compiled(k=K, dump=folder) as (model, step):
         assert "no graph has been captured" in str(hytrain_fx.inspect(model))
@@ -49,7 +49,7 @@ def test_counts_are_those_of_the_passes(dumped: tuple[Inspection, Path]) -> None
 
 
 def test_annotations_name_unit_parameters_bytes_and_placement(dumped: tuple[Inspection, Path]) -> None:
-    """The annotated code is the graph's code, with a comment behind each inserted node and nowhere else."""
+    """The annotated code is the graph's code, with a comment only after each inserted node."""
     found, _ = dumped
     text = found.annotated("00.forward")
     plain = [line.partition("  # ")[0] if "torch.ops.hytrain_fx." in line else line for line in text.splitlines()]
@@ -87,7 +87,10 @@ def test_nodes_are_found_by_parameter_and_by_layer(dumped: tuple[Inspection, Pat
 
 
 def test_graphs_by_number_name_and_pass(dumped: tuple[Inspection, Path]) -> None:
-    """Number and name give the same graph; a text after any pass is at hand; what is not there is named."""
+    """Number and name give the same graph, and a text after any pass is there.
+
+    What is not there is named.
+    """
     found, _ = dumped
     graph = found["01.backward"]
     assert graph is found[1]
@@ -101,7 +104,10 @@ def test_graphs_by_number_name_and_pass(dumped: tuple[Inspection, Path]) -> None
 
 
 def test_the_task_graph_has_every_unit(dumped: tuple[Inspection, Path]) -> None:
-    """The DAG's units are the layers in forward order, each with the tasks of an update where its states are."""
+    """The DAG's units are the layers in forward order.
+
+    Each has the tasks of an update where its states are.
+    """
     found, _ = dumped
     assert [unit.name for unit in found.task_graph.units] == ["first", "body.0", "body.2", "last"]
     places = {unit.name: {place for row in found.rows if row.unit == unit.name for place in row.placed} for unit in found.task_graph.units}

@@ -1,4 +1,7 @@
-"""`python -m hytrain_fx inspect script.py`: the script runs as it is, and what it compiled is inspected."""
+"""`python -m hytrain_fx inspect script.py` runs the script and inspects what it compiled.
+
+The script is not changed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_every_model_of_a_script_is_inspected(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that is closed and one that is not; files of the second carry its number; the script's own output goes to stderr."""
+    """Of two models, one is closed and one is not.
+
+    Files of the second carry its number, and the script's own output goes to stderr.
+    """
     argv, path, page = list(sys.argv), list(sys.path), tmp_path / "page.html"
     assert main(["inspect", str(script), "--html", str(page), "--svg", str(tmp_path / "tasks.svg"), "--", "8", "12"]) == 0
     told = capsys.readouterr()
@@ -60,7 +66,7 @@ def test_every_model_of_a_script_is_inspected(script: Path, tmp_path: Path, caps
 
 
 def test_a_layer_or_a_parameter_is_searched(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its nodes are printed with their figures, or given as JSON; the page opens with the search."""
+    """A search prints nodes with their figures, or gives JSON; the page opens with the search."""
     page = tmp_path / "page.html"
     assert main(["inspect", str(script), "--layer", "2", "--html", str(page), "--", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The page of a 32-layer model: complete, folded by layer, and read by a browser where there is one."""
+"""The page of a 32-layer model: complete, folded by layer, and read by a browser if present."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def page(text: str) -> Page:
 
 
 def test_counts_are_those_of_the_graphs(model: tuple[Inspection, Counted], page: Page) -> None:
-    """Every node that torch has in a graph is a line of its listing, every node of ours a line marked as such."""
+    """Every node that torch has in a graph is a line of its listing.
+
+    So is every node of ours, marked as such.
+    """
     _, counted = model
     graphs = page.of("graph")
     assert len(graphs) == len(counted.nodes) == 2
@@ -115,7 +118,7 @@ def test_counts_are_those_of_the_graphs(model: tuple[Inspection, Counted], page:
 
 
 def test_code_is_folded_by_layer(page: Page) -> None:
-    """Each layer is one fold of a graph or two; in forward order forward, in the opposite order backward."""
+    """Each layer is one fold of a graph or two, forward in forward order, backward in reverse."""
     units = ["embed", *(f"layers.{number}" for number in range(LAYERS)), "head"]
     assert [fold.summary.split()[0] for fold in page.of("layer")] == units
     forward, backward = ([segment.summary.split()[0] for segment in fold.inner] for fold in page.of("graph"))
@@ -135,7 +138,10 @@ def test_every_stage_is_in_the_page(model: tuple[Inspection, Counted], page: Pag
 
 
 def test_the_page_is_small_and_opens_folded(model: tuple[Inspection, Counted], text: str, page: Page) -> None:
-    """It takes less than two texts of each graph and 5 kB a layer; before unfolding there is little more than a line a layer."""
+    """The page takes less than two texts of each graph and 5 kB a layer.
+
+    Before unfolding there is little more than a line a layer.
+    """
     assert len(text) < 2 * sum(len(graph.after) for graph in model[0]) + 5_000 * (LAYERS + 2)
     assert sum("open" not in fold.attributes for fold in page.folds) < MAX_FOLDED_LINES
     assert not any("open" in inner.attributes for fold in page.folds for inner in fold.inner)
@@ -149,7 +155,10 @@ def test_the_page_needs_nothing_else(text: str, page: Page) -> None:
 
 
 def test_figures_stand_on_the_line(model: tuple[Inspection, Counted], text: str) -> None:
-    """Behind each inserted node come layer, share, bytes, and predicted beside measured or profiled time."""
+    """After each inserted node come its layer, share, bytes and times.
+
+    The predicted time stands beside a measured or a profiled one.
+    """
     found, _ = model
     for graph in found:
         for node in found.nodes(graph):

@@ -33,7 +33,7 @@ def raw(found: Inspection) -> Any:
 
 
 def test_every_stage_of_every_graph_is_there(found: Inspection, raw: Any) -> None:
-    """Each pass names the text that it found and the one that it left; equal texts are there once."""
+    """Each pass names the text before it and the text after it; equal texts are there once."""
     for graph, values in zip(found, raw["graphs"], strict=True):
         assert values["name"] == graph.name
         for record, told in zip(graph.passes, values["passes"], strict=True):
@@ -57,7 +57,10 @@ def test_counts_and_nodes_are_those_of_the_inspection(found: Inspection, raw: An
 
 
 def test_the_task_graph_is_that_of_the_session(found: Inspection, raw: Any) -> None:
-    """Tasks of the plan in force with their sizes, times and edges: of the unit on the device an update there, of others the CPU's way."""
+    """The tasks of the plan in force, with their sizes, times and edges.
+
+    The unit on the device has an update there; the others go the CPU's way.
+    """
     dag = found.task_graph.dag
     assert {(task["task"], task["bytes"]) for task in raw["task_graph"]["tasks"]} == {(str(t), of["bytes"]) for t, of in dag.nodes.items()}
     assert {tuple(edge) for edge in raw["task_graph"]["edges"]} == {(str(a), str(b)) for a, b in dag.edges}

@@ -1,4 +1,7 @@
-"""Blocks of one class around graph breaks: Dynamo captures one graph for all of them, ours have one for each block's parameters."""
+"""Blocks of one class around graph breaks: Dynamo captures one graph for all of them.
+
+Ours have one graph for each block's parameters.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,10 @@ LOOPS = {"plain": (False, (4,)), "evaluated": (True, (4,)), "shapes change": (Fa
 @pytest.mark.parametrize(("evaluates", "sizes"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_of_one_class_train_as_plain(case: str, evaluates: bool, sizes: tuple[int, ...]) -> None:
-    """Same bits with all states on the host and mixed, updates delayed; every block's gradients are taken by nodes of its own graphs."""
+    """Same bits with all states on the host and mixed, updates delayed.
+
+    Every block's gradients are taken by nodes of its own graphs.
+    """
     torch._dynamo.reset()
     plain = _made(case)
     expected = _train(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2), evaluates=evaluates, sizes=sizes)

@@ -1,4 +1,7 @@
-"""Forwards that are not one plain graph: eager code inside, a recompile for every length, dropout, checkpointed calls. The bits stay."""
+"""Forwards that are not one plain graph keep their bits.
+
+They have eager code inside, a recompile for every length, dropout, or checkpointed calls.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ class Interrupted(nn.Module):
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("kind", ["logs at the top", "logs in the middle", "computes later on"])
 def test_eager_code_in_the_forward_sees_new_weights(kind: str, k: int) -> None:
-    """Weights that are read outside the captured graphs, with or without a gradient, are those of the last step, however slow it is."""
+    """Weights read outside the captured graphs are the last step's, however slow that step is.
+
+    This holds with and without a gradient.
+    """
     torch._dynamo.reset()
     made = Twins(lambda: (Interrupted(kind), [(torch.randn(5, 6),) for _ in range(3)]), k=k, workers=2, timeout_s=20.0)
     for stage in (Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D):
@@ -69,7 +75,10 @@ def test_eager_code_in_the_forward_sees_new_weights(kind: str, k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_model_that_dynamo_gives_up_on(k: int) -> None:
-    """Beyond the recompile limit the model runs in plain Python: each forward still waits for its weights, and the training is the same."""
+    """Beyond the recompile limit the model runs in plain Python, and the training is the same.
+
+    Each forward still waits for its weights.
+    """
     torch._dynamo.reset()
     lengths = [(torch.randn(3 + size, 6),) for size in range(5)]
     with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False, assume_static_by_default=True):
@@ -106,7 +115,10 @@ class Dropped(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"k": 0}, {"k": 1, "stream": 1.0}], ids=str)
 def test_random_numbers_are_the_trainings_own(options: dict[str, Any]) -> None:
-    """Measuring, probing and planning draw none: dropout and noise are those of the plain loop beyond the first plans."""
+    """Measuring, probing and planning draw no random numbers.
+
+    Dropout and noise are the plain loop's, also after the first plans.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []

@@ -1,4 +1,7 @@
-"""The recipe of examples/train_resume.py: a kill at any moment of saving leaves a whole checkpoint, and training goes on from it."""
+"""The recipe of examples/train_resume.py: a kill while saving leaves a whole checkpoint.
+
+Training goes on from it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ for wait_us in map(int, sys.argv[3:]):
 
 
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL at 25 random moments of saving again and again: each time the file is one whole checkpoint, never an older one."""
+    """SIGKILL at 25 random moments of repeated saving leaves one whole checkpoint each time.
+
+    It is never an older one.
+    """
     pytest.importorskip("transformers", reason="the example needs transformers")
     waits = [str(random.Random(number).randint(20_000, 200_000)) for number in range(25)]
     command = [sys.executable, "-c", SAVERS, str(EXAMPLE), str(tmp_path / "run.pt"), *waits]
@@ -61,7 +67,10 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.sample(0)
 def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
-    """The example, killed right after a save and started again: the weights at the end have the bits of the run that was not killed."""
+    """The example, killed right after a save and started again, ends with the same weights.
+
+    They have the bits of a run that was not killed.
+    """
     pytest.importorskip("transformers", reason="the example needs transformers")
     sizes = ["--layers", "1", "--width", "16", "--context", "16", "--steps", "40", "--every", "2", "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # sums over several threads may differ in the last bit

@@ -1,4 +1,7 @@
-"""Ctrl+C anywhere in a step: what follows has the bits of the plain loop that was interrupted before or after the same call."""
+"""Ctrl+C anywhere in a step: what follows has the bits of an interrupted plain loop.
+
+The plain loop was interrupted before or after the same call.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 @contextmanager
 def signal_at(line: int) -> Iterator[list[int]]:
-    """Send SIGINT at the n-th line of the library that this thread runs; gives how many lines have run."""
+    """Send SIGINT at the n-th line of the library that this thread runs; gives the lines run."""
     ran = [0]
 
     def local(frame: FrameType, event: str, arg: object) -> Any:
@@ -66,7 +69,10 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def run(model: Any, optimizer: Any, batches: Batches, without: Callable[[str, Callable[[], Any]], bool], zeroed: bool) -> Result:
-    """Five steps; `without` makes the calls of the third, True where one was interrupted: then the rest of that step is left out."""
+    """Five steps; `without` makes the calls of the third, and is True where one was interrupted.
+
+    The rest of that step is then left out.
+    """
     losses = []
     for step in range(5):
         made: list[Any] = []
@@ -95,7 +101,10 @@ def same(found: Result, expected: Result) -> bool:
 @pytest.mark.parametrize("zeroed", [True, False], ids=["zero_grad() follows", "gradients stay"])
 @pytest.mark.parametrize("call", CALLS)
 def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str, zeroed: bool) -> None:
-    """SIGINT at lines all over each call. A forward that was broken off may be one that has not happened."""
+    """SIGINT at lines all over each call changes no bits.
+
+    A forward that was broken off may count as one that has not happened.
+    """
 
     def left_out(when: str) -> Callable[[str, Callable[[], Any]], bool]:
         def without(name: str, make: Callable[[], Any]) -> bool:
@@ -140,7 +149,10 @@ def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str
 def test_weights_are_guarded_after_a_call_that_was_broken_off_as_it_began(
     twins: Twins, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters are plain while compiled code runs; an interrupt or error at its begin leaves none that is read old later."""
+    """Parameters are plain while compiled code runs.
+
+    An interrupt or error at its begin leaves none that is read old later.
+    """
     _, optimizer = twins.restart()
     plain, batch = twins.session.plain, twins.batches[0]
     begin = plain.begin
@@ -164,7 +176,10 @@ def test_weights_are_guarded_after_a_call_that_was_broken_off_as_it_began(
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_backward_broken_off_while_it_adds_says_so_until_zero_grad(twins: Twins, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of micro-batches that are half in cannot be had back: reading them and step() are errors, then training goes on, bit for bit."""
+    """Half-added sums of micro-batches cannot be had back: reading them and step() are errors.
+
+    After that the training goes on, bit for bit.
+    """
     nodes, calls = twins.session.nodes, [0]
     offload = nodes.grad_offload
 
@@ -192,7 +207,10 @@ def test_a_backward_broken_off_while_it_adds_says_so_until_zero_grad(twins: Twin
 
 
 def test_a_handler_of_the_users_is_called_once_and_stays(twins: Twins) -> None:
-    """A signal in step() reaches the user's own handler after it, which need not raise; other handlers are left as they are."""
+    """A signal in step() reaches the user's own handler after step(), even one that does not raise.
+
+    Other handlers stay as they were.
+    """
     _, optimizer = twins.restart()
     called = []
 

@@ -1,4 +1,7 @@
-"""Streamed rows that may be updated late hold up no others. The compute stream is a queue of a native program: Python's is the caller."""
+"""Streamed rows that may be updated late hold up no others.
+
+The compute stream is a queue of a native program: in Python it is the caller.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ NATIVE = Path(__file__).resolve().parents[1] / "native"
 
 
 def test_a_row_that_is_released_last_holds_up_no_other(tmp_path: Path) -> None:
-    """Its states are brought when nothing else can be, not first: updates run in the order in which their states are sent."""
+    """States of such a row come when nothing else can, not first.
+
+    Updates run in the order in which their states are sent.
+    """
     library, program = build.library(SOURCES), tmp_path / "late_release"
     flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
     subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", f"-I{NATIVE}", str(NATIVE / "late_release.cpp"), str(library),

@@ -56,7 +56,7 @@ def test_offline_reports_count_the_ring_that_is_taken() -> None:
 
 
 def test_a_wanted_ring_is_taken_down_to_the_least_that_works() -> None:
-    """The option holds above the default's limit; below the least it is an error that says how much is needed."""
+    """The option holds above the default's limit; below the least, an error says what is needed."""
     parameters = [parameter(1 << 30, torch.bfloat16)]
     for streams in (False, True):
         assert ring_bytes_for(parameters, Config(ring_bytes=5 << 30), streams) == 5 << 30

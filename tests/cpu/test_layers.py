@@ -27,14 +27,14 @@ def test_plain_attributes_and_sequentials() -> None:
 
 
 def test_blocks_in_nested_sequentials() -> None:
-    """A residual block inside nested Sequentials is one unit; what is outside belongs to its own module."""
+    """A residual block in nested Sequentials is one unit; what is outside is its own module's."""
     nested = nn.Sequential(models.Cnn(), nn.Sequential(nn.Sequential(models.ConvBlock(2)), nn.Linear(2, 2)))
     assert unit_names(models.Cnn()) == ["stem", "layer1.0", "layer1.1", "head"]
     assert unit_names(nested) == ["0", "1.0.0", "1.1"]
 
 
 def test_transformers_have_a_unit_for_each_layer() -> None:
-    """Llama, GPT-2, BERT and ViT group into embeddings, one unit for each layer, and what follows."""
+    """Llama, GPT-2, BERT and ViT group into embeddings, a unit for each layer, and the rest."""
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=11, num_key_value_heads=2, **SMALL))
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_layer=2, n_embd=8, n_head=2, n_positions=8))
     bert = BertModel(BertConfig(vocab_size=11, **SMALL))
@@ -68,7 +68,10 @@ def test_an_unknown_name_is_refused() -> None:
 @settings(max_examples=40, deadline=None)
 @given(shape=st.recursive(st.just(None), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8), keep=st.integers(0, 2**16))
 def test_every_row_is_in_exactly_one_unit(shape: object, keep: int) -> None:
-    """Whatever the tree and whichever parameters are managed, units partition the rows and are numbered in row order."""
+    """For any tree and any managed parameters, units partition the rows.
+
+    They are numbered in row order.
+    """
     model = nn.Sequential(_tree(shape))
     names = [name for i, (name, _) in enumerate(model.named_parameters()) if keep >> i & 1]
     units = group_units(model, names)

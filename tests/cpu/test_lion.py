@@ -1,4 +1,7 @@
-"""Lion, the second native kernel: the bits of hytrain_fx.Lion's plain step wherever states rest, in whatever loop."""
+"""Lion, the second native kernel, has the bits of hytrain_fx.Lion's plain step.
+
+This holds wherever states are, in any loop.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def lion_operands(n: int, kind: str, dtype: torch.dtype) -> Operands:
 @pytest.mark.parametrize("variant", ["native", *VARIANTS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_is_the_plain_step(dtype: torch.dtype, variant: str, kind: str) -> None:
-    """On any instruction set, with tails, factors as `grad.mul_` applies them: master, state and rounded weight."""
+    """Master, state and rounded weight agree on any instruction set.
+
+    Tails are included, and factors act as `grad.mul_` applies them.
+    """
     if variant != "native" and platform.machine() != "x86_64":
         pytest.skip("builds x86 instruction sets")
     flags = build.FLAGS if variant == "native" else (*(flag for flag in build.FLAGS if flag != "-march=native"), *VARIANTS[variant])
@@ -74,7 +80,10 @@ def test_the_kernel_is_the_plain_step(dtype: torch.dtype, variant: str, kind: st
 @pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize(("number", "dtype"), [(6, torch.float32), (7, torch.bfloat16)])
 def test_the_cuda_kernel_has_the_bits_of_the_cpus(run_rows: Run, number: int, dtype: torch.dtype, kind: str) -> None:
-    """As C++: vectors and tails, off 16 bytes; infinite gradients leave the row's mark, a row left out stays."""
+    """The kernel as C++: vectors and tails, also off 16 bytes.
+
+    Infinite gradients leave the row's mark, and a row left out stays.
+    """
     scalars = LionScalars.of(GROUP, factors=(0.3,))
     for start, skip, infinite in ((0, 0.0, False), (1, 0.0, False), (0, 1.0, False), (0, 0.0, True)):
         found = lion_operands(700 + start, kind, dtype).cut(start, 700 + start)
@@ -116,7 +125,10 @@ def scaled(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 def plain_weights(dtype: torch.dtype, loop: Any) -> dict[str, torch.Tensor]:
-    """After the loop on torch's own compiled model: fp32 with Lion itself, 16 bits with Lion on masters kept by hand."""
+    """The same loop as on torch's own compiled model.
+
+    In fp32 that uses Lion itself, in 16 bits Lion on masters kept by hand.
+    """
     model, batches = net(dtype)
     model.compile()
     own = Lion(model.parameters(), **GROUP) if dtype == torch.float32 else TorchAdam(model.parameters(), Lion, **GROUP)
@@ -160,7 +172,10 @@ class LionLoop(ClippedLoop):
 
 
 def test_guesses_are_made_and_put_right() -> None:
-    """fp32: a factor that comes late is guessed, a wrong guess is updated again, from a slot beside with two arrays."""
+    """fp32: a late factor is guessed, and a wrong guess is updated again.
+
+    That starts from a shadow slot, which has two arrays.
+    """
     engine = NativeEngine(torch.device("cpu"), 2, 40 << 20, 20.0, shadow_bytes=40 * SLOT_BYTES)
     try:
         loop = LionLoop(engine, (700_000, 70_000), torch.float32, amsgrad=False)
@@ -176,7 +191,10 @@ def test_guesses_are_made_and_put_right() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_checkpoint_is_a_plain_lions(dtype: torch.dtype) -> None:
-    """Step, exp_avg, and a 16-bit parameter's master; resuming elsewhere is never having stopped."""
+    """A state dict holds step, exp_avg and a 16-bit parameter's master.
+
+    Resuming elsewhere gives the bits of never having stopped.
+    """
     model, batches = net(dtype)
     _, first = hytrain_fx.compile(model, Lion(model.parameters(), **GROUP), k=0)
     clipped(model, first, batches)

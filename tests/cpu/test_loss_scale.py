@@ -1,4 +1,7 @@
-"""GradScaler without a wait: step() commits before it is known whether the gradients are finite, and leaves no trace where they are not."""
+"""GradScaler without a wait: step() commits before anyone knows if gradients are finite.
+
+Where they are not, it leaves no trace.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def twins() -> Iterator[Twins]:
 
 
 def scaled_loop(overflows: Sequence[bool], *, unscale: bool = False, clip: float | None = None, read: bool = False) -> Loop:
-    """Steps under a loss scale, some with an infinite loss; gives losses, scales, and with `read` a weight after each step."""
+    """Steps under a loss scale, some with an infinite loss.
+
+    Gives losses, scales, and with `read` a weight after each step.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
@@ -67,7 +73,10 @@ def scaled_loop(overflows: Sequence[bool], *, unscale: bool = False, clip: float
 def test_any_pattern_of_overflows_gives_the_plain_loops_bits(
     twins: Twins, overflows: list[bool], unscale: bool, clip: float | None, read: bool, places: list[Placement], delays: dict[Stage, int]
 ) -> None:
-    """Steps left out anywhere, the first too, wherever rows are updated and whichever stage is slow; step counts as the plain loop's."""
+    """Steps may be skipped anywhere, the first too; step counts are the plain loop's.
+
+    This holds wherever rows are updated and whichever stage is slow.
+    """
     twins.optimizer.zero_grad()
     twins.session.place(plan_of(twins.session, places))
     for stage, mean_us in delays.items():
@@ -80,7 +89,10 @@ def test_any_pattern_of_overflows_gives_the_plain_loops_bits(
 
 
 class Reads(TorchDispatchMode):
-    """The tensors that are read as Python numbers; held, so that no other tensor takes their memory."""
+    """The tensors that are read as Python numbers.
+
+    They are held, so that no other tensor takes their memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,7 +161,10 @@ def watched_by_a_wrapper(optimizer: Any, calls: list[int]) -> Callable[[], None]
 
 @pytest.mark.parametrize("watch", [watched_by_a_hook, watched_by_a_wrapper])
 def test_who_watches_step_sees_no_call_for_a_step_left_out(twins: Twins, watch: Callable[[Any, list[int]], Callable[[], None]]) -> None:
-    """With a step hook, or a wrapper as accelerate puts around step(), it is called for steps that count, as in the plain loop."""
+    """A step hook, or accelerate's wrapper around step(), is called for steps that count.
+
+    That is what the plain loop does.
+    """
     calls: list[int] = []
     seen: list[int] = []
 
@@ -165,7 +180,7 @@ def test_who_watches_step_sees_no_call_for_a_step_left_out(twins: Twins, watch: 
 
 
 def test_a_scheduler_is_no_watcher(twins: Twins) -> None:
-    """The mark that a scheduler puts on step() does not bring the wait back, and the schedule is the plain one."""
+    """A scheduler's mark on step() does not bring the wait back; the schedule is the plain one."""
     counts: list[int] = []
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
@@ -199,7 +214,10 @@ def test_two_steps_without_gradients_of_one_are_counted_apart(twins: Twins) -> N
 
 
 def test_steps_are_right_after_close_and_with_the_old_optimizer() -> None:
-    """A step left out right before close() is not counted in what is read afterwards; the fused optimizer taken over steps as ours."""
+    """A step skipped right before close() is not counted in what is read afterwards.
+
+    The fused optimizer, taken over, steps as ours does.
+    """
     torch._dynamo.reset()
     model: Any
     model, batches = mlp()
@@ -215,7 +233,10 @@ def test_steps_are_right_after_close_and_with_the_old_optimizer() -> None:
 
 
 def test_scaled_fp16_gradients_are_refused_as_by_torch() -> None:
-    """An fp16 model under a GradScaler: torch's ValueError, and the optimizer can go on without the scaler."""
+    """An fp16 model under a GradScaler gives torch's ValueError.
+
+    The optimizer can go on without the scaler.
+    """
     torch._dynamo.reset()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).half()
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
@@ -228,7 +249,7 @@ def test_scaled_fp16_gradients_are_refused_as_by_torch() -> None:
 
 
 def test_the_first_plan_waits_for_the_word_on_the_last_step() -> None:
-    """Where every state is streamed no update waits for it, and a probe on the device is a commit of its own."""
+    """With every state streamed no update waits; the probe on the device is its own commit."""
     made = Twins(mlp, workers=2, timeout_s=30.0)
     try:
         made.session.place(plan_of(made.session, [Placement.STREAM]))
@@ -240,7 +261,10 @@ def test_the_first_plan_waits_for_the_word_on_the_last_step() -> None:
 
 
 def test_an_error_before_a_forward_leaves_the_next_ones_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Solving the first plan fails once: later steps have the reference's bits, and the plan is solved from them."""
+    """When solving the first plan fails once, later steps have the reference's bits.
+
+    The plan is solved from them.
+    """
     made = Twins(mlp, workers=2, timeout_s=30.0)
     try:
         with monkeypatch.context() as patch:

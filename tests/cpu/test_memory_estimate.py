@@ -56,7 +56,7 @@ def estimate_of(rows: Rows, **options: Any) -> MemoryEstimate:
 
 @given(rows=rows_strategy)
 def test_it_is_what_the_store_of_states_counts(rows: Rows) -> None:
-    """Host bytes of rows on the CPU and of streamed ones, device bytes of the others, to the byte."""
+    """Host bytes of rows on the CPU and of streamed rows, device bytes of the rest, to the byte."""
     store, estimate = store_of(rows), estimate_of(rows)
     of = {place: [row for row, (_, at) in enumerate(rows) if at is place] for place in Placement}
     assert estimate.host_states_bytes + estimate.host_slots_bytes == store.host_bytes(of[Placement.CPU])
@@ -67,7 +67,10 @@ def test_it_is_what_the_store_of_states_counts(rows: Rows) -> None:
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, splits: bool) -> None:
-    """Gradients stay in their slots, so a 16-bit weight that no half of its master is goes to the device from elsewhere."""
+    """Gradients stay in their slots, so a new 16-bit weight has memory of its own.
+
+    Only a weight that is half of its master has none.
+    """
     engine = NoEngine()
     engine.splits_masters = splits
     store = StateStore([torch.ones(100, dtype=dtype)], [0], [ADAMW_DEFAULT], cast(Engine, engine))
@@ -88,7 +91,10 @@ def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, spl
 @settings(deadline=None, max_examples=30)
 @given(rows=rows_strategy)
 def test_it_is_what_is_allocated(rows: Rows) -> None:
-    """The tensors of every row, padded as slabs pad them, add up to it; a state that is the weight itself counts once."""
+    """The tensors of every row, padded as slabs pad them, add up to the estimate.
+
+    A state that is the weight itself counts once.
+    """
     store, estimate = store_of(rows), estimate_of(rows)
     store.allocate(whole_pieces([size.numel for size, _ in rows], [place for _, place in rows]), None)
     host = device = 0
@@ -115,7 +121,10 @@ def test_a_parameter_takes_14_bytes_on_the_host_and_12_streamed() -> None:
 
 
 def test_tiers_add_up() -> None:
-    """All of the device, all of the host; pinned is all of the host for a GPU and nothing for the CPU."""
+    """Totals are all of the device and all of the host.
+
+    Pinned is all of the host for a GPU, and nothing for the CPU.
+    """
     rows: Rows = [(RowSize(640, 2), place) for place in Placement]
     estimate = estimate_of(rows, ring_bytes=1000)
     staging = 6 * 3 * 640 * 4

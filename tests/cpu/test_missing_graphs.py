@@ -1,4 +1,7 @@
-"""Graphs that would be missing or another's, without a word: models Dynamo leaves out, and caches on disk."""
+"""Graphs that would silently be missing or another's.
+
+Models that Dynamo leaves out, and caches on disk.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lambda: nn.TransformerEncoderLayer(4, 2, 8)])
 def test_a_model_of_torchs_own_class_is_compiled_too(make: Callable[[], nn.Module]) -> None:
-    """Dynamo skips frames of torch.nn: Module.compile() would leave an nn.Sequential uncompiled, without a word."""
+    """Dynamo skips frames of torch.nn.
+
+    Module.compile() would leave an nn.Sequential uncompiled, without a word.
+    """
     torch._dynamo.reset()
     model = make()
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)

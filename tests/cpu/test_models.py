@@ -1,4 +1,7 @@
-"""Models of every shape that users bring: the same bits as the plain compiled model with a hand-made optimizer."""
+"""Models of every shape that users bring have the bits of the plain compiled model.
+
+Its optimizer is made by hand.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,10 @@ CLOSE = {"cnn": 1e-5}
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_with_the_bits_of_the_plain_one(name: str) -> None:
-    """Losses, weights and buffers after six steps, two units on the device; the same random numbers are drawn."""
+    """Losses, weights and buffers after six steps, with two units on the device.
+
+    The same random numbers are drawn.
+    """
     compare(MODELS[name], plain_loop(6), k=2, rtol=CLOSE.get(name, 0.0))
 
 
@@ -135,7 +141,10 @@ def test_autocast_over_fp32_parameters() -> None:
 
 @pytest.mark.sample(0)
 def test_train_and_eval_in_turn() -> None:
-    """model.eval() with and without gradients between training steps: other graphs, the same weights, running statistics included."""
+    """model.eval() between training steps, with and without gradients, changes no bits.
+
+    Evaluation has other graphs, the same weights and the same running statistics.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -153,7 +162,10 @@ def test_train_and_eval_in_turn() -> None:
 
 
 def compiled(model: nn.Module, ours: bool, k: int = 0) -> tuple[Any, Any]:
-    """What to call for the model, and its optimizer. Module.compile() leaves an nn.Sequential uncompiled, torch.compile() does not."""
+    """What to call for the model, and its optimizer.
+
+    torch.compile() compiles an nn.Sequential; Module.compile() leaves it uncompiled.
+    """
     if not ours:
         return torch.compile(model), HandAdam(model.parameters(), **HYPER)
     return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), k=k)
@@ -185,7 +197,7 @@ def test_two_models_with_two_optimizers() -> None:
 
 
 def test_a_compiled_part_of_a_larger_model() -> None:
-    """Only a submodule is compiled, with an optimizer of its own; the rest of the model trains in plain torch."""
+    """Only a submodule is compiled, with its own optimizer; the rest trains in plain torch."""
 
     def train(ours: bool) -> list[dict[str, torch.Tensor]]:
         torch._dynamo.reset()
@@ -208,7 +220,7 @@ def test_a_compiled_part_of_a_larger_model() -> None:
 
 
 def test_every_layer_of_a_gpt_is_a_unit_in_forward_order() -> None:
-    """The plan speaks of layers in the order in which the forward meets them, whatever order they were registered in."""
+    """The plan speaks of layers in forward order, whatever order they were registered in."""
     torch._dynamo.reset()
     model, batches = gpt(layers=3)
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()))

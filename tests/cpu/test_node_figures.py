@@ -53,7 +53,11 @@ def rows_of(chosen: Plan) -> tuple[InspectedRow, ...]:
     ("grad_offload", 600), ("cpu_step", 28 * 300), ("gpu_step", 28 * 500), ("reload", 600), ("wait", 1600), ("release", 1600),
 ])
 def test_bytes_are_those_of_the_rows_it_acts_for(op: str, expected: int) -> None:
-    """Copies and CPU updates are of the rows placed on the CPU, device updates of resident and streamed ones, waits of all."""
+    """Each kind of node counts its own rows.
+
+    Copies and CPU updates count rows placed on the CPU, device updates resident and streamed rows,
+    waits all rows.
+    """
     node = described(op, (0, 1, 2), {})
     assert node.nbytes == expected
     assert node.shares == {"cpu": 300 / 800, "stream": 100 / 800, "gpu": 400 / 800}
@@ -62,7 +66,7 @@ def test_bytes_are_those_of_the_rows_it_acts_for(op: str, expected: int) -> None
 
 
 def test_times_are_summed_over_layers_and_split_among_nodes_of_one() -> None:
-    """A node of two layers has both times; one that has part of a layer's rows has their part of what it acts for."""
+    """A node of two layers has both times; a node of part of a layer's rows has their part."""
     both = described("wait", (0, 1, 2))
     assert (both.predicted_us, both.measured_us, both.profiled_us) == (3.0, 3.0, None)
     assert both.times == "predicted 3 us, measured 3 us"
@@ -79,7 +83,7 @@ def test_an_operator_that_the_plan_passes_over_has_nothing_to_do() -> None:
 
 
 def test_a_node_without_rows_belongs_to_its_unit() -> None:
-    """A node of a user's operator has the layer that is noted of it and the pass that made it, and no bytes."""
+    """A node of a user's operator has its noted layer and the pass that made it, and no bytes."""
     node = described("demo.mark", (), made_by="colour")
     assert (node.layers, node.nbytes, node.place, node.note) == (("head",), 0, "", "head; made by colour")
 
@@ -87,7 +91,10 @@ def test_a_node_without_rows_belongs_to_its_unit() -> None:
 @given(profile=profiles(), data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_predicted_times_sum_to_what_the_schedule_has(profile: Profile, data: st.DataObject) -> None:
-    """Over all units, each operator's predicted time is that of its tasks in the schedule; profiled times are of its share."""
+    """Over all units, each operator's predicted time is its tasks' time in the schedule.
+
+    Profiled times are those of its share.
+    """
     chosen = prefix(profile, data.draw(st.integers(0, len(profile.units))))
     explanation = explained(profile, chosen)
     schedule = explanation.schedule
@@ -103,7 +110,10 @@ def test_predicted_times_sum_to_what_the_schedule_has(profile: Profile, data: st
 
 
 def test_measured_times_are_of_waits_and_cpu_updates() -> None:
-    """A unit that the CPU did not update has no measured update; without a profile nothing is predicted."""
+    """A unit that the CPU did not update has no measured update.
+
+    Without a profile nothing is predicted.
+    """
     profile = uniform(2)
     chosen = plan(profile)
     measured = Measured(3, (1.0, 2.0), (10.0, 20.0), (0.0, 5.0), (None, 7.0), 40.0, 2)

@@ -1,4 +1,7 @@
-"""Parameter groups and states that a loop has changed in odd ways: each works as in torch, or is one clear error that changes nothing."""
+"""Parameter groups and states that a loop has changed in odd ways.
+
+Each works as in torch, or is one clear error that changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ GROUPS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_that_no_step_can_take_is_an_error_at_step(name: str, twins: Twins) -> None:
-    """`step()` names the option and changes nothing: with the option put right the training goes on."""
+    """`step()` names the option and changes nothing; once it is put right, training goes on."""
     change, message = GROUPS[name]
     _, optimizer = twins.restart()
     model, group = twins.ours, optimizer.param_groups[0]
@@ -79,7 +82,10 @@ def test_a_group_that_no_step_can_take_is_an_error_at_step(name: str, twins: Twi
 
 @pytest.mark.parametrize("name", [name for name in GROUPS if name not in ("no lr", "no betas", "no eps", "no weight_decay")])
 def test_a_group_that_no_step_can_take_is_an_error_at_compile(name: str) -> None:
-    """It is known before anything is trained; an option that the group lacks is taken from the optimizer's defaults, as torch does."""
+    """A wrong group is known before anything is trained.
+
+    An option that the group lacks comes from the optimizer's defaults, as in torch.
+    """
     change, message = GROUPS[name]
     model, _ = mlp()
     optimizer = adamw(model)
@@ -93,7 +99,10 @@ def test_a_group_that_no_step_can_take_is_an_error_at_compile(name: str) -> None
 
 @pytest.mark.parametrize("change", [missing("lr"), given("lr", "0.1"), given("momentum", None)], ids=["no lr", "text", "nothing"])
 def test_a_group_of_another_optimizer_that_no_step_can_take_is_an_error_at_step(change: Callable[[dict[str, Any]], None]) -> None:
-    """Found before the step reaches a worker, where it would end the engine: with the option put right the training goes on."""
+    """The error comes before the step reaches a worker, where it would end the engine.
+
+    With the option put right the training goes on.
+    """
     torch._dynamo.reset()
     model, batches = mlp()
     optimizer: Any
@@ -112,7 +121,10 @@ def test_a_group_of_another_optimizer_that_no_step_can_take_is_an_error_at_step(
 
 
 def test_a_numpy_scalar_as_learning_rate_decays_as_in_torch() -> None:
-    """numpy's schedules give numpy's floats; with a gradient of zeros a step is the decay alone, in the scalar's own precision."""
+    """numpy's schedules give numpy's floats.
+
+    With a gradient of zeros a step is the decay alone, in the scalar's own precision.
+    """
     torch._dynamo.reset()
     found = []
     for ours in (False, True):
@@ -145,7 +157,10 @@ REPLACED: dict[str, Callable[[Any, Any], None]] = {
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_would_have_no_effect_is_an_error(name: str) -> None:
-    """A replaced `state` or `param_groups` is said at step(), state_dict() and load_state_dict(), each time."""
+    """A replaced `state` or `param_groups` is named each time, in three calls.
+
+    These are step(), state_dict() and load_state_dict().
+    """
     model, _ = mlp()
     old = adamw(model)
     _, optimizer = hytrain_fx.compile(model, old)
@@ -158,7 +173,10 @@ def test_what_would_have_no_effect_is_an_error(name: str) -> None:
 
 
 def test_a_step_while_another_thread_takes_the_state_dict_is_no_error(twins: Twins) -> None:
-    """`state_dict()` shows states as torch has them to itself alone; hooks get an optimizer of the same groups."""
+    """Only `state_dict()` itself sees states as torch has them.
+
+    Hooks get an optimizer of the same groups.
+    """
     optimizer = trained(twins)
     raised: list[BaseException] = []
     shown: list[Any] = []

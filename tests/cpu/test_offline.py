@@ -50,7 +50,10 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_work_of_a_llama_is_that_of_its_config() -> None:
-    """Run on fake tensors, a transformers Llama has the parameters, products and attention of every unit that its config gives."""
+    """On fake tensors, a transformers Llama has what its config gives for every unit.
+
+    That is parameters, products and attention.
+    """
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}))
@@ -70,7 +73,10 @@ def test_work_of_a_llama_is_that_of_its_config() -> None:
 
 
 def test_samples_without_a_sequence() -> None:
-    """Of vectors each is a token: a Linear multiplies by all its weights; its input, which autograd saves, counts once."""
+    """Each vector is a token: a Linear multiplies by all its weights.
+
+    Its input, which autograd saves, counts once.
+    """
     made = shape_of(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), "mlp", torch.zeros(5, 8))
     assert [u.params for u in made.units] == [8 * 16 + 16, 16 * 4 + 4]
     assert [u.matmul_params for u in made.units] == [8 * 16, 16 * 4]
@@ -117,7 +123,10 @@ def test_a_model_that_does_not_run_is_told() -> None:
 
 
 def test_a_measured_machine_is_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every figure is measured and says how; the file is read back, and a report is made with it."""
+    """Every figure is measured and says how.
+
+    The file is read back, and a report is made with it.
+    """
     file = tmp_path / "mine.json"
     assert main(["profile", "--seconds", "0.05", "--megabytes", "16", "--workers", "1", "--name", "mine", "--out", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}\n"
@@ -135,7 +144,7 @@ def test_a_measured_machine_is_a_device(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_bad_measurements_are_refused() -> None:
-    """No time, no memory, no workers, or more memory than there is are errors before anything is measured."""
+    """No time, no memory, no workers, or more memory than there is: errors before measuring."""
     for seconds, nbytes, workers in ((0.0, 1 << 24, 1), (0.1, 0, 1), (0.1, 1 << 24, 0)):
         with pytest.raises(ConfigError, match="expected more than 0 s"):
             measure_machine(None, seconds, nbytes, workers)
@@ -144,7 +153,10 @@ def test_bad_measurements_are_refused() -> None:
 
 
 def test_loads_do_what_they_count() -> None:
-    """Copies arrive, updates change the states, rates are what was done in the time; an error of a load is the caller's."""
+    """Copies arrive, updates change the states, and rates are the work done in the time.
+
+    An error of a load is the caller's.
+    """
     target, source = torch.zeros(1 << 16, dtype=torch.uint8), torch.full((1 << 16,), 7, dtype=torch.uint8)
     (rate,) = together([Copies(target, source)], 0.02)
     assert torch.equal(target, source)

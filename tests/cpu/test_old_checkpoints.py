@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier version wrote load, and train on with the bits that they had there."""
+"""Checkpoints of an earlier version load, and train on with the bits that they had there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def assert_equal(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("k", [0, 2, 4])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_of_an_earlier_version_loads_and_trains_on(name: str, k: int) -> None:
-    """Every weight and state is the file's after loading, and after three more steps; masters go through both."""
+    """Every weight and state is the file's after loading, and after three more steps.
+
+    Masters go through both.
+    """
     saved = torch.load(DATA / f"{name}.pt", weights_only=True)
     with compiled(KINDS[name], k=k) as (model, optimizer):
         assert (len(session_of(model).states.copies) > 0) == KINDS[name].autocast

@@ -76,7 +76,7 @@ def test_every_operator_is_kept_by_dead_code_elimination(op: torch._ops.OpOverlo
 
 @pytest.mark.parametrize("op", sorted(ops.ALL_OPS, key=str), ids=lambda op: op.name().partition("::")[2])
 def test_every_operator_is_tagged(op: torch._ops.OpOverload) -> None:
-    """No operator may be captured in a CUDA graph, and none asks Inductor for particular strides."""
+    """No operator may be captured in a CUDA graph, and none asks Inductor for strides."""
     assert {torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout} <= set(op.tags)
 
 
@@ -102,7 +102,10 @@ def test_operators_call_the_nodes_of_their_session(session: tuple[int, Calls]) -
 
 
 def test_fake_and_real_operators_agree(session: tuple[int, Calls]) -> None:
-    """torch's own check of schema, fake kernel and mutation passes for the operators that return a token."""
+    """torch's own checks pass for the operators that return a token.
+
+    They test schema, fake kernel and mutation.
+    """
     number, _ = session
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.GRAD_OFFLOAD, ([torch.ones(2, 3)], number, [0]), test_utils=utils)
@@ -111,7 +114,7 @@ def test_fake_and_real_operators_agree(session: tuple[int, Calls]) -> None:
 
 
 def test_sessions_count_from_zero() -> None:
-    """Session numbers are 0, 1, 2... in the order of registration, and a closed one is not given again."""
+    """Session numbers are 0, 1, 2... in registration order; a closed one is never reused."""
     registry = NodeRegistry()
     assert [registry.register(Calls()), registry.register(Calls())] == [0, 1]
     registry.unregister(1)
@@ -130,7 +133,10 @@ def test_a_closed_and_an_unknown_session_are_told_apart() -> None:
 
 
 def test_a_wait_on_a_copy_is_an_error() -> None:
-    """A `wait` that is handed anything but the parameter's own memory raises: its readers would see an old weight."""
+    """A `wait` that gets anything but the parameter's own memory raises.
+
+    Its readers would see an old weight.
+    """
     weight, calls = torch.ones(3, 2), Calls()
     nodes: StepNodes = calls
     number = NODES.register(nodes, [weight])
@@ -144,7 +150,10 @@ def test_a_wait_on_a_copy_is_an_error() -> None:
 
 
 def test_a_second_import_under_another_name_is_refused() -> None:
-    """A second copy of the module cannot define the operators again; it says so instead of making a second registry."""
+    """A second copy of the module cannot define the operators again, and it says so.
+
+    It makes no second registry.
+    """
     spec = importlib.util.spec_from_file_location("hytrain_fx_again", ops.__file__)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,7 @@
-"""Loops that users have: the bits of the same loop on a plain compiled model (gradients alone: test_gradient_loops)."""
+"""Loops that users have: the bits of the same loop on a plain compiled model.
+
+Loops about gradients alone are in test_gradient_loops.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ ORDERS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 def test_every_order_of_calls_trains_alike(twins: Twins, order: str, set_to_none: bool) -> None:
-    """Gradients may be dropped or zeroed anywhere before the backward, and the scheduler may step at the top of the loop."""
+    """Gradients may be dropped or zeroed anywhere before the backward.
+
+    The scheduler may step at the top of the loop.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses: list[float] = []
@@ -78,7 +84,10 @@ def test_every_order_of_calls_trains_alike(twins: Twins, order: str, set_to_none
 @pytest.mark.parametrize("order", ["zero between forward and backward", "zero last"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_plan_comes_into_force_in_every_order_of_calls(order: str, set_to_none: bool) -> None:
-    """Gradients that step() has used, or that are zeroed, hold no slot: a forward that still finds them does not put a plan off."""
+    """Gradients that step() has used, or that are zeroed, hold no slot.
+
+    A forward that still finds them does not put a plan off.
+    """
     torch._dynamo.reset()
     made = Twins(mlp, warmup_steps=1)
 
@@ -104,7 +113,10 @@ def test_a_plan_comes_into_force_in_every_order_of_calls(order: str, set_to_none
 
 
 def test_accumulation_of_several_calls_each(twins: Twins) -> None:
-    """Micro-steps whose loss has two or three model calls: autograd adds the calls' gradients first, then to `.grad`."""
+    """Micro-steps whose loss has two or three model calls.
+
+    Autograd adds the calls' gradients first, then adds the sum to `.grad`.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -140,7 +152,7 @@ def test_a_penalty_on_the_weights_by_hand(twins: Twins) -> None:
 
 
 def test_a_target_from_a_call_without_gradients(twins: Twins) -> None:
-    """A second call under no_grad between the forward and its backward, as in bootstrapped targets."""
+    """A second call under no_grad between forward and backward, as in bootstrapped targets."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -226,7 +238,10 @@ def test_groups_with_their_own_rates_decay_and_betas(options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_freezing_with_gradients_kept_or_dropped(set_to_none: bool) -> None:
-    """A layer frozen while its zeroed gradient stays goes on decaying by its moments, as in torch; with None it rests."""
+    """A layer frozen while its zeroed gradient stays goes on decaying by its moments, as in torch.
+
+    With a gradient of None it rests.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -251,7 +266,10 @@ def test_freezing_with_gradients_kept_or_dropped(set_to_none: bool) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning", "ignore:The epoch parameter:UserWarning")
 def test_schedulers_in_any_use(twins: Twins, name: str, every: int, skipped: set[int], reset: int | None) -> None:
-    """Any scheduler, stepped now and then, some optimizer steps left out, made anew in mid-run: rates and bits of the plain loop."""
+    """Any scheduler, stepped now and then or made again in mid-run, gives the plain loop's bits.
+
+    Rates are the plain loop's too, also where some optimizer steps are left out.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scheduler = SCHEDULERS[name](optimizer)
@@ -292,7 +310,10 @@ def test_a_rate_in_a_tensor(twins: Twins) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_learning_rate_finder_leaves_no_trace(dtype: torch.dtype, k: int) -> None:
-    """Deep copies of both state dicts, a sweep with growing rates, both loaded back: the run, with a scheduler made then, is as without."""
+    """A sweep with growing rates, between copying and loading both state dicts, leaves no trace.
+
+    The run after it, with a scheduler made then, is the run without it.
+    """
 
     def make() -> tuple[nn.Module, Batches]:
         model, batches = mlp()
@@ -322,7 +343,10 @@ def test_a_learning_rate_finder_leaves_no_trace(dtype: torch.dtype, k: int) -> N
 
 
 def test_a_loaded_group_has_the_checkpoints_options_alone(twins: Twins) -> None:
-    """What a scheduler has put into a group (`initial_lr`) goes with load_state_dict(), as in torch; the checkpoint is not shared."""
+    """What a scheduler puts into a group (`initial_lr`) goes with load_state_dict(), as in torch.
+
+    The checkpoint is not shared.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         optimizer.param_groups[0]["lr"] = torch.tensor(2e-2)
