@@ -6,6 +6,7 @@ It is cached by what it depends on and says why it cannot work.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -128,6 +129,19 @@ def test_unwritable_cache_says_what_to_do(csrc: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_full_disk_says_what_to_do(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was compiled and cannot be kept is an EngineError, and leaves nothing."""
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken, pytest.raises(EngineError, match="No space left.*HYTRAIN_FX_CACHE"):
+        broken.setattr(os, "replace", full)
+        build.load(("answer.cpp",))
+    assert not list(build.cache_dir().iterdir())
+    assert build.load(("answer.cpp",)).answer() == 42
+
+
 def test_read_only_cache_serves_what_it_has(csrc: Path) -> None:
     """A read-only cache gives libraries that are in it and refuses to build others."""
     built = build.library(("answer.cpp",))

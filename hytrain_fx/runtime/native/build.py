@@ -109,16 +109,15 @@ def publish(data: bytes, path: Path) -> None:
 
 def _compile(compiler: str, sources: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
     try:
-        directory = tempfile.TemporaryDirectory(dir=path.parent, prefix="build-")
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
+            objects = {source: str(Path(scratch) / f"{number}.o") for number, source in enumerate(sources)}
+            with threads_on(allowed_cpus()), ThreadPoolExecutor(len(allowed_cpus())) as pool:
+                list(pool.map(lambda source: _run([compiler, *flags, "-c", str(CSRC / source), "-o", objects[source]], source), sources))
+            output = Path(scratch) / "library.so"
+            _run([compiler, *flags, *objects.values(), "-o", str(output), *LINK], ", ".join(sources))
+            os.replace(output, path)
     except OSError as error:
         raise _unwritable(path.parent, error) from error
-    with directory as scratch:
-        objects = {source: str(Path(scratch) / f"{number}.o") for number, source in enumerate(sources)}
-        with threads_on(allowed_cpus()), ThreadPoolExecutor(len(allowed_cpus())) as pool:
-            list(pool.map(lambda source: _run([compiler, *flags, "-c", str(CSRC / source), "-o", objects[source]], source), sources))
-        output = Path(scratch) / "library.so"
-        _run([compiler, *flags, *objects.values(), "-o", str(output), *LINK], ", ".join(sources))
-        os.replace(output, path)
 
 
 def _run(command: Sequence[str], what: str) -> None:
