@@ -135,9 +135,10 @@ def test_a_full_disk_says_what_to_do(csrc: Path, monkeypatch: pytest.MonkeyPatch
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as broken, pytest.raises(EngineError, match="No space left.*HYTRAIN_FX_CACHE"):
+    with monkeypatch.context() as broken:
         broken.setattr(os, "replace", full)
-        build.load(("answer.cpp",))
+        with pytest.raises(EngineError, match=r"No space left.*HYTRAIN_FX_CACHE"):
+            build.load(("answer.cpp",))
     assert not list(build.cache_dir().iterdir())
     assert build.load(("answer.cpp",)).answer() == 42
 
