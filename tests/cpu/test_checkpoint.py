@@ -1,4 +1,7 @@
-"""Checkpoints: a plain AdamW's and ours are the same thing for fp32, resuming is never having stopped, masters go along for 16 bits."""
+"""Checkpoints: resuming is the same as never having stopped.
+
+For fp32 a plain AdamW's checkpoint and ours are the same. For 16 bits ours has the masters too.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def described(state: dict[str, Any]) -> dict[Any, dict[str, Any]]:
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_an_fp32_checkpoint_is_that_of_torch(k: int, amsgrad: bool) -> None:
-    """Same keys, shapes and dtypes, same param_groups, values within 1e-6; nothing before the first step."""
+    """An fp32 checkpoint has torch's keys, shapes, dtypes and param_groups, values within 1e-6.
+
+    Before the first step it has no states.
+    """
     found_model, batches = start()
     found = ours(found_model, k, amsgrad=amsgrad)
     expected_model, _ = start()
@@ -56,7 +62,7 @@ def test_an_fp32_checkpoint_is_that_of_torch(k: int, amsgrad: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("k", "then"), [(0, 0), (0, 4), (2, 0)])
 def test_resuming_is_never_having_stopped(dtype: torch.dtype, k: int, then: int) -> None:
-    """Saved after 3 steps, loaded into a new model with another plan, 3 more: the bits of 6 steps at one go."""
+    """Three steps, saved and loaded with another plan, and three more have the bits of six."""
     model, batches = start(dtype)
     optimizer = ours(model, k)
     plain_loop(3)(model, optimizer, batches)
@@ -76,7 +82,7 @@ def test_resuming_is_never_having_stopped(dtype: torch.dtype, k: int, then: int)
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_the_order_of_loading_does_not_matter(order: str) -> None:
-    """bf16: masters from the checkpoint stay whether the weights are loaded before or after them."""
+    """Masters of bf16 weights come from the checkpoint, whether weights load before or after."""
     model, batches = start(torch.bfloat16)
     optimizer = ours(model)
     plain_loop(3)(model, optimizer, batches)
@@ -93,7 +99,10 @@ def test_the_order_of_loading_does_not_matter(order: str) -> None:
 
 @pytest.fixture
 def rounded_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's AdamW with its one square root correctly rounded, as ours is (MKL's is not): the same bits."""
+    """Give torch's AdamW a correctly rounded square root, as ours is (MKL's is not).
+
+    Both then have the same bits.
+    """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("torch's kernels for CPUs without AVX2 have no fused multiply-add")
     with monkeypatch.context() as patch:
@@ -106,7 +115,10 @@ def rounded_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("how", ["state_dict", "compile in mid-run"])
 def test_a_plain_run_goes_on_here(k: int, how: str) -> None:
-    """Three steps of torch's AdamW, then three of ours, from its checkpoint or from the optimizer itself: the bits of six of torch's."""
+    """Three steps of torch's AdamW, then three of ours, have the bits of six of torch's.
+
+    Ours goes on from torch's checkpoint, or from the optimizer itself.
+    """
     expected_model, batches = start()
     if how == "state_dict":
         expected = plain(expected_model)
@@ -137,7 +149,7 @@ def test_a_plain_run_goes_on_here(k: int, how: str) -> None:
 @pytest.mark.usefixtures("rounded_root")
 @pytest.mark.parametrize("k", K)
 def test_our_run_goes_on_in_plain_torch(k: int) -> None:
-    """Our fp32 checkpoint loads into torch's AdamW, which goes on with the bits that ours would have had."""
+    """Our fp32 checkpoint loads into torch's AdamW, which goes on with the bits of ours."""
     model, batches = start()
     optimizer = ours(model, k)
     plain_loop(3)(model, optimizer, batches)
@@ -153,7 +165,10 @@ def test_our_run_goes_on_in_plain_torch(k: int) -> None:
 
 
 def test_masters_of_16_bit_parameters_are_saved_and_may_be_missing() -> None:
-    """`master` is an extra fp32 key whose rounding is the weight; a checkpoint without it starts from the weights."""
+    """`master` is an extra fp32 key whose rounding is the weight.
+
+    A checkpoint without it starts from the weights.
+    """
     model, batches = start(torch.bfloat16)
     optimizer = ours(model)
     plain_loop(3)(model, optimizer, batches)
@@ -174,7 +189,10 @@ def test_masters_of_16_bit_parameters_are_saved_and_may_be_missing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", K)
 def test_weights_loaded_after_compile_reach_the_masters(dtype: torch.dtype, k: int) -> None:
-    """model.load_state_dict() on a compiled, trained model: the next step starts from those weights, moments as they were."""
+    """After model.load_state_dict() the next step starts from the loaded weights.
+
+    The model is compiled and trained; its moments do not change.
+    """
     other = weights(start(dtype, seed=9)[0])
     results = []
     for compiled in (False, True):
@@ -196,7 +214,10 @@ def test_weights_loaded_after_compile_reach_the_masters(dtype: torch.dtype, k: i
 
 
 def test_a_state_dict_between_backward_and_step_is_the_last_commits() -> None:
-    """Saving in mid-step waits for running updates, shows committed values, and leaves the step as it was."""
+    """Saving in mid-step waits for running updates and shows committed values.
+
+    The step goes on as if nothing was saved.
+    """
     model, batches = start()
     optimizer = ours(model)
     plain_loop(2)(model, optimizer, batches)
@@ -210,7 +231,10 @@ def test_a_state_dict_between_backward_and_step_is_the_last_commits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_state_dict_right_after_step_waits_for_slow_updates(dtype: torch.dtype) -> None:
-    """Weights and states saved while every update and copy is late are those at rest afterwards, and of the step just committed."""
+    """A checkpoint right after step() has the values at rest, though updates and copies are late.
+
+    They are the values of the step just committed.
+    """
     model, batches = start(dtype)
     optimizer = ours(model, k=2)
     plain_loop(2)(model, optimizer, batches)
@@ -236,7 +260,11 @@ def test_a_state_dict_right_after_step_waits_for_slow_updates(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_by_parameter(dtype: torch.dtype) -> None:
-    """`optimizer.state` has state_dict's entries; assigning writes, deleting starts anew; a write that would be lost is an error."""
+    """`optimizer.state` has state_dict's entries.
+
+    Assigning writes, and deleting starts again from nothing. A write that would be lost is an
+    error.
+    """
     model, batches = start(dtype)
     original = torch.optim.AdamW(model.parameters(), **HYPER)
     torch._dynamo.reset()
@@ -318,7 +346,7 @@ def test_hooks_of_state_dict_and_load_state_dict_run() -> None:
 
 
 def test_states_of_a_frozen_parameter_come_back_out_of_a_checkpoint() -> None:
-    """A layer that is frozen where training goes on keeps its states from one checkpoint to the next, as torch's optimizer has it."""
+    """A frozen layer keeps its states from one checkpoint to the next, as in torch's optimizer."""
     torch._dynamo.reset()
     model: Any
     model, batches = mlp()
@@ -332,7 +360,7 @@ def test_states_of_a_frozen_parameter_come_back_out_of_a_checkpoint() -> None:
     plain_loop(2)(model, optimizer, batches)
     second = optimizer.state_dict()["state"]
     assert second.keys() == first["state"].keys()
-    for number, count in ((0, 2.0), (1, 2.0), (2, 4.0)):  # the first layer's two, and one that was trained on
+    for number, count in ((0, 2.0), (1, 2.0), (2, 4.0)):  # the first layer's two are frozen, the third was trained on
         assert float(second[number]["step"]) == count
     for name, value in first["state"][0].items():
         assert torch.equal(torch.as_tensor(second[0][name]), torch.as_tensor(value)), name

@@ -1,4 +1,7 @@
-"""torch.distributed.checkpoint and safetensors bring weights and states back bit for bit, tied and masters too, saved in mid-update."""
+"""torch.distributed.checkpoint and safetensors restore weights and states bit for bit.
+
+Tied weights and masters come back too, also when saved in mid-update.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ def goes_on(twins: Twins) -> dict[str, torch.Tensor]:
 
 
 def test_reading_states_for_distributed_checkpoint_is_no_step(twins: Twins) -> None:
-    """get_state_dict leaves weights, moments and step counts as they are; names stand where state_dict has numbers."""
+    """get_state_dict does not change weights, moments or step counts.
+
+    It has names where state_dict has numbers.
+    """
     model, optimizer = trained(twins)
     before, packed = weights(model), optimizer.state_dict()
     saved_weights, saved = get_state_dict(model, optimizer)
@@ -90,14 +96,17 @@ def test_reading_states_for_distributed_checkpoint_is_no_step(twins: Twins) -> N
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 def test_distributed_checkpoint_resumes_bit_for_bit(twins: Twins, flat: bool, tmp_path: Path) -> None:
-    """save, more steps, load into a fresh state: two more steps give the bits of never having stopped."""
+    """After loading into a fresh state, two more steps give the bits of never having stopped.
+
+    The run trains on between saving and loading.
+    """
     options = FLAT if flat else None
     model, optimizer = trained(twins)
     saved, states = get_state_dict(model, optimizer, options=options)
     save({"model": saved, "optimizer": states}, checkpoint_id=tmp_path)
     expected = goes_on(twins)
 
-    twins.restart()  # no states, as after a restart of the process: torch makes some by a step of its own, with lr 0
+    twins.restart()  # no states, as after a restart of the process: torch makes some by a step with lr 0
     saved, states = get_state_dict(model, optimizer, options=options)
     load({"model": saved, "optimizer": states}, checkpoint_id=tmp_path)
     set_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=states, options=options)
@@ -105,7 +114,10 @@ def test_distributed_checkpoint_resumes_bit_for_bit(twins: Twins, flat: bool, tm
 
 
 def test_a_distributed_checkpoint_of_plain_torch_loads_here() -> None:
-    """fp32: torch's AdamW saves, ours loads; then ours saves and torch's loads: the same states, named alike."""
+    """In fp32 torch's AdamW loads what ours has saved, and ours loads what torch's has saved.
+
+    States and their names are the same.
+    """
     torch.manual_seed(0)
     (plain, batches), (ours, _) = tied(), tied()
     torch._dynamo.reset()
@@ -125,7 +137,10 @@ def test_a_distributed_checkpoint_of_plain_torch_loads_here() -> None:
 
 
 def test_safetensors_resumes_bit_for_bit(twins: Twins, tmp_path: Path) -> None:
-    """save_model of tied weights and save_file of the states, as flat as distributed checkpoint makes them: all comes back."""
+    """save_model of tied weights and save_file of the states restore every bit.
+
+    The states are flat, as distributed checkpoint makes them.
+    """
     model, optimizer = trained(twins)
     safetensors.save_model(model, str(tmp_path / "model.safetensors"))
     flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
@@ -152,7 +167,10 @@ def test_safetensors_resumes_bit_for_bit(twins: Twins, tmp_path: Path) -> None:
     weights_first=st.booleans(),
 )
 def test_a_checkpoint_of_any_moment_resumes_bit_for_bit(twins: Twins, stop: int, where: str, astray: int, weights_first: bool) -> None:
-    """Saved at any point of any step, with updates in flight, and loaded after other steps: as never having stopped."""
+    """A checkpoint of any point of any step resumes as if training had never stopped.
+
+    It is saved with updates in flight, and loaded after other steps.
+    """
     whole = 5
     model, optimizer = trained(twins, whole)
     expected = weights(model)

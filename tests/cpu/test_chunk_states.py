@@ -1,4 +1,7 @@
-"""A chunk's state changes only as the table in csrc/chunk.h says: builds with HYTRAIN_FX_CHECK_STATES end where it does not."""
+"""A chunk's state changes only as the table in csrc/chunk.h says.
+
+Builds with HYTRAIN_FX_CHECK_STATES end the program at any other change.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hytrain_fx.runtime.native import build
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Takes a chunk through the states whose numbers it is given."""
+    """A program that takes a chunk through the states whose numbers it is given."""
     folder = tmp_path_factory.mktemp("states")
     source, program = folder / "states.cpp", folder / "states"
     source.write_text("""
@@ -44,7 +47,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_chunk_takes_the_ways_of_a_step(program: Path, path: str) -> None:
-    """A step, one after flags, a guess that was right, one that was wrong, a step that is left out, an update that is put back."""
+    """A chunk may take every path of a step.
+
+    These are a plain step, a step after flags, right and wrong guesses, a step left out, and an
+    update put back.
+    """
     assert subprocess.run([program, *path.split()], check=False).returncode == 0
 
 
@@ -60,7 +67,10 @@ def test_a_chunk_takes_the_ways_of_a_step(program: Path, path: str) -> None:
     ],
 )
 def test_another_transition_ends_the_program(program: Path, path: str, message: str) -> None:
-    """With both states in the message: updated before it was queued, given a gradient before its weight has left, ..."""
+    """Any other transition ends the program, with both states in the message.
+
+    Examples: updated before it was queued, given a gradient before its weight has left.
+    """
     done = subprocess.run([program, *path.split()], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert message in done.stderr

@@ -1,4 +1,7 @@
-"""After `close()`, or when model and optimizer are dropped, nothing of them is left: no slab, engine, thread, mark or graph."""
+"""After `close()`, or when model and optimizer are dropped, nothing of them is left.
+
+That means no slab, engine, thread, mark or graph.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def threads() -> list[str]:
 
 
 def alive(found: References) -> list[str]:
-    for _ in range(2):  # a model's end lets go of the engine: what is in a cycle with it is found the second time
+    for _ in range(2):  # the model's end frees the engine: a cycle with it is found the second time
         gc.collect()
     return [name for name, reference in found.items() if reference() is not None]
 
@@ -115,7 +118,10 @@ def trained(name: str, closed: bool) -> References:
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_a_model_is_left(name: str, closed: bool) -> None:
-    """Weak references to everything that a session has are dead, and its threads have ended, without a reset of Dynamo."""
+    """Everything that a session has is dead, and its threads have ended.
+
+    Weak references show it. Dynamo is not reset.
+    """
     torch._dynamo.reset()
     gc.collect()
     before = threads()
@@ -125,7 +131,10 @@ def test_nothing_of_a_model_is_left(name: str, closed: bool) -> None:
 
 
 def test_what_is_left_after_close_is_what_the_user_holds() -> None:
-    """With the optimizer kept, its states can be read; marks, graphs and the engine's own memory are gone. The model trains plainly."""
+    """After close() a kept optimizer's states can be read, and the model trains plainly.
+
+    Marks, graphs and the engine's own memory are gone.
+    """
     torch._dynamo.reset()
     model: Any
     model, batches = mlp()
@@ -174,7 +183,10 @@ def test_a_compile_that_is_refused_leaves_nothing() -> None:
 
 @pytest.mark.sample(0)
 def test_memory_of_twenty_models_does_not_add_up() -> None:
-    """Resident memory after twenty models of 48 MB of states each is what it was after five, to less than two models."""
+    """Resident memory after twenty models is what it was after five, to less than two models.
+
+    Each model has 48 MB of states.
+    """
     torch._dynamo.reset()
     resident = []
     for _ in range(20):

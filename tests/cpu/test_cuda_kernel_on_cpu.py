@@ -1,4 +1,6 @@
-"""csrc/update_rows.cu, compiled as C++ and run thread by thread: the bits of the CPU kernel, no GPU needed.
+"""csrc/update_rows.cu, compiled as C++ and run thread by thread, has the CPU kernel's bits.
+
+That needs no GPU.
 
 tests/gpu has the same on a GPU, with its own roundings and launches.
 """
@@ -48,7 +50,9 @@ def run_rows(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def prepared(n: int, seed: int, kind: str, kernel: int, amsgrad: bool, start: int, tied: bool = False) -> Operands:
-    """Operands whose `out` is the rounded master, from element `start` of their memory on (0: aligned to 16 bytes).
+    """Operands whose `out` is the rounded master.
+
+    They begin at element `start` of their memory (0: aligned to 16 bytes).
 
     tied   each master lies half-way between two bf16 numbers
     """
@@ -79,7 +83,9 @@ def test_rows_have_the_bits_of_the_cpu_kernel(
     run_rows: Run, kernel: int, sizes: list[tuple[int, int]], seed: int, kind: str, amsgrad: bool, maximize: bool, torch_cuda: bool,
     factors: tuple[float, ...], wide: bool, stands_still: bool, skipped: int,
 ) -> None:
-    """Weight, master and moments of several rows in one launch: with a tail, off 16 bytes, factors wide or rounded, a row left out.
+    """Weight, master and moments of several rows in one launch have the CPU kernel's bits.
+
+    Rows have tails, begin off 16 bytes, have wide or rounded factors, or are left out.
 
     Where the learning rate is 0, masters that are ties stay, and rounding them hides a bit.
     """

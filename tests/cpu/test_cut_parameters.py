@@ -1,4 +1,7 @@
-"""Parameters that are cut: pieces of one tensor are updated by the CPU, on the device and streamed, with the plain loop's bits."""
+"""Parameters that are cut train with the plain loop's bits.
+
+Pieces of one tensor are updated by the CPU, on the device and streamed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ CUTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 def cut_plan(session: Session, steps: Sequence[int], places: Sequence[Placement]) -> Plan:
-    """A plan whose shares end after so many times 64 elements, over and over, wherever that is in a unit."""
+    """A plan whose shares end after multiples of 64 elements, anywhere in a unit.
+
+    The multiples repeat.
+    """
     rows: list[PlanRow] = []
     units, place, step = session.planning.units(), cycle(places), cycle(steps)
     for unit in units:
@@ -62,7 +68,10 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 def test_no_sequence_of_cuts_changes_a_bit(
     twins: Twins, plans: list[tuple[list[int], list[Placement]]], delays: dict[Stage, int]
 ) -> None:
-    """Each step under another cut, states moving, stages slow: losses and weights are the reference's."""
+    """Losses and weights are the reference's, though each step has another cut.
+
+    States move and stages are slow meanwhile.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -106,7 +115,7 @@ def accumulated(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 
 
 def read_and_stepped_again(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-    """Gradients are read after step(), which is called again on them; zero_grad keeps them as zeros."""
+    """Read gradients after step(), which then takes them again; zero_grad keeps them as zeros."""
     found = []
     for _ in range(2):
         model(*batches[0]).backward()
@@ -130,7 +139,7 @@ def written(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 
 
 def unscaled(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-    """Gradients are written to without a count of their versions, as GradScaler's unscaling and `.grad.data` do."""
+    """Write to gradients without a version count, as unscaling and `.grad.data` do."""
     losses = []
     for step in range(3):
         loss = model(*batches[step % len(batches)])
@@ -195,7 +204,10 @@ def test_states_of_cut_parameters_are_saved_and_loaded_as_whole_ones(twins: Twin
 
 
 def test_a_cut_that_comes_back_finds_its_rows(twins: Twins) -> None:
-    """Going to and fro between two cuts adds no rows to the engine; whole parameters have the rows they began with."""
+    """Going to and fro between two cuts adds no rows to the engine.
+
+    Whole parameters have the rows they began with.
+    """
     session = twins.session
     twins.restart()
     plans = [cut_plan(session, [3], PLACES), cut_plan(session, [5], PLACES), cut_plan(session, [1000], [Placement.CPU])]
@@ -210,7 +222,10 @@ def test_a_cut_that_comes_back_finds_its_rows(twins: Twins) -> None:
 
 
 def test_a_gradient_is_told_before_the_update_in_its_place(twins: Twins) -> None:
-    """Of a cut parameter `.grad` is a tensor on the device; pieces for the CPU have slots, others have none."""
+    """A cut parameter's `.grad` is a tensor on the device.
+
+    Pieces for the CPU have slots, others have none.
+    """
     session = twins.session
     twins.restart()
     session.place(cut_plan(session, [3, 5], PLACES))
@@ -224,7 +239,10 @@ def test_a_gradient_is_told_before_the_update_in_its_place(twins: Twins) -> None
 
 @pytest.mark.parametrize("refused", [0, 1, 2, 5])
 def test_a_cut_that_is_refused_memory_leaves_states_whole(twins: Twins, monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
-    """Wherever pinning fails in the move, parameters are as they were or wholly as they were to be: training has the same bits."""
+    """Where pinning fails in a move, parameters are wholly the old ones or wholly the new ones.
+
+    Training has the same bits.
+    """
     calls = count()
 
     def pin(*args: Any) -> None:
@@ -292,7 +310,10 @@ def test_every_engine_takes_pieces(engine: str) -> None:
     data=st.data(),
 )
 def test_pieces_tile_every_parameter(numels: list[int], cuts: list[int], places: list[Placement], data: st.DataObject) -> None:
-    """In order, at multiples of 64, neighbours in different places; whole parameters are one piece, where their first element goes."""
+    """Pieces are in order, begin at multiples of 64, and have neighbours in other places.
+
+    A whole parameter is one piece, placed where its first element goes.
+    """
     total = sum(numels)
     ends = sorted({0, total, *(cut for cut in cuts if cut < total)})
     rows = tuple(PlanRow(0, "u", begin, end, places[i % 3], "") for i, (begin, end) in enumerate(pairwise(ends)))

@@ -28,7 +28,7 @@ def weight_of(graph: fx.Graph) -> fx.Node:
 
 
 def test_views_are_seen_through() -> None:
-    """A product with a transposed and sliced weight reads the weight; the views themselves are no readers."""
+    """A product with a transposed and sliced weight reads the weight; the views are no readers."""
     graph, nodes = traced(lambda x, w: aten.mm(x, aten.slice(aten.t(w), 1, 0, 2)), (2, 3), (4, 3))
     assert dataflow.readers([weight_of(graph)]) == (nodes["mm"],)
     assert dataflow.view_base(nodes["slice_1"]) is weight_of(graph)
@@ -91,7 +91,10 @@ def test_the_frontier_needs_all_others() -> None:
 
 
 def test_what_is_reached_needs_one_of_them() -> None:
-    """Two nodes: they, what needs either, and nothing else; of every node of a graph, as one pair after the other says."""
+    """What is reached from nodes is those nodes, and all that needs one of them.
+
+    This agrees with `reaches` for every node of a graph.
+    """
     graph, nodes = traced(lambda x, w: (aten.mm(aten.mm(x, w), w), aten.mm(w, w), aten.mul(x, 2)), (3, 3), (3, 3))
     order = dataflow.Order.of(graph)
     early = [nodes["mm"], nodes["mm_2"]]

@@ -1,4 +1,7 @@
-"""engine="deepspeed": DeepSpeedCPUAdam on the host's states, near the reference, and refused where it cannot do what is asked."""
+"""engine="deepspeed": DeepSpeedCPUAdam on the host's states, near the reference.
+
+What it cannot do is refused.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,10 @@ def update() -> Iterator[DeepSpeedAdam]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_step_is_near_the_reference(update: DeepSpeedAdam, options: dict[str, Any], dtype: torch.dtype, decoupled: bool) -> None:
-    """Hyper-parameters recovered from the scalars, factors and both decays: masters within 1e-5 of the way that they went."""
+    """Masters are within 1e-5 of the way that they went.
+
+    The hyper-parameters are recovered from the scalars; factors and both decays are tried.
+    """
     torch.manual_seed(0)
     group = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1} | options
     weight = torch.randn(10_007).to(dtype)
@@ -106,7 +112,7 @@ def test_training_with_it_is_near_native_training(update: DeepSpeedAdam) -> None
 
 
 def test_amsgrad_is_refused_before_training(update: DeepSpeedAdam) -> None:
-    """DeepSpeedCPUAdam has no amsgrad: states with a running maximum are refused when they are placed."""
+    """DeepSpeedCPUAdam has no amsgrad: states with a running maximum are refused when placed."""
     states = host_states(torch.randn(10))
     with_maximum = replace(states, table=ADAMW, states=(*states.states, torch.zeros(10)))
     with pytest.raises(EngineError, match="row 3: DeepSpeedCPUAdam has no amsgrad"):

@@ -24,7 +24,10 @@ def test_offloaded_gradients_are_none() -> None:
 
 
 def test_visible_outputs_are_those_that_remain() -> None:
-    """`user_visible_output_idxs` names no output that is None: on CUDA, Inductor's padding pass fails on one that does."""
+    """`user_visible_output_idxs` names no output that is None.
+
+    On CUDA, Inductor's padding pass fails on one.
+    """
     ctx = context(GraphKind.BACKWARD)
     output = ctx.graph.module.graph.output_node()
     visible = set(output.meta["user_visible_output_idxs"])
@@ -36,7 +39,10 @@ def test_visible_outputs_are_those_that_remain() -> None:
 
 
 def test_other_entries_for_each_output_keep_their_places() -> None:
-    """Lists with one entry for each output keep their length, with None where the output is gone; "desc" keeps every entry."""
+    """Lists with one entry for each output keep their length, with None where the output is gone.
+
+    "desc" keeps every entry.
+    """
     ctx = context(GraphKind.BACKWARD)
     meta = ctx.graph.module.graph.output_node().meta
     desc = list(meta["desc"])
@@ -49,7 +55,7 @@ def test_other_entries_for_each_output_keep_their_places() -> None:
 
 
 def test_a_gradient_that_stays_is_still_visible() -> None:
-    """An output that is not offloaded (a hooked parameter's gradient) keeps its place in the meta."""
+    """A gradient that is not offloaded (its parameter has a hook) keeps its place in the meta."""
     ctx = context(GraphKind.BACKWARD)
     row, position = next(iter(ctx.graph.grads.items()))
     ctx = dataclasses.replace(ctx, graph=dataclasses.replace(ctx.graph, grads={r: p for r, p in ctx.graph.grads.items() if r != row}))

@@ -1,4 +1,7 @@
-"""Gradients of earlier micro-batches come back ahead of the nodes that add to them: when, how many, what is used, and what is let go."""
+"""Earlier micro-batches' gradients come back ahead of the nodes that add to them.
+
+The tests say when, how many, what is used, and what is freed.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ class Mixed(nn.Module):
 
 
 def test_gradients_of_any_form_share_one_block_of_memory() -> None:
-    """Each comes back in its parameter's shape, strides and dtype, from one fetch as from one of its own."""
+    """Each gradient comes back in its parameter's shape, strides and dtype.
+
+    One fetch of all gives the same as a fetch for each.
+    """
     model = Mixed()
     table = build_table(model, torch.optim.AdamW(model.parameters()))
     engine = TorchEngine(table.device, 1 << 20, 20.0)
@@ -88,7 +94,7 @@ def test_gradients_of_any_form_share_one_block_of_memory() -> None:
 
 
 class Watch:
-    """What nodes and engine are called for, in order, with the memory that gradients were brought to."""
+    """Calls to nodes and engine, in order, and the memory that gradients were brought to."""
 
     def __init__(self, twins: Twins, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, tuple[int, ...]]] = []
@@ -142,7 +148,10 @@ def step(model: Any, optimizer: Any, batches: Batches, times: int) -> None:
 
 
 def started(twins: Twins) -> tuple[Any, Any]:
-    """Both optimizers, a step after the start. Until then rows count as used by eager code, which has loaded their weights."""
+    """Both optimizers, one step after the start.
+
+    Until then rows count as used by eager code, which has loaded their weights.
+    """
     reference, optimizer = twins.restart()
     step(twins.plain, reference, twins.batches, 1)
     step(twins.ours, optimizer, twins.batches, 1)
@@ -152,9 +161,10 @@ def started(twins: Twins) -> tuple[Any, Any]:
 @ANY
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_one_fetch_for_each_unit_and_one_unit_ahead(twins: Twins, lengths: list[int]) -> None:
-    """From the second backward of a step on, each unit's gradients are fetched in one call, when
-    the node before it is done and its own has not begun, and waited for in its own; never are those
-    of two units on their way. A first backward fetches nothing.
+    """Each unit's gradients are fetched in one call, one unit ahead, after a step's first backward.
+
+    The call comes when the node before is done and the unit's own has not begun. Its own node waits
+    for it. Two units' gradients are never on their way at once. A first backward fetches nothing.
     """
     _, optimizer = started(twins)
     placement = twins.session.states.placement
@@ -203,7 +213,7 @@ EDITED = st.dictionaries(st.integers(0, 6), st.sampled_from(sorted(EDITS)), max_
 @ANY
 @given(between=st.lists(EDITED, min_size=1, max_size=3))
 def test_gradients_edited_between_micro_batches(twins: Twins, between: list[dict[int, str]]) -> None:
-    """Whatever is done to `.grad` of some rows between two backwards of a step, the sums have the plain loop's bits."""
+    """Whatever is done to `.grad` between two backwards, the sums have the plain loop's bits."""
 
     optimizers = started(twins)
     for model, optimizer in zip((twins.plain, twins.ours), optimizers, strict=True):
@@ -220,7 +230,10 @@ def test_gradients_edited_between_micro_batches(twins: Twins, between: list[dict
 @ANY
 @given(edits=EDITED)
 def test_gradients_edited_while_they_are_on_their_way(twins: Twins, edits: dict[int, str]) -> None:
-    """What was brought for a row whose `.grad` has become another since is let go: the new gradient is added to what `.grad` is."""
+    """What was brought for a row is freed if its `.grad` has been replaced since.
+
+    The new gradient is added to what `.grad` is now.
+    """
     first = twins.session.nodes.graph_calls[max(twins.session.nodes.graph_calls)][0]
     later = {row: how for row, how in edits.items() if row not in first}
     reference, optimizer = started(twins)
@@ -245,7 +258,10 @@ def test_gradients_edited_while_they_are_on_their_way(twins: Twins, edits: dict[
 
 
 def test_a_backward_that_fails_between_nodes_leaves_nothing_behind(twins: Twins) -> None:
-    """What was on its way has been waited for and let go when the error arrives; after zero_grad() training goes on exactly."""
+    """When a backward fails, what was on its way has been waited for and freed.
+
+    After zero_grad() training goes on exactly.
+    """
     reference, optimizer = started(twins)
     backward(twins.ours, twins.batches, 1)
     with watched(twins) as watch, pytest.MonkeyPatch.context() as patch:
@@ -267,7 +283,10 @@ def test_a_backward_that_fails_between_nodes_leaves_nothing_behind(twins: Twins)
 
 
 def test_nodes_in_another_order_than_the_graphs(twins: Twins) -> None:
-    """A node that the scheduler has moved fetches for itself; every gradient is waited for once, and every bit is right."""
+    """A node that the scheduler has moved fetches for itself.
+
+    Every gradient is waited for once, and every bit is right.
+    """
     calls = twins.session.nodes.graph_calls
     orders = dict(calls)
     try:
@@ -293,7 +312,10 @@ def test_one_addition_for_a_unit(twins: Twins, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("how", EDITS)
 def test_an_edit_between_two_backwards_is_forgotten_with_its_step(twins: Twins, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes no gradient of eager code: in the next step no row waits for the end of the backward, and none is added up apart."""
+    """An edit makes no gradient of eager code in the next step.
+
+    There no row waits for the end of the backward, and none is added up apart.
+    """
     optimizers = started(twins)
     several = set(twins.session.nodes.gradients.parts.several)
     for model, optimizer in zip((twins.plain, twins.ours), optimizers, strict=True):

@@ -1,4 +1,7 @@
-"""Updates that begin before step(): right guesses at it and wrong ones give the bits of waiting, and nothing shows before."""
+"""Updates that begin before step(): right and wrong guesses give the bits of waiting.
+
+Nothing shows before step().
+"""
 
 from __future__ import annotations
 
@@ -59,13 +62,19 @@ def counts(twins: Twins) -> EarlyCounts:
 
 
 def masters(session: Session) -> list[torch.Tensor]:
-    """The masters, or their upper halves, of the rows that are worth a guess: an update shows there as soon as it has run."""
+    """Masters, or their upper halves, of the rows that are worth a guess.
+
+    An update shows there as soon as it has run.
+    """
     large = [row for row, p in enumerate(session.table.parameters) if p.numel() > 1 << 16]
     return [session.states[row].master for row in large if session.states.placement[row] is Placement.CPU]
 
 
 def backward(model: Any, loss: torch.Tensor) -> None:
-    """loss.backward(), and then, as a loop does that waits for the device, time for updates to begin."""
+    """Call loss.backward(), then give updates time to begin.
+
+    A loop that waits for the device does so too.
+    """
     session = find_session(model)
     if session is None:
         loss.backward()
@@ -86,7 +95,10 @@ def first_moment(model: Any, optimizer: Any) -> float:
 
 
 def steps(between: Callable[[Any, Any, int], Any], count: int = 6) -> Loop:
-    """Steps with a call between backward() and step(); where that returns False the step is left out."""
+    """Steps with a call between backward() and step().
+
+    Where that returns False the step is left out.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found: list[Any] = []
@@ -156,11 +168,11 @@ WRONG: dict[str, Callable[[Any, Any, int], Any]] = {
 
 @pytest.mark.parametrize("between", RIGHT)
 def test_a_right_guess_gives_the_bits_of_waiting(twins: Twins, between: str) -> None:
-    """What asks for neither states nor other numbers undoes nothing that was updated before step()."""
+    """What asks for neither states nor other numbers undoes no update made before step()."""
     learned: list[EarlyCounts] = []
 
     def look(model: Any, optimizer: Any, step: int) -> Any:
-        if step == 4:  # the engine goes by each row's last factors, which are those of another loop at first
+        if step == 4:  # the engine uses each row's last factors, which are another loop's at first
             learned.append(counts(twins))
         return RIGHT[between](model, optimizer, step)
 
@@ -173,7 +185,10 @@ def test_a_right_guess_gives_the_bits_of_waiting(twins: Twins, between: str) -> 
 
 @pytest.mark.parametrize("between", WRONG)
 def test_a_wrong_guess_is_undone(twins: Twins, between: str) -> None:
-    """Other numbers, a step left out, reads and writes of what an update has changed: all is as though it had not begun."""
+    """A wrong guess is undone as though the update had not begun.
+
+    Wrong are other numbers, a step left out, and reads and writes of what an update has changed.
+    """
     before = counts(twins)
     twins.agree(steps(WRONG[between]))
     after = counts(twins)
@@ -201,7 +216,10 @@ def test_parts_of_a_batch_are_added_up(twins: Twins) -> None:
 
 
 def test_states_run_ahead_of_step_and_weights_do_not(twins: Twins) -> None:
-    """Before step() masters have changed and the weights on the device have not; zero_grad() puts the masters back."""
+    """Before step() masters have changed, and the weights on the device have not.
+
+    zero_grad() puts the masters back.
+    """
     _, optimizer = twins.restart()
     model, session = twins.ours, twins.session
     backward(model, model(*twins.batches[0]))
@@ -280,7 +298,7 @@ PARTS = ("backward", "backward", "evaluate", "clip", "edit", "lr", "read", "stat
 @given(pattern=st.lists(st.tuples(st.lists(st.sampled_from(PARTS), max_size=3), st.booleans()), min_size=2, max_size=6),
        delay_us=st.sampled_from([0, 300, 3000]), stage=st.sampled_from([Stage.D2H, Stage.CPU_UPDATE, Stage.LANDING]))
 def test_any_loop_keeps_its_bits(twins: Twins, pattern: list[tuple[list[str], bool]], delay_us: int, stage: Stage) -> None:
-    """Whatever a loop does between the first backward and step(), in whatever order and at whatever pace."""
+    """Whatever a loop does before step(), in any order and at any pace, its bits stay."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found: list[Any] = []
@@ -301,7 +319,7 @@ def test_any_loop_keeps_its_bits(twins: Twins, pattern: list[tuple[list[str], bo
 
 
 def do(part: str, model: Any, optimizer: Any, batch: tuple[Any, ...], step: int) -> Any:
-    """One of `PARTS`; what it gives is compared."""
+    """Do one of `PARTS`; its result is compared."""
     grad = model.first.weight.grad
     if part == "backward":
         loss = model(*batch)
@@ -330,7 +348,10 @@ def learner() -> Iterator[Twins]:
 
 
 def test_a_plain_loop_begins_nothing_before_step(learner: Twins) -> None:
-    """Where gradients are still on their way at step(), as on a GPU that runs behind, early updates would gain nothing."""
+    """Early updates gain nothing where gradients are still on their way at step().
+
+    A GPU that runs behind the loop is such a case.
+    """
     before = counts(learner)
     learner.session.engine.set_delay(Stage.LANDING, 60_000)
     learner.agree(plain_loop(8))
@@ -341,7 +362,10 @@ def test_a_plain_loop_begins_nothing_before_step(learner: Twins) -> None:
 
 
 def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) -> None:
-    """After four steps alike that were late updates begin before step(); after a wrong guess it takes twice as many."""
+    """After four late steps alike, updates begin before step().
+
+    After a wrong guess it takes twice as many.
+    """
     learned: list[int] = []
 
     def wait(model: Any, optimizer: Any, step: int) -> None:
@@ -365,7 +389,9 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
 
 
 def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where updates run on a guess at a factor anyway, as in a loop on a GPU that clips, they need not wait for step() either.
+    """Updates that run on a guess at a factor need not wait for step() either.
+
+    A loop on a GPU that clips has such factors.
 
     On a CPU a factor is there at step(). So the last commit is said to have had others; all else of
     the counts is the engine's.
@@ -399,7 +425,11 @@ def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch
 
 
 def test_without_speculation_nothing_is_learned() -> None:
-    """speculate=False: no update begins before step(); nor by default on a CPU, with shadow_memory=0, and on an engine that cannot."""
+    """Without speculation no update begins before step().
+
+    That is with speculate=False, by default on a CPU, with shadow_memory=0, and on an engine that
+    cannot.
+    """
     always = {"speculate": True}
     for options in ({"speculate": False}, {"speculate": "auto"}, always | {"shadow_memory": 0}, always | {"engine": "torch"}):
         torch.manual_seed(0)
@@ -423,7 +453,7 @@ def test_an_update_that_fails_before_step_is_reported() -> None:
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, workers=1, timeout_s=20.0, speculate=True)
     session = find_session(model)
     assert session is not None
-    session.engine.set_delay(Stage.CPU_UPDATE, 200_000)  # it fails behind the backward
+    session.engine.set_delay(Stage.CPU_UPDATE, 200_000)  # it fails after the backward
     session.engine.fail_next_update(session.table.names.index("second.weight"))
 
     def gates() -> None:

@@ -1,4 +1,7 @@
-"""Energy of a run: counters that wrap, a powercap tree and an NVML made by hand, and what is told where there is none."""
+"""Energy of a run: counters that wrap, and reasons where there is none.
+
+The powercap tree and NVML are made by hand.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class FakeNvmlError(Exception):
 
 
 class FakeNvml:
-    """pynvml as far as it is used: one GPU whose counter shows `millijoules`."""
+    """The part of pynvml that is used: one GPU whose counter shows `millijoules`."""
 
     NVMLError = FakeNvmlError
 
@@ -56,7 +59,10 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def powercap_of(folder: Path, packages: dict[str, tuple[int, int]]) -> Path:
-    """A powercap tree: package -> (count, range). A core zone inside, a psys zone and the same packages over mmio stand beside them."""
+    """A powercap tree: package -> (count, range).
+
+    Next to the packages are a core zone inside each, a psys zone, and the same packages over mmio.
+    """
     for number, (name, (count, most)) in enumerate(packages.items()):
         for zone, label in ((f"intel-rapl:{number}", name), (f"intel-rapl:{number}:0", "core"), (f"intel-rapl-mmio:{number}", name)):
             write_zone(folder / zone, label, count, most)
@@ -73,7 +79,10 @@ def write_zone(zone: Path, name: str, count: int, most: int) -> None:
 
 @given(modulus=st.integers(2, 1 << 64), begin=st.integers(0, 1 << 64), spent=st.lists(st.integers(0, 1 << 64), min_size=1, max_size=5))
 def test_a_counter_that_starts_again_gives_the_right_difference(modulus: int, begin: int, spent: list[int]) -> None:
-    """Whatever its count at the begin and however often it wraps in all: less than one range between two readings is counted right."""
+    """A counter gives the right difference, wherever it begins and however often it wraps.
+
+    Between two readings less than one range is spent.
+    """
     spent = [amount % modulus for amount in spent]
     shown: Iterator[int] = iter([(begin + sum(spent[:reading])) % modulus for reading in range(len(spent) + 1)])
     counter = Counter(lambda: next(shown), 1.0, modulus)
@@ -82,7 +91,10 @@ def test_a_counter_that_starts_again_gives_the_right_difference(modulus: int, be
 
 
 def test_packages_are_counted_once_and_summed_over_a_wrap(tmp_path: Path) -> None:
-    """Two packages, one of which starts again: not their cores, not the platform, not the same packages over mmio."""
+    """Packages are counted once and summed, though one wraps.
+
+    Their cores, the platform and the same packages over mmio do not count.
+    """
     tree = powercap_of(tmp_path, {"package-0": (900_000, 1_000_000), "package-1": (0, 2_000_000)})
     meter = meter_of(CPU, tree)
     before = meter.read()
@@ -130,7 +142,7 @@ def test_a_range_of_nothing_is_no_counter(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_gpu_that_nvml_does_not_count_is_told(tmp_path: Path) -> None:
-    """An old GPU or a part of one, one that NVML does not know, and no pynvml: each has its own reason."""
+    """An old GPU or a part of one, and one that NVML does not know: each has its own reason."""
     silent, lost = FakeNvml(), FakeNvml()
     silent.counts = False
     lost.nvmlInit = lambda: None  # type: ignore[method-assign]
@@ -157,7 +169,10 @@ def test_a_counter_lost_in_the_run_costs_the_figure_and_not_the_row(tmp_path: Pa
 
 
 def test_the_table_has_joules_or_the_reason(tmp_path: Path) -> None:
-    """Joules a step, millijoules a token; where nothing counts a dash and why. Rows from before have no line."""
+    """The table has joules a step and millijoules a token, or a dash and the reason.
+
+    Rows without measured energy have no line.
+    """
     results = Results(tmp_path / "results.json")
     counted = Meter({"gpu": (Counter(lambda: 0, 1.0, 100),)}, {"cpu": "no RAPL"}).row({"gpu": (90,)}, {"gpu": (10,)}, steps=10, tokens=8)
     for size, energy in (("1b", counted), ("3b", {})):

@@ -54,7 +54,10 @@ def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_new_weights_go_to_the_memory_set_last(make_engine: MakeEngine, dtype: torch.dtype) -> None:
-    """After set_weight() of an idle row new weights come there, with the reference's bits, and the old memory is left alone."""
+    """After set_weight() of an idle row, new weights go there, with the reference's bits.
+
+    The old memory does not change.
+    """
     with make_engine() as engine:
         loop = EngineLoop(engine, SIZES, dtype)
         loop.step()
@@ -112,7 +115,10 @@ def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
 
 
 def test_the_ring_changes_its_size_between_steps(make_engine: MakeEngine) -> None:
-    """Larger or smaller, with slow copies out of it: every bit is the reference's. A dropped gradient has left the old memory by then."""
+    """The ring may grow and shrink between steps: every bit is the reference's.
+
+    Copies out of it are slow. A dropped gradient has left the old memory before that is freed.
+    """
     small, large = 2 * CHUNK_PARAMS * 2 + (64 << 10), 40 << 20
     with make_engine(ring_bytes=small) as engine:
         loop = EngineLoop(engine, (9_000_000, 5_000_000), torch.bfloat16)
@@ -131,7 +137,10 @@ def test_the_ring_changes_its_size_between_steps(make_engine: MakeEngine) -> Non
 
 
 def test_gradients_that_stay_on_the_device_outlive_their_buffers(make_engine: MakeEngine) -> None:
-    """Copies of any size and 16-bit or fp32 dtype, empty and odd ones and a view in the middle of a buffer among them."""
+    """Copies of gradients outlive their buffers, for every size and dtype.
+
+    Empty and odd sizes and a view into the middle of a buffer are among them.
+    """
     with make_engine() as engine:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             values = [torch.randn(shape).to(dtype) for shape in [(0,), (1,), (3, 5), (70_000,), ()]] + [torch.randn(9).to(dtype)[1:]]
@@ -156,7 +165,10 @@ def test_weights_reach_the_device_lowest_unit_first(make_engine: MakeEngine) -> 
 
 
 def test_updated_weights_leave_lowest_unit_first(make_engine: MakeEngine) -> None:
-    """Of new weights that waited for the link, the first layer's is sent first, in whatever order they were updated."""
+    """Of new weights that wait for the link, the first layer's is sent first.
+
+    The order of their updates does not matter.
+    """
     rows = range(6)
     with make_engine(workers=1) as engine:
         EngineLoop(engine, (64,) * len(rows), torch.float32)
@@ -208,7 +220,10 @@ def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("timeout_s", [1e10, 1e300, float("inf")])
 def test_a_time_out_may_be_longer_than_any_clock(make_engine: MakeEngine, timeout_s: float) -> None:
-    """Its end would lie past what clocks count to: waits last until what they wait for has come, and do not end at once."""
+    """With a time-out that ends later than clocks count, waits do not end at once.
+
+    They last until what they wait for has come.
+    """
     with make_engine(timeout_s=timeout_s) as engine:
         loop = EngineLoop(engine, SIZES, torch.float32, on_device=frozenset({0}))
         engine.set_delay(Stage.H2D, 5_000)
@@ -220,7 +235,10 @@ def test_a_time_out_may_be_longer_than_any_clock(make_engine: MakeEngine, timeou
 
 @pytest.mark.parametrize("row", [0, 1], ids=["host", "device"])
 def test_updates_keep_denormals_though_the_thread_that_compiles_flushes_them(make_engine: MakeEngine, row: int) -> None:
-    """Threads begin with the settings of the one that starts them; the engine's set their own, so the bits are the reference's."""
+    """The engine's threads set their own float mode, so the bits are the reference's.
+
+    Threads begin with the settings of the thread that starts them.
+    """
     torch.set_flush_denormal(True)
     try:
         with make_engine() as engine:
@@ -247,7 +265,7 @@ def test_updates_keep_denormals_though_the_thread_that_compiles_flushes_them(mak
 
 @pytest.mark.parametrize(("left_out", "missing"), [("arm_cpu", "cpu_step"), ("arm_reload", "reload")])
 def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine, left_out: str, missing: str) -> None:
-    """An offloaded row whose step or reload node was dropped is refused, not trained without."""
+    """An offloaded row whose step or reload node was dropped is refused, and not left untrained."""
     with make_engine() as engine:
         EngineLoop(engine, (10,), torch.float32)
         engine.grad_offload([0], [torch.ones(10)])
@@ -260,7 +278,7 @@ def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine,
 
 
 def test_a_second_gradient_before_the_wait_is_refused(make_engine: MakeEngine) -> None:
-    """A gradient for a row whose last weight never was waited for means that a wait node was dropped."""
+    """A gradient for a row whose last weight nobody waited for means a dropped wait node."""
     with make_engine() as engine:
         loop = EngineLoop(engine, (10,), torch.float32)
         loop.step()
@@ -269,7 +287,7 @@ def test_a_second_gradient_before_the_wait_is_refused(make_engine: MakeEngine) -
 
 
 def test_close_stops_every_thread(make_engine: MakeEngine) -> None:
-    """After close no thread that came with the engine is left, and a call says that the engine is closed."""
+    """After close no thread of the engine is left, and a call says that the engine is closed."""
 
     def threads() -> set[str]:
         return set(os.listdir("/proc/self/task"))
@@ -295,7 +313,10 @@ def test_close_stops_every_thread(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: MakeEngine, bad: float, dtype: torch.dtype) -> None:
-    """NaN and infinities are an error of their own, with the row, instead of weights that are NaN from then on."""
+    """NaN and infinities are an error of their own, which names the row.
+
+    Weights do not become NaN.
+    """
     with make_engine() as engine:
         EngineLoop(engine, (300, 70_000), dtype)
         grad = torch.full((70_000,), 60_000.0, dtype=dtype)  # large, and finite in every dtype
@@ -313,7 +334,10 @@ def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: Ma
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_no_state_is_written_from_a_value_that_is_not_finite_on(dtype: torch.dtype, halves: bool) -> None:
-    """What a worker has taken is updated up to the block of 64 with that value; after the error no state is NaN or infinite."""
+    """No state is NaN or infinite after the error.
+
+    A worker updates what it has taken, up to the block of 64 with the bad value.
+    """
     bad = GRANULE_PARAMS + 100_001
     with running("native", workers=1) as engine:
         loop = EngineLoop(engine, (GRANULE_PARAMS + 200_000,), dtype, halves=halves)
@@ -336,7 +360,10 @@ def test_no_state_is_written_from_a_value_that_is_not_finite_on(dtype: torch.dty
 
 
 def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine: MakeEngine) -> None:
-    """The old slot may be freed once a row has been placed elsewhere: no copy is on its way to it any more."""
+    """After a row has been placed elsewhere its old slot may be freed.
+
+    No copy is on its way to it.
+    """
     with make_engine() as engine:
         loop = EngineLoop(engine, (300_000,), torch.bfloat16)
         slot = torch.zeros(300_000, dtype=torch.bfloat16)
@@ -354,7 +381,9 @@ def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine:
 @pytest.mark.parametrize("apart", [False, True], ids=["slots in one slab", "slots apart"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_many_rows_come_back_in_one_fetch(make_engine: MakeEngine, dtype: torch.dtype, apart: bool) -> None:
-    """Each stands where it belongs in the memory given, with the bits that were offloaded, and what is behind that memory is left alone.
+    """Each gradient comes back to its place in the given memory, with the offloaded bits.
+
+    Memory after that does not change.
 
     The copies to the host are late: `fetch` returns before they have landed.
     """
@@ -378,7 +407,10 @@ def test_gradients_of_many_rows_come_back_in_one_fetch(make_engine: MakeEngine, 
 
 
 def test_fetches_are_waited_for_in_any_order_and_once(make_engine: MakeEngine) -> None:
-    """Two on their way at once are two; a number that was never given, or was waited for, is an error, and so is too little memory."""
+    """Fetches are waited for in any order, each once; two may be on their way.
+
+    An unknown or used number is an error, and so is too little memory.
+    """
     with make_engine() as engine:
         EngineLoop(engine, SIZES, torch.float32)
         grads = [torch.randn(size) for size in SIZES]
@@ -395,7 +427,10 @@ def test_fetches_are_waited_for_in_any_order_and_once(make_engine: MakeEngine) -
 
 
 def test_a_gradient_stays_in_its_slot_until_the_next_one(make_engine: MakeEngine) -> None:
-    """A commit leaves it there, the update may run meanwhile, and so does a drop; a row in another place has none."""
+    """A commit, the update and a drop leave a gradient in its slot.
+
+    A row that was placed elsewhere has none.
+    """
     with make_engine() as engine:
         loop = EngineLoop(engine, SIZES, torch.bfloat16)
         rows = range(len(SIZES))
@@ -420,7 +455,10 @@ def test_a_gradient_stays_in_its_slot_until_the_next_one(make_engine: MakeEngine
 
 
 def test_a_row_is_moved_only_when_its_gradient_has_left_the_slot(make_engine: MakeEngine) -> None:
-    """The old slot may be written to once a row has been placed elsewhere, though nobody has waited for the fetch of what it held."""
+    """After a row has been placed elsewhere its old slot may be written to.
+
+    That holds though nobody has waited for the fetch of what it held.
+    """
     size = 20_000_000
     with make_engine() as engine:
         loop = EngineLoop(engine, (size,), torch.bfloat16)
@@ -437,7 +475,10 @@ def test_a_row_is_moved_only_when_its_gradient_has_left_the_slot(make_engine: Ma
 
 
 def test_the_dropped_gradient_of_an_earlier_place_updates_nothing(make_engine: MakeEngine) -> None:
-    """A row moved to the device while the landing of a dropped gradient is not yet noted is updated there once, from its own gradient."""
+    """A row moved to the device is updated there once, from its own gradient.
+
+    It moves before the landing of a dropped gradient is noted.
+    """
     with make_engine() as engine:
         loop = EngineLoop(engine, (5_000,), torch.float32)
         engine.set_delay(Stage.LANDING, 20_000)
@@ -455,7 +496,10 @@ def test_the_dropped_gradient_of_an_earlier_place_updates_nothing(make_engine: M
 
 
 def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -> None:
-    """On the device a unit's large weights, released early, are one launch; what the end of the backward releases is another, after all."""
+    """A unit's large weights that are released early are one launch on the device.
+
+    What the end of the backward releases is another launch, after all of them.
+    """
     with running("native") as engine:
         loop = EngineLoop(engine, (70_000, 300, 80_000, 300), torch.bfloat16, on_device=frozenset(range(4)))
         for row in range(4):
