@@ -1,0 +1,47 @@
+"""Models that are spread over several processes or devices are refused by name: their gradients would not meet.
+
+torch has two forms. A wrapper keeps the model as its `module` (DistributedDataParallel); sharding
+changes the class of a module and makes DTensors of its parameters (`fully_shard`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from torch import nn
+
+from hytrain_fx.errors import UnsupportedError
+
+_EXPECTED: Final = "expected a plain torch.nn.Module in one process on one device: several GPUs are not supported yet"
+
+
+def require_one_process(model: nn.Module) -> None:
+    """Raises UnsupportedError where the model, a module of it or a parameter of it is spread, with where it is and what to do."""
+    modules = (_module(f"model.{path}" if path else "model", module) for path, module in model.named_modules())
+    parameters = (_parameter(f"model.{path}", parameter) for path, parameter in model.named_parameters())
+    for found, inside in filter(None, (*modules, *parameters)):
+        raise UnsupportedError(f"{found}; {_EXPECTED}. Hand over {inside}, or leave hytrain_fx out and use torch.compile")
+
+
+def _module(where: str, module: nn.Module) -> tuple[str, str] | None:
+    """What was found and what to hand over instead; None for a plain module."""
+    name = type(module).__name__
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return f"{where} is a {name}", f"the module inside it ({where}.module)"
+    if _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        return f"{where} is a {name}", "the module as it was before it was wrapped"
+    if _is_a(module, "torch.distributed.fsdp", "FSDPModule"):
+        return f"{where} was sharded by fully_shard()", "the module as it was before that"
+    return None
+
+
+def _parameter(where: str, parameter: nn.Parameter) -> tuple[str, str] | None:
+    split = _is_a(parameter, "torch.distributed.tensor", "DTensor")
+    return (f"{where} is a DTensor", "the module as it was before it was split") if split else None
+
+
+def _is_a(thing: object, module: str, name: str) -> bool:
+    """Without importing, which takes 0.6 s: a module that nobody has imported has made no object."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(thing, kind)
