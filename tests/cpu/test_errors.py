@@ -1,4 +1,7 @@
-"""Every refusal is an error of this library's own, raised early, that says what was found; nothing hangs, nothing is lost in silence."""
+"""Every refusal is an early error of this library that says what was found.
+
+Nothing hangs, and nothing is lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +150,10 @@ def test_a_refused_compile_leaves_no_thread() -> None:
 
 
 def test_a_refused_compile_leaves_model_and_optimizer_plain() -> None:
-    """After a HostMemoryError the plain loop works, and so does a second compile() with other options."""
+    """After a HostMemoryError the plain loop works, and so does a second compile().
+
+    The second one has other options.
+    """
     torch._dynamo.reset()
     model, batches = mlp()
     optimizer: Any = adamw(model)
@@ -161,7 +167,7 @@ def test_a_refused_compile_leaves_model_and_optimizer_plain() -> None:
 
 
 def test_a_second_compile_is_refused() -> None:
-    """The same model twice, or one that torch compiled already, is an error that says what to do."""
+    """Compiling a model twice, or one that torch compiled, is an error that says what to do."""
     model = Mlp()
     optimizer = adamw(model)
     _, ours = hytrain_fx.compile(model, optimizer)
@@ -227,7 +233,10 @@ class Looked(nn.Module):
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("eager", [False, True])
 def test_sparse_gradients_are_refused(eager: bool, k: int) -> None:
-    """The gradient of an embedding with sparse=True is an error at backward() or step() that names it, not an update left out."""
+    """A sparse gradient is an error at backward() or step() that names the parameter.
+
+    Its update is not silently left out.
+    """
     torch._dynamo.reset()
     model = Looked(eager)
     _, optimizer = hytrain_fx.compile(model, adamw(model), k=k)
@@ -243,7 +252,10 @@ def test_sparse_gradients_are_refused(eager: bool, k: int) -> None:
 
 
 def test_nan_inputs_train_as_in_torch_and_are_seen() -> None:
-    """A NaN in a batch makes a NaN loss, as in plain torch; clip_grad_norm_(error_if_nonfinite=True) refuses it before the step."""
+    """A NaN in a batch makes a NaN loss, as in plain torch.
+
+    clip_grad_norm_(error_if_nonfinite=True) refuses it before the step.
+    """
     torch._dynamo.reset()
     model, batches = mlp()
     _, optimizer = hytrain_fx.compile(model, adamw(model))
@@ -260,7 +272,10 @@ def test_nan_inputs_train_as_in_torch_and_are_seen() -> None:
 
 
 def test_a_group_added_after_compile_is_refused() -> None:
-    """add_param_group on the new or the old optimizer, and unfreezing a parameter later, are errors that say to compile again."""
+    """add_param_group and unfreezing a parameter later are errors that say to compile again.
+
+    Both the old and the new optimizer refuse a new group.
+    """
     torch._dynamo.reset()
     model = Adapted()
     old = torch.optim.AdamW(model.parameters())
@@ -276,7 +291,11 @@ def test_a_group_added_after_compile_is_refused() -> None:
 
 
 def test_an_optimizer_that_was_wrapped_before_compile_is_refused() -> None:
-    """A wrapper itself is refused by name; a `step` that it took from the old optimizer before compile() does not train on in silence."""
+    """An optimizer that wraps another is refused by name.
+
+    A `step` that the wrapper took before compile() is an error too, so it does not train in
+    silence.
+    """
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -292,13 +311,16 @@ def test_an_optimizer_that_was_wrapped_before_compile_is_refused() -> None:
     model(torch.randn(5, 6)).backward()
     with pytest.raises(errors.UnsupportedError, match=r"before hytrain_fx\.compile"):
         wrapper.old_step()
-    wrapper.optimizer.step()  # the method as it is now
+    wrapper.optimizer.step()  # the method as it is after compile()
     assert hytrain_fx.explain(model).steps_done == 1
     hytrain_fx.close(model)
 
 
 def test_a_closed_model_is_plain_and_its_optimizer_says_so() -> None:
-    """After close() a step of the taken-over optimizer is an error; explain-like lookups too; closing twice is an error of its own."""
+    """After close() a step of the taken-over optimizer is an error, and so are lookups.
+
+    Closing twice is an error of its own.
+    """
     torch._dynamo.reset()
     model, batches = mlp()
     _, optimizer = hytrain_fx.compile(model, adamw(model))
@@ -315,7 +337,10 @@ def test_a_closed_model_is_plain_and_its_optimizer_says_so() -> None:
 
 @pytest.mark.parametrize("gate", ["forward", "read", "state_dict", "close"])
 def test_a_worker_that_fails_raises_at_the_next_gate(gate: str) -> None:
-    """The main thread gets an EngineError with the cause at the next forward, weight read, checkpoint or close; nothing hangs."""
+    """A worker's failure is raised at the next gate, with its cause, and nothing hangs.
+
+    Gates are the forward, a weight read, a checkpoint and close.
+    """
     torch._dynamo.reset()
     model: Any
     model, batches = mlp()

@@ -59,7 +59,11 @@ def test_before_a_step_it_shows_the_plan_in_force_and_no_figures() -> None:
 
 
 def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
-    """The solved plan, the rules on its profile, medians by unit, memory and node counts agree with the session's own."""
+    """After the warm-up, `explain` agrees with the session.
+
+    That holds for the solved plan, the rules on its profile, medians by unit, memory and node
+    counts.
+    """
     with compiled(warmup_steps=WARMUP) as (model, step):
         for _ in range(WARMUP + 5):
             step()
@@ -87,7 +91,10 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
 
 @pytest.mark.parametrize(("options", "last"), [({}, "settled"), ({"replan_every": 0}, "fixed"), ({"k": 2}, "fixed")], ids=str)
 def test_the_state_of_planning_is_told_with_the_reason(options: dict[str, Any], last: str) -> None:
-    """From the first step on, one line of the text and an entry of the JSON say what planning does now, since when and why."""
+    """One line of the text and one JSON entry say what planning does, since when and why.
+
+    They are there from the first step on.
+    """
     with compiled(warmup_steps=WARMUP, **options) as (model, step):
         told: list[Standing] = []
         for _ in range(WARMUP + 4):
@@ -124,7 +131,10 @@ def _check_text(found: Explanation) -> None:
 
 
 def test_a_parameter_with_a_gradient_hook_is_named() -> None:
-    """Its gradient stays in the graph's outputs; the explanation says whose and why."""
+    """A parameter with a gradient hook is named, with the reason.
+
+    Its gradient stays in the graph's outputs.
+    """
 
     def hooked() -> tuple[nn.Module, Batches]:
         model, batches = mlp()
@@ -149,7 +159,7 @@ def test_a_model_that_is_not_compiled_is_refused() -> None:
 @given(profile=profiles())
 @settings(deadline=None, max_examples=25)
 def test_any_plan_prints_with_all_its_figures(profile: Profile) -> None:
-    """Text and JSON hold for every k of every profile; sums in the text are those of the profile."""
+    """Text and JSON print for every k of every profile; the text has the profile's sums."""
     for k in range(len(profile.units) + 1):
         draft = prefix(profile, k)
         found = explained(profile, replace(draft, predicted=predict(profile, draft)))
@@ -159,7 +169,10 @@ def test_any_plan_prints_with_all_its_figures(profile: Profile) -> None:
 
 
 def test_what_binds_is_named() -> None:
-    """Computing where updates hide; the CPU, the link or the device where its work is the longest by far."""
+    """What binds is named: the longest work by far, or computing where updates hide.
+
+    It may be the CPU, the link or the device.
+    """
     cases = (
         (uniform(4, cpu=0.1, d2h=0.1, h2d=0.1), 0, "forward and backward"),
         (uniform(4, cpu=900.0), 0, "CPU updates of unit"),
@@ -181,7 +194,10 @@ def test_shares_of_one_unit_are_told_with_their_sizes() -> None:
 
 
 def test_reasons_of_many_units_are_those_around_k() -> None:
-    """A page stays a page: of 60 units the first, the last and those around k are reasoned, and the rest is counted."""
+    """Of 60 units, only the first, the last and those around k have their reasons printed.
+
+    The rest are counted, so that the text stays a page.
+    """
     profile = uniform(60, cpu=40.0)
     many = prefix_plan(profile.units, 30, source="test", reason=lambda unit: f"reason of {unit}")
     text = str(explained(profile, many))
@@ -193,7 +209,10 @@ def test_reasons_of_many_units_are_those_around_k() -> None:
 
 
 def test_measured_sums_stand_below_the_profiled_ones() -> None:
-    """The line `all, measured` has the medians' sums; units that the CPU did not update are left out."""
+    """The line `all, measured` has the sums of the medians.
+
+    Units that the CPU did not update are left out.
+    """
     profile = uniform(2)
     measured = Measured(3, (1.0, 2.0), (10.0, 20.0), (0.0, 5.0), (None, 7.0), 40.0, 2)
     found = replace(explained(profile, plan(profile)), measured=measured)
@@ -205,7 +224,10 @@ def test_measured_sums_stand_below_the_profiled_ones() -> None:
 
 @pytest.mark.parametrize("queue", [None, "4x"])
 def test_a_late_step_names_the_queue_of_launches(queue: str | None) -> None:
-    """Where `step()` comes late and the queue has its usual length, explain says how to have a longer one."""
+    """Where `step()` comes late, explain says how to have a longer queue of launches.
+
+    It does so only where the queue has its usual length.
+    """
     profile = replace(uniform(4, forward=100.0, backward=200.0), commit_us=50.0)
     found = replace(explained(profile, plan(profile)), launch_queue=queue)
     (line,) = [line for line in str(found).splitlines() if line.startswith("step() returns 50 us after")]
@@ -214,7 +236,10 @@ def test_a_late_step_names_the_queue_of_launches(queue: str | None) -> None:
 
 
 def test_a_deep_model_is_a_page() -> None:
-    """34 units of three kinds, planned with a cap on the device's memory and streaming, fit 70 lines, whatever there is to tell."""
+    """34 units of three kinds fit 70 lines, whatever there is to say.
+
+    The plan has a cap on the device's memory, and streaming.
+    """
     profile = profile_of([unit(i, params=10**6, cpu=3e3, gpu=1e2, d2h=1e2, h2d=1e2, forward=3e2, backward=6e2, stream=5e2,
                                numels=(500_000, 300_000, 200_000)) for i in range(34)])
     chosen = plan(replace(profile, commit_us=50.0), budget_bytes=10**8, stream="auto")
@@ -234,7 +259,10 @@ def test_a_deep_model_is_a_page() -> None:
 
 
 def test_what_streamed_states_stood_is_told() -> None:
-    """Behind the time at which they ended, where they stood at all."""
+    """Time that streamed states waited is printed after the time at which they ended.
+
+    Where they did not wait, nothing is printed.
+    """
     profile = uniform(4)
     times = (100.0,) * 4
     finish = FinishTimes(200.0, 180.0, streamed_held_us=80.0, at_once=9_000)
@@ -256,7 +284,10 @@ def test_groups_hold_every_unit_once(profile: Profile, k: int) -> None:
 
 
 def test_what_helps_is_the_plan_solved_again() -> None:
-    """Gains are those of plans solved for the changed profile or memory; tokens count for the same tokens; the most comes first."""
+    """Gains are those of plans solved again for the changed profile or memory.
+
+    The largest is first. More tokens in a step are compared for the same tokens.
+    """
     profile = uniform(6, cpu=100.0)
     chosen = plan(profile, budget_bytes=32_000, state_bytes_per_param=16.0)
     assert chosen.k == 2 < plan(profile).k
@@ -274,7 +305,10 @@ def test_what_helps_is_the_plan_solved_again() -> None:
 
 
 def test_a_given_plan_is_not_solved_again() -> None:
-    """Of a k that was given, and of a plan without inputs, only the schedule is predicted anew: more memory does nothing."""
+    """For a given k, and a plan without inputs, only the schedule is predicted again.
+
+    More memory does nothing for them.
+    """
     profile = uniform(6, cpu=100.0)
     for told in (plan(profile, k=1, budget_bytes=10**6), replace(prefix(profile, 1), source="loaded")):
         found = what_helps(profile, told, Discipline())
@@ -286,7 +320,10 @@ def test_a_given_plan_is_not_solved_again() -> None:
 
 
 def test_a_plan_without_predictions_is_explained() -> None:
-    """As right after a running balance has moved the streamed share: inputs and predictions may be missing."""
+    """A plan without inputs and predictions is explained.
+
+    A running balance makes such a plan when it moves the streamed share.
+    """
     profile = uniform(3, cpu=100.0)
     bare = replace(plan(profile), predicted={}, inputs={})
     text = str(explained(profile, bare))
@@ -295,7 +332,10 @@ def test_a_plan_without_predictions_is_explained() -> None:
 
 
 def test_sensitivities_of_k_are_slopes_of_the_equation() -> None:
-    """1% more of a term moves k as the closed form says; 0 where the backward hides all updates, None where nothing updates."""
+    """1% more of a term moves k as the closed form says.
+
+    It is 0 where the backward hides all updates, None where nothing updates.
+    """
     profile = uniform(10, cpu=100.0, gpu=10.0, backward=20.0)
     found = k_sensitivity(profile)
     assert found is not None

@@ -1,4 +1,7 @@
-"""The lock of an extension's build: waited for while the build goes on, named in an error when nothing builds any more."""
+"""The lock of an extension's build is waited for while the build goes on.
+
+When nothing builds any more, an error names it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def leave_lock(folder: Path) -> None:
 
 
 def test_without_a_lock_nothing_is_waited_for(folder: Path) -> None:
-    """No lock, and no folder at all."""
+    """Where there is no lock, or no folder at all, nothing is waited for."""
     wait_for_build("cpu_adam")
     folder.rmdir()
     wait_for_build("cpu_adam")
@@ -58,7 +61,7 @@ def test_the_engine_asks_before_it_loads_the_op(folder: Path) -> None:
 
 
 def test_a_build_that_goes_on_is_waited_for(folder: Path) -> None:
-    """The lock stands in the build's folder as torch names it; the wait ends when it is gone and not before."""
+    """A lock in the build's folder, as torch names it, is waited for until it is gone."""
     baton = FileBaton(str(folder / "lock"))
     assert baton.try_acquire()
     waiting = threading.Thread(target=wait_for_build, args=("cpu_adam",))

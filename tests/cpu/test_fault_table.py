@@ -1,4 +1,6 @@
-"""Memory that runs out, engine calls and devices that fail, each at every place: a step happens whole or not at all, and no state is torn.
+"""Memory, engine calls and devices fail at every place: a step is whole or not done at all.
+
+No state is torn.
 
 The places are found by running the loop (`faults`, `fault_loop`); docs/faults.md has the table.
 """
@@ -40,7 +42,10 @@ def loop(request: pytest.FixtureRequest) -> Iterator[FaultLoop]:
 
 @pytest.mark.parametrize("kind", ["device memory", "host memory", "engine call"])
 def test_a_fault_leaves_the_step_whole_or_undone(kind: str, loop: FaultLoop) -> None:
-    """At every place: the error names its cause, weights, states and counts are those before the step or after it, and training goes on."""
+    """At every place, weights, states and counts are those before the step or after it.
+
+    The error names its cause, and training goes on.
+    """
     if kind == "engine call" and loop.twins.session.engine.name != "native":
         pytest.skip("the places are the native engine's calls")
     assert_whole_or_undone(kind, loop)
@@ -48,7 +53,10 @@ def test_a_fault_leaves_the_step_whole_or_undone(kind: str, loop: FaultLoop) -> 
 
 @pytest.mark.parametrize("operations", [0, 11, 23, 37, 51, 67])
 def test_a_device_that_fails_ends_the_engine_and_nothing_else(operations: int) -> None:
-    """From some operation on the device refuses all: every later call says so, none gives half a step, none hangs, threads end."""
+    """When the device refuses everything from some operation on, every later call says so.
+
+    No call gives half a step or hangs, and the threads end.
+    """
     torch._dynamo.reset()
     before = engine_threads()
     model: Any
@@ -72,5 +80,8 @@ def test_a_device_that_fails_ends_the_engine_and_nothing_else(operations: int) -
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "pinning"])  # a GPU's
 def test_a_compile_that_meets_a_fault_leaves_a_plain_model(kind: str, engine: str) -> None:
-    """At every place in compile(): the error names its cause, model and optimizer are plain, no thread is left, a second try trains."""
+    """A fault at any place in compile() leaves model and optimizer plain, and no thread.
+
+    The error names its cause, and a second try trains.
+    """
     assert_compile_undone(kind, engine)

@@ -1,4 +1,6 @@
-"""Faults of the machine and of the surroundings: each ends in an error that says what to do, or in nothing lost; none in a hang.
+"""Faults of the machine and its surroundings lose nothing, or end in an error, never in a hang.
+
+The error says what to do.
 
 Elsewhere: workers that fail and second compiles (test_errors), exits, copies, DataLoader workers,
 Ctrl-C (test_process_end), builds (test_build), interrupted forwards (test_transaction), gradients
@@ -60,7 +62,10 @@ def trained() -> Iterator[Trained]:
 
 
 def test_memory_that_the_system_refuses_is_a_host_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An mmap that fails though the budget allowed it says so with its size; the model stays plain and compiles later."""
+    """An mmap that fails within the budget is an error that says so, with its size.
+
+    The model stays plain and compiles later.
+    """
     torch._dynamo.reset()
     model, batches = mlp()
     optimizer: Any = torch.optim.AdamW(model.parameters(), **HYPER)
@@ -83,7 +88,10 @@ def test_memory_that_the_system_refuses_is_a_host_memory_error(monkeypatch: pyte
 def test_memory_that_runs_out_in_a_move_loses_no_state(
     place: Placement, slabs: int, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States that come to a host without room stay where they were; training goes on from there, bit for bit."""
+    """States that come to a host without room stay where they were.
+
+    Training goes on from there, bit for bit.
+    """
     model, optimizer, batches = trained
     session = session_of(model)
     session.place(plan_of(session, [Placement.GPU]))
@@ -112,7 +120,10 @@ def test_memory_that_runs_out_in_a_move_loses_no_state(
 
 
 def test_a_step_needs_no_memory_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system refuses shadow memory, steps that would have begun early train on, counted once each, bit for bit."""
+    """Where the system refuses shadow memory, steps train on, counted once each, bit for bit.
+
+    With that memory they would have begun early.
+    """
     wide = partial(nn.Linear, 300, 300)  # of more parameters than the least that is worth a shadow
     torch.manual_seed(0)
     model: Any
@@ -130,7 +141,7 @@ def test_a_step_needs_no_memory_for_guesses(monkeypatch: pytest.MonkeyPatch) -> 
         for batch in batches:
             monkeypatch.setattr(mmap, "mmap", refuse if refusing else real)
             of(batch).square().sum().backward()
-            for p in of.parameters():  # a factor that is a tensor, as clip_grad_norm_ and GradScaler leave on a GPU
+            for p in of.parameters():  # a tensor as factor, as clip_grad_norm_ and GradScaler leave on a GPU
                 object.__getattribute__(p.grad, "grad_state").factors = (torch.tensor(0.5),)
             optimizer.step()
             optimizer.zero_grad()
@@ -146,7 +157,10 @@ def test_a_step_needs_no_memory_for_guesses(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_move_keeps_the_memory_that_a_dropped_gradient_goes_to(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slab of slots is given back only when the engine knows of the move, and so has waited for copies that were on their way there."""
+    """A slab of slots is given back only after the engine has been told of the move.
+
+    By then the engine has waited for the copies that were on their way there.
+    """
     model, optimizer, batches = trained
     session = session_of(model)
     session.engine.set_delay(Stage.D2H, 20_000)
@@ -187,7 +201,10 @@ def test_a_copy_to_the_device_that_fails_raises_at_the_next_gate(gate: str, trai
 
 
 def test_a_copy_to_the_host_that_fails_is_the_backwards_error(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """backward() raises it; the committed weights are whole, and after zero_grad() training goes on as if that backward had not been."""
+    """A copy to the host that fails is raised by backward(); the committed weights are whole.
+
+    After zero_grad() training goes on as if that backward had not happened.
+    """
     model, optimizer, batches = trained
     before, engine = weights(model), session_of(model).engine
     other = copy.deepcopy(model)
@@ -215,7 +232,10 @@ def test_a_copy_to_the_host_that_fails_is_the_backwards_error(trained: Trained, 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a Linux device that is always full")
 def test_a_checkpoint_that_a_full_disk_refuses_costs_nothing(trained: Trained, tmp_path: Path) -> None:
-    """torch.save to a full disk raises; the loop saves elsewhere and goes on, bit for bit, and what was saved loads."""
+    """torch.save to a full disk raises; the loop saves elsewhere and goes on, bit for bit.
+
+    What was saved loads.
+    """
     model, optimizer, batches = trained
     expected_model = copy.deepcopy(model)
     for path in (Path("/dev/full"), tmp_path / "checkpoint.pt"):
@@ -232,7 +252,10 @@ def test_a_checkpoint_that_a_full_disk_refuses_costs_nothing(trained: Trained, t
 
 
 def test_threads_that_the_system_refuses_are_an_error_that_says_so() -> None:
-    """The engine ends those that had started, the model stays plain, and compiles once fewer are asked for."""
+    """When the system refuses threads, the engine ends those that had started.
+
+    The model stays plain, and compiles once fewer are asked for.
+    """
     run("""
         import resource
         from hytrain_fx.errors import EngineError
@@ -259,7 +282,10 @@ def test_threads_that_the_system_refuses_are_an_error_that_says_so() -> None:
 
 
 def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the version found and the one needed; an untried version says to run the tests."""
+    """The error for an old torch names the version found and the one needed.
+
+    A warning for an untried version says to run the tests.
+    """
     model, _ = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
@@ -298,7 +324,9 @@ def test_a_copied_or_pickled_optimizer_is_refused(how: Any, trained: Trained) ->
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engine: str) -> None:
-    """What the child reads are the committed weights, at once; a step in it is an error that says what to do, and the parent trains on.
+    """A child forked in mid-update reads the committed weights at once, and cannot train.
+
+    A step in it is an error that says what to do, and the parent trains on.
 
     A torch that was built for CUDA refuses every backward in such a child, before anything of ours
     is asked.
@@ -342,7 +370,9 @@ def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engin
 @pytest.mark.parametrize("engine", ["native", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -> None:
-    """Registered host memory is not in a forked child: reading and writing states there is an error that says why, and no crash.
+    """A forked child without the states gets an error that says why, and does not crash.
+
+    Registered host memory is not in a forked child, so states cannot be read or written there.
 
     Weights can be read there, and the parent trains on and reads its states.
     """
@@ -380,7 +410,10 @@ def test_a_forked_child_without_the_states_is_told_so(engine: str, dtype: str) -
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_its_checkpoint_and_nothing_else(number: signal.Signals, tmp_path: Path) -> None:
-    """Killed with updates in flight, it ends at once; what it had saved after a step holds that step's weights and states, whole."""
+    """A process killed with updates in flight ends at once.
+
+    What it had saved after a step holds that step's weights and states, whole.
+    """
     path = tmp_path / "checkpoint.pt"
     script = START + f"""
 from hytrain_fx.runtime.engine import Stage

@@ -1,4 +1,7 @@
-"""The loops of the Trainer, Accelerate and Lightning, as examples/ has them: the bits of the loop without hytrain_fx, also resumed."""
+"""The loops of the Trainer, Accelerate and Lightning have the bits of the plain loop.
+
+They are the loops of examples/, also resumed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def overlapped(model: nn.Module) -> bool:
 
 
 def test_a_torch_compile_around_the_model_keeps_our_graphs() -> None:
-    """torch.compile(model) of a model that hytrain_fx has compiled: the bits of the plain one, and the inserted nodes run."""
+    """torch.compile(model) of a compiled model keeps the plain bits, and inserted nodes run."""
     results = []
     for ours in (False, True):
         torch._dynamo.reset()
@@ -80,7 +83,10 @@ def trainer_example() -> Any:
 
 
 def run_trainer(at: Any, kind: str, folder: Path, **others: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The Trainer and the weights after 6 updates of two batches each. `resume`: from the last checkpoint in the folder."""
+    """The Trainer and the weights after 6 updates of two batches each.
+
+    `resume`: from the last checkpoint in the folder.
+    """
     torch._dynamo.reset()
     model = at.new_model(1, 16)
     if kind == "Trainer":
@@ -105,13 +111,15 @@ def logged(trainer: Any, key: str) -> list[float]:
 def plain_trainer(trainer_example: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "sqrt", square_root, raising=False)
-        torch.set_num_threads(1)  # as in the tests, whose own fixture comes later
+        torch.set_num_threads(1)  # as in the tests, whose own fixture runs later
         return run_trainer(trainer_example, "Trainer", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.sample(0)
 def test_the_trainer_with_its_defaults(trainer_example: Any, plain_trainer: Any, tmp_path: Path) -> None:
-    """Clip to 1.0, accumulation, warm-up, decay groups, evaluations and the default fused AdamW: weights, losses and norms as plain.
+    """The Trainer with its defaults has the plain weights, losses and norms.
+
+    It clips to 1.0, accumulates, warms up, has decay groups, evaluates, and uses the fused AdamW.
 
     `torch_compile=True`, which compiles around the model, changes nothing.
     """
@@ -135,7 +143,10 @@ def test_the_trainer_under_autocast(trainer_example: Any, tmp_path: Path) -> Non
 
 
 def test_the_trainer_resumes(trainer_example: Any, plain_trainer: Any, tmp_path: Path) -> None:
-    """From its checkpoint of step 3 to the bits of the run that was not stopped; load_best_model_at_end gives the weights of the best."""
+    """The Trainer resumes from step 3 to the bits of the run that was not stopped.
+
+    load_best_model_at_end gives the weights of the best.
+    """
     plain, expected = plain_trainer
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     # The "best" is then the first checkpoint, not the last.
@@ -154,7 +165,10 @@ def test_the_trainer_resumes(trainer_example: Any, plain_trainer: Any, tmp_path:
 
 
 def test_accelerate_trains_and_resumes(tmp_path: Path) -> None:
-    """accumulate, clip_grad_norm_ and a scheduler; save_state after 3 updates and load_state elsewhere: the bits of the plain loop."""
+    """Accelerate has the bits of the plain loop, also with load_state elsewhere after 3 updates.
+
+    The loop uses accumulate, clip_grad_norm_ and a scheduler.
+    """
     at = example("train_accelerate", "accelerate", "transformers")
     data = at.windows(16)
 
@@ -183,7 +197,10 @@ def test_accelerate_trains_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.sample(0)
 def test_lightning_trains_and_resumes(tmp_path: Path) -> None:
-    """Automatic optimization by closures, accumulation, clipping: the bits of the plain module; each goes on from the other's file."""
+    """Lightning has the bits of the plain module, and each goes on from the other's file.
+
+    Optimization is automatic, by closures, with accumulation and clipping.
+    """
     at = example("train_lightning", "lightning", "transformers")
     data = at.windows(16)
 

@@ -1,4 +1,4 @@
-"""Parameters frozen and unfrozen between steps: frozen after compile() they sit out, as in the plain loop."""
+"""Parameters frozen and unfrozen between steps: while frozen they sit out, as in the plain loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .models import Batches, mlp
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"k": 2}, {"k": 1, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
 def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any]) -> None:
-    """All but the head frozen at once, unfrozen after some steps, frozen again: the bits of the plain loop."""
+    """All but the head may be frozen at once, unfrozen after some steps, and frozen again.
+
+    The bits are the plain loop's.
+    """
     made = Twins(mlp, timeout_s=20.0, **options)
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
@@ -42,7 +45,10 @@ def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any])
 @pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 1, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient(options: dict[str, Any], steps_before: int) -> None:
-    """Autograd adds nothing to a frozen leaf. Its neighbours in the layer are trained, also where the graphs have never run before."""
+    """Autograd adds nothing to a leaf that is frozen between forward and backward.
+
+    Its neighbours in the layer are trained, also where the graphs have never run before.
+    """
     made = Twins(mlp, timeout_s=20.0, **options)
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
@@ -88,7 +94,10 @@ def deep() -> tuple[nn.Module, Batches]:
 
 @pytest.mark.filterwarnings("error:the model's parameters have changed places")
 def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In more stages than layouts are compiled at a time: graphs of early stages go, each stage is compiled."""
+    """Layers may be unfrozen in more stages than layouts are compiled at a time.
+
+    Graphs of early stages are dropped, and each stage is compiled.
+    """
     monkeypatch.setattr(call_gate, "MOST_LAYOUTS", FEW_LAYOUTS)
     monkeypatch.setattr(call_gate, "OUT_OF_USE_CALLS", 4)
     made = Twins(deep, k=0, timeout_s=20.0)

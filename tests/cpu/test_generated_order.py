@@ -29,7 +29,10 @@ CODE = """
 
 
 def test_distances_are_counted_in_launches() -> None:
-    """Launches between a call and its operands' last launch count; allocations, deletions and our own calls do not."""
+    """The distance counts launches between a call and its operands' last launch.
+
+    Allocations, deletions and our own calls do not count.
+    """
     found = call_distances(CODE)
     assert [(call.op, call.distance) for call in found] == [("wait", 1), ("release", 0), ("grad_offload", 2)]
     assert found[0] == CallDistance("wait", 3, 1)
@@ -43,7 +46,10 @@ def test_a_call_that_was_moved_is_refused() -> None:
 
 
 def test_inductor_leaves_the_calls_in_place() -> None:
-    """In a small GPT every call, forward and backward, stands within two launches of its operands, and none is missing."""
+    """In a small GPT every call stands within two launches of its operands, and none is missing.
+
+    That holds for the forward and the backward.
+    """
     model, batches = models.gpt()
     ours = compile_rewritten(model)
     _, codes = run_and_get_code(lambda: model(*batches[0]).backward())

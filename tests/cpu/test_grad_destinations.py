@@ -1,4 +1,7 @@
-"""torch.autograd.grad and backward(inputs=...) through a compiled model: gradients go where torch takes them, `.grad` stays as it was."""
+"""torch.autograd.grad and backward(inputs=...) through a compiled model.
+
+Gradients go where torch takes them, and `.grad` does not change.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ def test_autograd_grad_returns_the_gradients(twins: Twins, which: slice) -> None
 
 @pytest.mark.sample(2)
 def test_autograd_grad_leaves_gradients_and_training_alone(twins: Twins) -> None:
-    """Between backward() and step(), and between steps: `.grad` keeps what it had, and training goes on with the same bits."""
+    """torch.autograd.grad leaves `.grad` alone, and training goes on with the same bits.
+
+    It is called between backward() and step(), and between steps.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -77,7 +83,10 @@ def test_autograd_grad_leaves_gradients_and_training_alone(twins: Twins) -> None
 
 @pytest.mark.sample(2)
 def test_backward_with_inputs_gives_the_others_no_gradient(twins: Twins) -> None:
-    """loss.backward(inputs=[...]) sets `.grad` of those alone, with torch's bits; step() leaves the others as they are."""
+    """loss.backward(inputs=[...]) sets `.grad` of those alone, with torch's bits.
+
+    step() leaves the others alone.
+    """
     reference, optimizer = twins.restart()
     for model, updates in ((twins.plain, reference), (twins.ours, optimizer)):
         model(*twins.batches[0]).backward(inputs=list(model.parameters())[1:3])

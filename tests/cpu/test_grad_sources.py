@@ -20,7 +20,10 @@ from .models import mlp
 
 
 def left(standins: StandIns, keep: Callable[[GradStandIn, nn.Parameter], object] = lambda standin, parameter: None) -> tuple[int, object]:
-    """The address of a stand-in that was `.grad`, was left, and of which the user keeps something."""
+    """Make a stand-in `.grad`, then leave it; the user keeps what `keep` gives.
+
+    Gives the address of the stand-in, and what was kept.
+    """
     parameter = nn.Parameter(torch.zeros(3, 4))
     standin = standins.make(0, parameter, HeldGradient(gradient()))
     parameter.grad = standin
@@ -118,7 +121,10 @@ def test_training_uses_stand_ins_again(twins: Twins) -> None:
 
 
 def test_a_gradient_kept_over_a_step_never_shows_the_next_one(twins: Twins) -> None:
-    """`.grad` and its detached twin, kept by the user: gone after the next backward for a row on the host, else the old values."""
+    """A kept `.grad`, or its detached twin, never shows the next gradient.
+
+    On the device it has the old values. On the host it is gone after the next backward.
+    """
     twins.ours(*twins.batches[0]).backward()
     twins.optimizer.step()
     kept = [p.grad for p in twins.ours.parameters()]

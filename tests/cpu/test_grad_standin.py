@@ -1,4 +1,4 @@
-"""Stand-in gradients, fact by fact: what needs no values, what brings them back, and what is refused."""
+"""Stand-in gradients: what needs no values, what brings them back, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_is_accepted_as_grad(dtype: torch.dtype) -> None:
 
 
 def test_metadata_and_repr_need_no_values() -> None:
-    """Shape, strides, dtype, device, autograd's fields, hash and repr are answered without a fetch."""
+    """Shape, strides, dtype, device, autograd's fields, hash and repr need no fetch."""
     held = gradient().t()
     parameter, source = stood_in(held)
     grad = standin_of(parameter)
@@ -51,7 +51,10 @@ def test_metadata_and_repr_need_no_values() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_clipping_with_known_norms_brings_nothing_back(dtype: torch.dtype, foreach: bool | None, device: str) -> None:
-    """`clip_grad_norm_` reads the norms of the form it takes on real gradients and logs one factor; the total norm has the same bits."""
+    """`clip_grad_norm_` reads norms of the form it takes on real gradients, and logs one factor.
+
+    The total norm has the same bits.
+    """
     held = [gradient(dtype, device, shape) for shape in ((3, 4), (300, 7))]
     real, mixed = [with_real(h) for h in held], [stood_in(h, KNOWN) for h in held]
     expected = torch.nn.utils.clip_grad_norm_(real, 0.5, foreach=foreach)
@@ -61,7 +64,10 @@ def test_clipping_with_known_norms_brings_nothing_back(dtype: torch.dtype, forea
 
 
 def test_an_unknown_norm_is_noted_and_the_standin_stays_clean() -> None:
-    """Without the norm at hand a copy is fetched for this answer, the kind of norm is noted, and nothing is kept on the device."""
+    """An unknown norm is answered from a fetched copy, and its kind is noted.
+
+    Nothing is kept on the device.
+    """
     parameter, source = stood_in(gradient())
     assert bits(torch.nn.utils.clip_grad_norm_([parameter], 1e9)) == bits(torch.linalg.vector_norm(gradient()).reshape(1).norm())
     assert bits(grad_of(parameter).norm(1)) == bits(gradient().norm(1))
@@ -70,7 +76,10 @@ def test_an_unknown_norm_is_noted_and_the_standin_stays_clean() -> None:
 
 
 def test_the_real_tensor_takes_the_place_of_the_standin() -> None:
-    """Once values are needed `p.grad` is the real tensor, brought back once, and every alias leads to it."""
+    """Once values are needed `p.grad` is the real tensor, brought back once.
+
+    Every alias leads to it.
+    """
     parameter, source = stood_in(gradient())
     standin, twin = standin_of(parameter), grad_of(parameter).data
     view = standin.view(-1)
@@ -117,7 +126,10 @@ C_READS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("name", C_READS)
 def test_reads_that_bypass_the_dispatcher_see_the_values(name: str) -> None:
-    """What torch answers in C without dispatching (and would refuse or get wrong on a subclass) gives what a real gradient gives."""
+    """What torch answers in C without dispatching is the same as for a real gradient.
+
+    On a subclass torch would refuse it or get it wrong.
+    """
     parameter, _ = stood_in(gradient())
     assert C_READS[name](grad_of(parameter)) == C_READS[name](gradient())
 
@@ -142,7 +154,10 @@ def test_a_raw_pointer_is_refused() -> None:
 
 
 def test_ops_below_torch_function_work_on_the_real_tensor() -> None:
-    """Where `__torch_function__` is switched off, in-place ops and views reach the real gradient through the dispatcher."""
+    """In-place ops and views reach the real gradient where `__torch_function__` is switched off.
+
+    They go through the dispatcher.
+    """
     parameter, _ = stood_in(gradient())
     standin = standin_of(parameter)
     with torch._C.DisableTorchFunctionSubclass():
@@ -160,7 +175,10 @@ PREPARATIONS: tuple[Callable[[Tensor], Any], ...] = (lambda g: g, lambda g: g.mu
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_backward_accumulates_into_it(create_graph: bool) -> None:
-    """AccumulateGrad adds to the gradient, in place or out of place, after logged factors and into a zeroed one."""
+    """AccumulateGrad adds to the gradient, in place or out of place.
+
+    That holds after logged factors and into a zeroed gradient too.
+    """
     for prepare in PREPARATIONS:
         (parameter, _), real = stood_in(gradient(torch.bfloat16)), with_real(gradient(torch.bfloat16))
         for p in (parameter, real):
@@ -170,7 +188,10 @@ def test_a_backward_accumulates_into_it(create_graph: bool) -> None:
 
 
 def test_a_gradient_whose_memory_is_anothers_can_still_be_zeroed() -> None:
-    """A consumed gradient raises GradientConsumedError where values are needed; metadata, repr and `zero_grad` do not need them."""
+    """A consumed gradient raises GradientConsumedError where values are needed.
+
+    Metadata, repr and `zero_grad` do not need them.
+    """
     parameter, source = stood_in(gradient(), KNOWN)
     source.live = False
     assert "gone" in repr(parameter.grad)
@@ -186,7 +207,10 @@ def test_a_gradient_whose_memory_is_anothers_can_still_be_zeroed() -> None:
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 @pytest.mark.parametrize("known", [(), KNOWN], ids=["unknown norm", "known norm"])
 def test_grad_scaler_unscales_and_skips(bad: float | None, known: tuple[tuple[float, bool], ...]) -> None:
-    """GradScaler finds an inf or nan, skips the step for it, otherwise steps from the unscaled gradients, without keeping them."""
+    """GradScaler skips the step when it finds an inf or nan, and else steps on unscaled gradients.
+
+    It does not keep them.
+    """
     held = [gradient(), gradient(shape=(5,))]
     if bad is not None:
         held[1][3] = bad
@@ -206,7 +230,7 @@ def test_grad_scaler_unscales_and_skips(bad: float | None, known: tuple[tuple[fl
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_another_optimizer_steps_from_it(make: Any, kind: dict[str, bool]) -> None:
-    """Plain torch optimizers of every implementation take a stand-in for the gradient it stands for."""
+    """Plain torch optimizers of every implementation take a stand-in as the gradient."""
     results = []
     for parameters in ([with_real(gradient())], [stood_in(gradient())[0]]):
         make(parameters, lr=0.1, **kind).step()
@@ -224,7 +248,10 @@ COMPILED: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_gets_the_right_values(name: str) -> None:
-    """A function of the user's under torch.compile that uses `p.grad` breaks its graph there and gives what eager gives."""
+    """A user's function under torch.compile that uses `p.grad` gives what eager gives.
+
+    It breaks its graph there.
+    """
     torch._dynamo.reset()
     run = torch.compile(COMPILED[name], backend="aot_eager")
     for _ in range(2):
@@ -251,7 +278,10 @@ def test_a_compiled_function_may_be_given_one() -> None:
 
 
 def test_a_model_compiles_while_its_gradients_are_stood_in() -> None:
-    """Dynamo describes parameters with their `.grad`; a stand-in there is neither traced nor brought back, and then accumulates."""
+    """A stand-in is neither traced nor brought back while its model compiles.
+
+    Dynamo describes parameters with their `.grad`. The backward then accumulates into it.
+    """
     torch._dynamo.reset()
     layer = Linear()
     source = HeldGradient(gradient())
@@ -273,7 +303,7 @@ def test_a_gradient_read_in_inference_mode_can_be_edited_later() -> None:
 
 
 def test_a_traced_fetch_is_refused() -> None:
-    """If a tracer's mode makes the source return something else than a plain tensor, it does not become the gradient."""
+    """A fetch that a tracer's mode turns into no plain tensor does not become the gradient."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     parameter, _ = stood_in(gradient())

@@ -1,4 +1,4 @@
-"""Scaling a stand-in: what is logged, that it follows the documented rounding, and what is left to torch."""
+"""Scaling a stand-in: what is logged, how it is rounded, and what is left to torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .held_gradient import DEVICES, DTYPES, KNOWN, bits, grad_of, gradient, stan
 
 
 def test_a_norm_after_scaling_counts_the_scaling() -> None:
-    """With factors logged the norm is that of the scaled gradient, not the one taken at offload, and the factors stay logged."""
+    """With factors logged, the norm is the scaled gradient's, not the one taken at offload.
+
+    The factors stay logged.
+    """
     parameter, _ = stood_in(gradient(), KNOWN)
     grad_of(parameter).mul_(0.1)
     assert bits(grad_of(parameter).norm()) == bits(gradient().mul_(0.1).norm())
@@ -44,7 +47,7 @@ SCALE: dict[str, Callable[[Tensor, Any], Any]] = {
 @settings(deadline=None, max_examples=150)
 @given(dtype=st.sampled_from(DTYPES), factor=FACTORS, beside=st.booleans())
 def test_logged_factors_follow_the_documented_rounding(device: str, form: str, dtype: torch.dtype, factor: Any, beside: bool) -> None:
-    """round(float32(g) * factor), factor by factor, gives the bits of the same call on the real gradient."""
+    """Factor by factor, round(float32(g) * factor) has the bits of the call on a real gradient."""
     if beside and isinstance(factor, Tensor):
         factor = factor.to(device)
     expected = gradient(dtype, device, (67,))
@@ -74,7 +77,10 @@ def test_a_fifth_factor_brings_the_gradient_back() -> None:
 
 @pytest.mark.parametrize("factor", [torch.tensor([2.0]), torch.tensor(2), True, 2**24 + 1, 1e300, torch.ones(3, 4)], ids=repr)
 def test_a_factor_without_a_float32_number_is_not_logged(factor: Any) -> None:
-    """Factors that promote, broadcast or overflow float32 are left to torch on the real gradient."""
+    """Factors that promote, broadcast or overflow float32 are left to torch.
+
+    It scales the real gradient.
+    """
     parameter, _ = stood_in(gradient())
     standin = standin_of(parameter)
     standin.mul_(factor)
@@ -84,7 +90,10 @@ def test_a_factor_without_a_float32_number_is_not_logged(factor: Any) -> None:
 
 
 def test_a_scalar_gradient_is_scaled_by_torch() -> None:
-    """A 0-dim gradient takes part in promotion: scaled by a float64 scalar the product is taken in float64, so nothing is logged."""
+    """A 0-dim gradient takes part in promotion, so no factor of it is logged.
+
+    Scaled by a float64 scalar, the product is taken in float64.
+    """
     for value in (0.1, 0.3, 0.7, 1.1, 1.9, 2.3):
         (parameter, _), expected = stood_in(torch.tensor(value)), torch.tensor(value)
         factor = torch.tensor(0.1234567891, dtype=torch.float64)
@@ -118,7 +127,10 @@ def test_unscaling_after_scaling_finds_the_overflow() -> None:
 
 
 def test_a_factor_that_needs_grad_keeps_its_graph() -> None:
-    """With grad mode on, scaling by a tensor that requires grad is done on the real gradient, which then has a graph."""
+    """With grad mode on, a factor that requires grad scales the real gradient.
+
+    That gradient then has a graph.
+    """
     parameter, _ = stood_in(gradient())
     weight = torch.tensor(2.0, requires_grad=True)
     grad_of(parameter).mul_(weight)

@@ -1,4 +1,7 @@
-"""Random sequences of what training loops do to gradients give the same bits on stand-ins, on real gradients and on a mixture."""
+"""Random sequences of what loops do to gradients give the same bits on stand-ins.
+
+Real gradients and a mixture of both are tried too.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +173,10 @@ OPERATIONS = st.one_of(
 
 @dataclass(frozen=True)
 class Setting:
-    """Gradients of one example: dtype (None: mixed), which are stood in for, and which norms their sources know."""
+    """The gradients of one example.
+
+    It has their dtype (None: mixed), which are stood in for, and which norms their sources know.
+    """
 
     dtype: torch.dtype | None
     replaced: tuple[bool, ...]
@@ -207,7 +213,7 @@ def make(setting: Setting, device: str) -> list[Tensor]:
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(setting=SETTINGS, operations=st.lists(OPERATIONS, min_size=1, max_size=7))
 def test_a_sequence_gives_the_same_bits(device: str, setting: Setting, operations: list[Operation]) -> None:
-    """Every result, every error's type and, at the end, every gradient is that of the same calls on real gradients."""
+    """Results, errors' types and final gradients are those of the same calls on real gradients."""
     tensors = make(setting, device)
     real = [with_real(t) for t in tensors]
     mixed = [stood_in(t, setting.known)[0] if r else with_real(t) for t, r in zip(tensors, setting.replaced, strict=False)]
@@ -215,6 +221,6 @@ def test_a_sequence_gives_the_same_bits(device: str, setting: Setting, operation
         expected = outcome(lambda: operation(real))  # noqa: B023
         assert outcome(lambda: operation(mixed)) == expected, index  # noqa: B023
         if isinstance(expected, type):
-            break  # what an op that raises half way leaves behind is not specified
+            break  # an op that raises half way may have written anything
     else:
         assert bits(grads(mixed)) == bits(grads(real))

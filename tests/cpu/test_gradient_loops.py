@@ -1,4 +1,4 @@
-"""Loops that read, clip, edit, keep or add up gradients: the bits of the same loop on a plain model."""
+"""Loops that read, clip, edit, keep or add up gradients have the plain model's bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def grads(model: Any) -> list[torch.Tensor]:
 
 
 def editing(edit: Edit, steps: int = 4) -> Loop:
-    """A step whose gradients pass through `edit` between backward() and step(); what it returns is compared too."""
+    """A step whose gradients pass through `edit` between backward() and step().
+
+    What `edit` returns is compared too.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found: list[Any] = []
@@ -118,12 +121,15 @@ EDITS: dict[str, Edit] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_gradients_may_be_read_clipped_and_edited(twins: Twins, edit: str) -> None:
-    """Every way of reading or changing `.grad` before step() gives the values and the bits of a plain loop."""
+    """Every way to read or change `.grad` before step() gives a plain loop's values and bits."""
     twins.agree(editing(EDITS[edit]))
 
 
 def test_clipping_really_clips(twins: Twins) -> None:
-    """clip_grad_norm_ finds every gradient and makes the step that of the scaled gradients; SGD-like eps makes the scale show."""
+    """clip_grad_norm_ finds every gradient, and the step is the scaled gradients' step.
+
+    An eps as in SGD makes the scale show.
+    """
     clipped = twins.agree(editing(lambda model: float(clip_grad_norm_(model.parameters(), 1e-3))), eps=1.0)
     free = twins.agree(editing(lambda model: float(clip_grad_norm_(model.parameters(), 1e9))), eps=1.0)
     assert clipped[1] == free[1] > 1e-2
@@ -131,7 +137,10 @@ def test_clipping_really_clips(twins: Twins) -> None:
 
 
 def test_gradients_on_the_host_take_no_memory_on_the_device(twins: Twins) -> None:
-    """After a backward `.grad` of a row on the host is a stand-in, of a row on the device a plain tensor; None after zero_grad()."""
+    """After a backward a host row's `.grad` is a stand-in, a device row's is a plain tensor.
+
+    After zero_grad() both are None.
+    """
     _, optimizer = twins.restart()
     twins.ours(*twins.batches[0]).backward()
     kinds = {type(g) for g in grads(twins.ours)}
@@ -159,7 +168,10 @@ ZERO: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("place", ["after the step", "before the backward"])
 @pytest.mark.parametrize("zero", ZERO)
 def test_every_way_to_zero_gradients(twins: Twins, zero: str, place: str) -> None:
-    """After the step or at the start of the next one, set to None or filled with zeros: the same training."""
+    """Gradients zeroed after the step or before the next one give the same training.
+
+    They are set to None or filled with zeros.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -180,7 +192,10 @@ def test_every_way_to_zero_gradients(twins: Twins, zero: str, place: str) -> Non
 
 
 def test_gradients_that_nobody_wants_may_pile_up(twins: Twins) -> None:
-    """A second backward between step() and the zero_grad() of the next round, as a GAN's generator leaves in its discriminator."""
+    """Gradients of a second backward between step() and zero_grad() may add up.
+
+    A GAN's generator leaves such gradients in its discriminator.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -198,7 +213,10 @@ def test_gradients_that_nobody_wants_may_pile_up(twins: Twins) -> None:
 
 @pytest.mark.parametrize("edit", [True, False], ids=["edited", "as it came"])
 def test_a_gradient_buffer_may_be_written_right_after_step(twins: Twins, edit: bool) -> None:
-    """`.grad` filled with other values after step(), in place or through the user's own tensor, does not reach the running update."""
+    """Values written to `.grad` after step() do not reach the running update.
+
+    They are written in place, or through the user's own tensor.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -237,7 +255,10 @@ def one_layer() -> tuple[nn.Module, Batches]:
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 0, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
 def test_a_backward_may_come_after_a_step_that_its_forward_came_before(options: dict[str, Any]) -> None:
-    """torch refuses it only where it reads a weight that the step has written. No forward has waited for the update, which is running."""
+    """torch refuses a late backward only where it reads a weight that the step has written.
+
+    No forward has waited for the update, which is running.
+    """
     made = Twins(one_layer, workers=2, timeout_s=20.0, **options)
     for stage in (Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D):
         made.session.engine.set_delay(stage, 2000)

@@ -1,4 +1,7 @@
-"""Gradients after `step()`: loggers read them, step() takes them once more, the next backward adds to them. The bits of a plain loop."""
+"""Gradients are read, used by step() again, and added to, after `step()`.
+
+The bits are a plain loop's.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,10 @@ EDITS: dict[str, Callable[[Any], None]] = {"as made": lambda model: None, "clipp
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("how", EDITS)
 def test_gradients_are_read_after_step(twins: Twins, how: str) -> None:
-    """In some steps, in all, twice in one, at once or after a forward: the values that the step had."""
+    """A read after step() gives the values that the step used.
+
+    It comes in some steps or all, once or twice, at once or after a forward.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         found: list[float] = []
@@ -111,7 +117,10 @@ def test_gradients_are_read_after_step(twins: Twins, how: str) -> None:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("how", EDITS)
 def test_step_twice_on_one_gradient(twins: Twins, how: str) -> None:
-    """A second and a third step() without a backward take the same gradient; a read, an edit or a forward may come between them."""
+    """A second and a third step() without a backward use the same gradient.
+
+    A read, an edit or a forward may come between them.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         found: list[float] = []
@@ -206,7 +215,10 @@ def test_a_kept_gradient_never_shows_the_next_one(twins: Twins) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_gradients_are_read_across_a_new_plan(engine: str, dtype: str) -> None:
-    """Plans move slots at a forward; gradients of the step before stay readable, and may be added to."""
+    """Plans move slots at a forward; the last step's gradients stay readable.
+
+    They may be added to as well.
+    """
     made = Twins(made_of(DTYPES[dtype]), warmup_steps=1, replan_every=2, engine=engine, timeout_s=20.0)
     placements = set()
 
@@ -230,7 +242,10 @@ def test_gradients_are_read_across_a_new_plan(engine: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_plan_put_in_force_by_hand_keeps_what_is_shown(k: int) -> None:
-    """States move from host to device and back between step() and a read, a second step(), and the next backward."""
+    """States may move between step() and a read, a second step() and the next backward.
+
+    They go from host to device and back.
+    """
     made = Twins(mlp, k=k, timeout_s=20.0)
     here, other = made.session.planning.plan, Twins(mlp, k=4 - k, timeout_s=20.0)
     there = other.session.planning.plan
@@ -271,7 +286,10 @@ class Writes(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop, Writes])
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_gradients_after_steps_of_other_optimizers(k: int, kind: type[torch.optim.Optimizer]) -> None:
-    """Read, stepped on twice, added to; a step that writes to a gradient as the backward made it leaves what it wrote."""
+    """Gradients after steps of other optimizers are read, stepped on twice, and added to.
+
+    A step that writes to a gradient leaves what it wrote.
+    """
     results = []
     for ours in (False, True):
         torch._dynamo.reset()
@@ -302,7 +320,10 @@ def test_gradients_after_steps_of_other_optimizers(k: int, kind: type[torch.opti
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_gradients_after_close(k: int) -> None:
-    """Those on the device may be read; those that were in slots say that they are gone. The model still moves and converts."""
+    """After close() gradients on the device may be read; those in slots say that they are gone.
+
+    The model still moves and converts.
+    """
     made = Twins(mlp, k=k, timeout_s=20.0)
     _, optimizer = made.restart()
     made.ours(*made.batches[0]).backward()
@@ -319,7 +340,7 @@ def test_gradients_after_close(k: int) -> None:
 
 
 def test_reading_leaves_the_loop_overlapped() -> None:
-    """A read after step() brings a copy of the slot: it neither waits for the row's update nor ends it."""
+    """A read after step() copies the slot; it neither waits for the row's update nor ends it."""
     made = Twins(mlp, k=0, workers=2, timeout_s=20.0)
     made.agree(plain_loop(2))
     made.ours(*made.batches[0]).backward()

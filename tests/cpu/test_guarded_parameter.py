@@ -1,4 +1,7 @@
-"""Guarded parameters: which accesses are noticed, that they see the new weight, and that nothing of the guard is left behind."""
+"""Guarded parameters: which accesses are noticed, and that they see the new weight.
+
+Nothing of the guard is left after them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ from hytrain_fx.weights.guard import CountedParameter, GuardedParameter, guard, 
 
 
 class Landing:
-    """A weight in flight: `on_touch` writes the new value and counts, as a session waiting for a copy would."""
+    """A weight in flight.
+
+    `on_touch` writes the new value and counts, as a session that waits for a copy.
+    """
 
     def __init__(self, *parameters: nn.Parameter) -> None:
         self.touches = 0
@@ -86,7 +92,7 @@ READS: dict[str, Callable[[nn.Parameter], Tensor]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_a_read_sees_the_new_weight(name: str) -> None:
-    """Reading a guarded parameter waits for its weight first, once, and results are of plain types."""
+    """A read of a guarded parameter first waits for its weight, once, and gives plain types."""
     parameter = nn.Parameter(torch.zeros(3, 4))
     landing = Landing(parameter)
     for value in (3.0, 5.0):
@@ -115,7 +121,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_comes_after_the_new_weight(name: str) -> None:
-    """A write to a guarded parameter is not overwritten by the weight in flight, which lands first."""
+    """A write comes after the weight in flight has landed, and is not overwritten by it."""
     parameter = nn.Parameter(torch.zeros(3, 4))
     landing = Landing(parameter)
     with torch.no_grad():
@@ -125,7 +131,10 @@ def test_a_write_comes_after_the_new_weight(name: str) -> None:
 
 
 def test_writes_through_data_are_counted() -> None:
-    """`.data` shares memory and version counter with a guarded or touched parameter; a result that is kept goes on counting."""
+    """`.data` shares memory and version counter with a guarded or touched parameter.
+
+    A result that is kept goes on counting.
+    """
     parameter = nn.Parameter(torch.zeros(3, 4))
     landing = Landing(parameter)
     kept = parameter.data
@@ -140,7 +149,10 @@ def test_writes_through_data_are_counted() -> None:
 
 @pytest.mark.parametrize("touch", [lambda p: p, lambda p: p.sum()], ids=["guarded", "touched"])
 def test_copies_and_texts_are_those_of_a_plain_parameter(touch: Callable[[nn.Parameter], Any]) -> None:
-    """deepcopy, pickle and repr of a guarded or touched parameter name no class of ours, and leave its own as it was."""
+    """deepcopy, pickle and repr of a guarded or touched parameter name no class of ours.
+
+    They leave the parameter's own class alone.
+    """
     parameter = nn.Parameter(torch.ones(2))
     Landing(parameter).guard_all(1.0)
     touch(parameter)
@@ -152,7 +164,7 @@ def test_copies_and_texts_are_those_of_a_plain_parameter(touch: Callable[[nn.Par
 
 
 def test_metadata_gradients_and_hooks_do_not_touch() -> None:
-    """Shape, dtype, device, `.grad`, `requires_grad`, hooks, hash and optimizer bookkeeping leave the weight in flight."""
+    """Metadata, gradients, hooks, hash and optimizer bookkeeping leave the weight in flight."""
     parameter = nn.Parameter(torch.zeros(3, 4))
     landing = Landing(parameter)
     assert (parameter.shape, parameter.dtype, parameter.device, parameter.numel()) == ((3, 4), torch.float32, torch.device("cpu"), 12)
@@ -173,7 +185,10 @@ def test_metadata_gradients_and_hooks_do_not_touch() -> None:
 
 
 def test_every_guarded_parameter_in_a_call_is_touched_once() -> None:
-    """Lists, dicts and keywords are searched; each parameter found is waited for before the op runs, others stay guarded."""
+    """Each guarded parameter found in lists, dicts and keywords is waited for before the op runs.
+
+    Other parameters stay guarded.
+    """
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
     landing = Landing(*parameters)
     torch.addcmul(parameters[0], parameters[1], value=1.0, tensor2=parameters[2])
@@ -190,7 +205,10 @@ def test_two_models_in_one_call_each_wait_for_their_own() -> None:
 
 
 def test_an_error_while_waiting_keeps_the_guard() -> None:
-    """What on_touch raises reaches the caller, and the next access raises again instead of reading an old weight."""
+    """What on_touch raises reaches the caller, and the next access raises again.
+
+    An old weight is never read.
+    """
 
     def fail(parameter: nn.Parameter) -> None:
         raise EngineError("the copy of the weight failed")
@@ -220,7 +238,10 @@ def test_a_subclass_of_parameter_is_refused() -> None:
 
 
 def test_unguarding_does_not_touch_and_touched_does() -> None:
-    """unguard_all takes the class off silently; touched waits, and does nothing to a plain parameter."""
+    """unguard_all takes the class off silently.
+
+    `touched` waits, and does nothing to a plain parameter.
+    """
     parameter = nn.Parameter(torch.zeros(3))
     landing = Landing(parameter)
     unguard_all([parameter])
@@ -232,7 +253,7 @@ def test_unguarding_does_not_touch_and_touched_does() -> None:
 
 
 def test_modules_save_load_and_copy_plain_parameters() -> None:
-    """state_dict, load_state_dict, deepcopy, torch.save, pickle and repr see new weights; nothing they give is guarded."""
+    """Saving, loading and copying a module see new weights and give nothing that is guarded."""
     net = Net()
     landing = Landing(*net.parameters())
     state = net.state_dict()
@@ -259,7 +280,10 @@ def test_modules_save_load_and_copy_plain_parameters() -> None:
 
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.float64), lambda m: m.half()], ids=["to", "half"])
 def test_converting_a_module_keeps_objects_and_values(convert: Callable[[nn.Module], nn.Module]) -> None:
-    """Module.to and half swap the data of the same, now plain, parameters, with the weight that was in flight."""
+    """Module.to and half swap the data of the same parameters, which are plain then.
+
+    They use the weight that was in flight.
+    """
     net = Net()
     before = list(net.parameters())
     landing = Landing(*before)
@@ -270,7 +294,7 @@ def test_converting_a_module_keeps_objects_and_values(convert: Callable[[nn.Modu
 
 
 def test_an_averaged_model_follows_the_weights() -> None:
-    """torch.optim.swa_utils.AveragedModel copies and updates from the weights that were in flight."""
+    """AveragedModel copies and updates from the weights that were in flight."""
     net = Net()
     landing = Landing(*net.parameters())
     landing.guard_all(2.0)
@@ -283,7 +307,10 @@ def test_an_averaged_model_follows_the_weights() -> None:
 
 
 def test_identity_groups_hooks_and_references_survive() -> None:
-    """Putting the class on and off changes neither the object, its attributes, hooks, weak references nor its place in param_groups."""
+    """Guarding and unguarding change neither the object, its attributes, hooks nor weak references.
+
+    Its place in param_groups stays too.
+    """
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     fired: list[str] = []
@@ -304,7 +331,7 @@ def test_identity_groups_hooks_and_references_survive() -> None:
 
 
 def test_a_backward_accumulates_into_a_guarded_parameter() -> None:
-    """The engine writes `.grad` of a parameter that was guarded after its forward, without touching it."""
+    """The backward writes `.grad` of a parameter guarded after its forward, without touching it."""
     net = Net()
     loss = net(torch.ones(1, 4)).sum()
     landing = Landing(*net.parameters())
@@ -327,7 +354,10 @@ def test_the_class_goes_with_its_model() -> None:
 
 
 def test_a_compiled_module_sees_one_graph_over_guard_cycles() -> None:
-    """Unguarded at entry and guarded after, a compiled module is captured once, without breaks or recompiles."""
+    """A compiled module that is unguarded at entry is captured once, without breaks or recompiles.
+
+    It is guarded again afterwards.
+    """
     torch._dynamo.reset()
     net = Net()
     graphs: list[torch.fx.GraphModule] = []
@@ -347,7 +377,10 @@ def test_a_compiled_module_sees_one_graph_over_guard_cycles() -> None:
 
 
 def test_another_compiled_function_sees_the_new_weight() -> None:
-    """A function under torch.compile that is given guarded parameters, or a module with them, reads what was in flight, every time."""
+    """A function under torch.compile reads the weights that were in flight, every time.
+
+    It is given guarded parameters, or a module with them.
+    """
     torch._dynamo.reset()
     net = Net()
     landing = Landing(*net.parameters())
@@ -361,7 +394,10 @@ def test_another_compiled_function_sees_the_new_weight() -> None:
 
 
 def test_what_no_torch_function_sees_is_not_noticed() -> None:
-    """An alias taken before guarding reads and writes the memory as it is: the limit stated in the module's docstring."""
+    """An alias taken before guarding reads and writes the memory directly.
+
+    This is the limit that the module's docstring states.
+    """
     parameter = nn.Parameter(torch.zeros(3, 4))
     alias = parameter.data
     landing = Landing(parameter)
@@ -371,7 +407,10 @@ def test_what_no_torch_function_sees_is_not_noticed() -> None:
 
 
 def test_wrapping_a_guarded_parameter_is_loud() -> None:
-    """`nn.Parameter(p)` compares types around its detach and raises torch's error; with the data, or once more, it works."""
+    """`nn.Parameter(p)` raises torch's error, because it compares types around its detach.
+
+    With the data, or a second time, it works.
+    """
     parameter = nn.Parameter(torch.zeros(3, 4))
     landing = Landing(parameter)
     with pytest.raises(RuntimeError, match="Creating a Parameter"):

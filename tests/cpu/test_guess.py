@@ -1,4 +1,7 @@
-"""Updates that begin before the factors of their gradients are known: right guesses and wrong ones give the bits of waiting."""
+"""Updates that begin before their gradients' factors are known.
+
+Right and wrong guesses give the bits of waiting.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ CPU = torch.device("cpu")
 
 
 class ClippedLoop:
-    """Rows on the host whose gradients carry a factor that the lane to the host brings late; beside them the reference."""
+    """Host rows whose gradients have a factor that arrives late, and the reference.
+
+    The lane to the host brings the factor.
+    """
 
     def __init__(self, engine: NativeEngine, sizes: tuple[int, ...], dtype: torch.dtype, amsgrad: bool) -> None:
         torch.manual_seed(0)
@@ -55,7 +61,9 @@ class ClippedLoop:
         return AdamScalars.of(self.group, self.steps, decoupled=True, torch_cuda=False)
 
     def step(self, factor: float, late_us: float = LATE_US, left_out: bool | None = None, infinite: bool = False) -> None:
-        """One backward, a commit whose factor takes `late_us` on average, and the reference's update.
+        """One backward, a commit, and the reference's update.
+
+        The commit's factor takes `late_us` on average.
 
         `left_out`: whether the device says, as late, that the step does not count; None: it is not
         asked. `infinite`: one value in the middle of each gradient is.
@@ -121,7 +129,7 @@ def running(dtype: torch.dtype, shadow_bytes: int, sizes: tuple[int, ...] = SIZE
 def test_any_guess_gives_the_bits_of_waiting(
     factors: list[float], slots: int, dtype: torch.dtype, late_us: int, slow_worker_us: int, amsgrad: bool
 ) -> None:
-    """Factors that stay and factors that change, early and late, with room for all old states, for some and for none."""
+    """Factors stay or change, early or late, with room for all old states, for some or for none."""
     with running(dtype, slots * SLOT_BYTES, (700_000, 300_000, 70_000, 900), amsgrad) as loop:
         loop.engine.set_delay(Stage.CPU_UPDATE, slow_worker_us)
         for factor in factors:
@@ -132,7 +140,10 @@ def test_any_guess_gives_the_bits_of_waiting(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_constant_factors_are_guessed_and_a_change_is_made_good(dtype: torch.dtype) -> None:
-    """After steps with one factor updates begin before it is known; a step with another has them made again."""
+    """After steps with one factor, updates begin before it is known.
+
+    A step with another factor makes them again.
+    """
     with running(dtype, 40 * SLOT_BYTES) as loop:
         for _ in range(6):
             loop.step(1.0)
@@ -151,7 +162,10 @@ def test_constant_factors_are_guessed_and_a_change_is_made_good(dtype: torch.dty
 
 @pytest.mark.sample(0)
 def test_a_factor_that_came_once_is_not_the_next_guess() -> None:
-    """Where one step of five is scaled, that step alone is guessed wrong; a factor that stays is guessed again when it has come twice."""
+    """Where one step of five is scaled, only that step is guessed wrong.
+
+    A factor that stays is guessed again when it has come twice.
+    """
     with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
         for factor in [1.0] * 6 + [0.4, 1.0, 1.0, 1.0, 1.0, 0.3, 1.0, 1.0]:
             loop.step(factor)
@@ -164,7 +178,10 @@ def test_a_factor_that_came_once_is_not_the_next_guess() -> None:
 
 
 def test_states_are_at_home_after_a_failure_too() -> None:
-    """Updates on right guesses leave states in other memory; drain() has them in their own, also where the engine has failed meanwhile."""
+    """drain() brings states back to their own memory, also where the engine has failed meanwhile.
+
+    Updates on right guesses leave states in other memory.
+    """
     with running(torch.bfloat16, 40 * SLOT_BYTES) as loop:
         for _ in range(4):
             loop.step(1.0)
@@ -199,7 +216,10 @@ def test_factors_that_change_all_the_time_are_not_guessed() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_go_to_the_device_before_the_factor_has_come(dtype: torch.dtype) -> None:
-    """They are sent while the factor is on its way; whoever waits for them finds those of the right factor, also after a wrong guess."""
+    """Weights are sent while the factor is on its way.
+
+    Whoever waits for them gets the right factor's weights, also after a wrong guess.
+    """
     with running(dtype, 40 * SLOT_BYTES) as loop:
         for factor in (*[1.0] * 6, 0.37, 1.0, 0.37, 1.0):
             loop.step(factor)
@@ -212,7 +232,10 @@ def test_weights_go_to_the_device_before_the_factor_has_come(dtype: torch.dtype)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_a_step_that_is_left_out_are_sent_back(dtype: torch.dtype) -> None:
-    """They are new on the device before it is known that the step does not count; whoever waits for them finds the old ones."""
+    """Weights of a step that is left out are sent back, and whoever waits finds the old ones.
+
+    They were new on the device before it was known that the step does not count.
+    """
     with running(dtype, 40 * SLOT_BYTES) as loop:
         for left_out in (*[False] * 6, True, False, True, True, False):
             sent = loop.engine.guess_counts().sent
@@ -226,7 +249,10 @@ def test_weights_of_a_step_that_is_left_out_are_sent_back(dtype: torch.dtype) ->
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_was_updated_before_a_value_that_is_not_finite_is_put_back(dtype: torch.dtype) -> None:
-    """On a guess updates go on up to that value. GradScaler leaves such a step out: states and weights are those of before, every bit."""
+    """On a guess, updates go on up to a value that is not finite, and are put back.
+
+    GradScaler leaves such a step out. States and weights are those of before, every bit.
+    """
     with running(dtype, 40 * SLOT_BYTES) as loop:
         for left_out in (*[False] * 6, True, False, True, True, False):
             redone = loop.engine.guess_counts().redone
@@ -237,7 +263,10 @@ def test_what_was_updated_before_a_value_that_is_not_finite_is_put_back(dtype: t
 
 
 def test_a_row_that_sits_out_keeps_its_factors() -> None:
-    """A row whose update takes longer than two steps of others is scaled by its own step's factor, not by a later one's."""
+    """A row that sits out keeps its factors: it is scaled by its own step's, not by later ones.
+
+    Its update takes longer than two steps of others.
+    """
     engine = NativeEngine(CPU, 1, 40 << 20, 20.0, shadow_bytes=0)
     weights = [torch.ones(1_500_000), torch.ones(300)]  # six tasks, one
     states = [host_states(weight) for weight in weights]
@@ -280,7 +309,10 @@ def test_without_shadow_memory_updates_wait() -> None:
 def test_without_memory_to_be_had_updates_wait(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Shadow memory that the system refuses is asked for once, and told in the log: nothing is guessed, every bit is the reference's."""
+    """Shadow memory that the system refuses is asked for once, and logged.
+
+    Nothing is guessed, and every bit is the reference's.
+    """
     with running(dtype, 40 * SLOT_BYTES) as loop:
         asked = []
 

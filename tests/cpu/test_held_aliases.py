@@ -1,4 +1,7 @@
-"""Whoever holds the memory of a weight finds the new values when `step()` has returned, as in plain PyTorch, however slow updates are."""
+"""Whoever holds a weight's memory finds the new values when `step()` returns.
+
+That is as in plain PyTorch, however slow updates are.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,10 @@ def slow(twins: Twins, us: float) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_alias_shows_the_new_weights_after_step(kind: str, plan: str, twins: Twins) -> None:
-    """Taken once, read after every step: the values are those of the plain loop, and the training has its bits."""
+    """An alias taken once and read after every step has the plain loop's values.
+
+    Training has the plain loop's bits.
+    """
     if plan in ("streamed", "all three") and not twins.session.engine.can_stream:
         pytest.skip("the torch engine does not stream")
 
@@ -118,7 +124,7 @@ def test_an_alias_shows_the_new_weights_after_step(kind: str, plan: str, twins: 
 
 @pytest.mark.filterwarnings("ignore:the memory of")
 def test_a_write_through_an_alias_counts(twins: Twins) -> None:
-    """What is written to a held array between steps is in the next step's weights, as in plain PyTorch."""
+    """What is written to a held array between steps is in the next step's weights."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -132,7 +138,10 @@ def test_a_write_through_an_alias_counts(twins: Twins) -> None:
 
 
 def test_a_write_through_an_alias_waits_for_a_weight_on_its_way_home() -> None:
-    """bf16 rows that are streamed: the copy of the weight to the host, for comparing, has the weight as the update left it."""
+    """A bf16 row's weight that is copied to the host for comparing is the updated weight.
+
+    The row is streamed.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         held = [p.detach() for p in model.parameters()]
@@ -153,7 +162,10 @@ def test_a_write_through_an_alias_waits_for_a_weight_on_its_way_home() -> None:
 
 
 def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a plain loop step() finds no holder, and again none once an alias is dropped; with one it waits, and warns once with the name."""
+    """step() waits only where somebody holds a weight, and warns once with its name.
+
+    A plain loop has no holder, and neither has a loop that has dropped its alias.
+    """
     twins.restart()
     waits: list[tuple[int, ...]] = []
     session = twins.session
@@ -237,7 +249,10 @@ SPECIAL: dict[str, tuple[Callable[[], Any], Callable[[Any], Held], bool]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SPECIAL)
 def test_unusual_holders_are_seen(name: str, dtype: torch.dtype) -> None:
-    """An alias from before `compile`, one made inside a forward, a buffer over all weights; weights that share a storage hold nothing."""
+    """Aliases from before `compile` or made in a forward, and a buffer over all weights, are seen.
+
+    Weights that share a storage hold nothing.
+    """
     make, hold, is_held = SPECIAL[name]
     results = []
     for ours in (False, True):

@@ -1,4 +1,7 @@
-"""What counts of who holds a weight: 16-bit copies, storages that weights share or leave, writes that come before the first step."""
+"""What counts as holding a weight: 16-bit copies, and storages that weights share or leave.
+
+Writes that come before the first step count too.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ def _reading_loop(model: Any, optimizer: Any, held: Held) -> list[Any]:
 
 
 def _agree(make: Callable[[], Any], hold: Callable[[Any], Held], loop: Callable[[Any, Any, Held], list[Any]], *, early: bool) -> None:
-    """The loop on a model with slow updates finds what it finds on a plain one. `early`: the aliases are from before `compile`."""
+    """The loop with slow updates finds what it finds on a plain model.
+
+    `early`: the aliases are from before `compile`.
+    """
     results = []
     for ours in (False, True):
         torch._dynamo.reset()
@@ -82,7 +88,7 @@ def _agree(make: Callable[[], Any], hold: Callable[[Any], Held], loop: Callable[
 @pytest.mark.filterwarnings("ignore:the memory of")
 @pytest.mark.parametrize("early", [True, False], ids=["before compile", "after compile"])
 def test_an_alias_of_a_weight_with_a_16_bit_copy_shows_the_new_one(early: bool) -> None:
-    """Under autocast, where the engine lets go of the fp32 weight: the alias counts nevertheless."""
+    """Under autocast an alias counts although the engine frees the fp32 weight."""
 
     def loop(model: Any, optimizer: Any, held: Held) -> list[Any]:
         found: list[Any] = []
@@ -101,7 +107,10 @@ def test_an_alias_of_a_weight_with_a_16_bit_copy_shows_the_new_one(early: bool) 
 @pytest.mark.filterwarnings("ignore:the memory of")
 @pytest.mark.parametrize("hold", [_data, _numpy], ids=["data", "NumPy"])
 def test_a_write_before_the_first_step_counts(hold: Callable[[Any], Held]) -> None:
-    """Through an alias from before `compile`, between backward and step, when no step has looked for holders yet."""
+    """A write through an alias counts, though no step has looked for holders yet.
+
+    It comes between backward and step; the alias is from before `compile`.
+    """
 
     def loop(model: Any, optimizer: Any, held: Held) -> list[float]:
         losses = []
@@ -120,7 +129,10 @@ def test_a_write_before_the_first_step_counts(hold: Callable[[Any], Held]) -> No
 
 @pytest.mark.filterwarnings("ignore:the memory of")
 def test_a_kept_storage_counts() -> None:
-    """`untyped_storage()` is one Python object however often it is asked for; who keeps it holds the weight."""
+    """`untyped_storage()` is one Python object however often it is asked for.
+
+    Who keeps it holds the weight.
+    """
 
     def hold(model: Any) -> Held:
         kept = [(p.detach().untyped_storage(), p.dtype, p.numel()) for p in model.parameters()]
@@ -131,7 +143,7 @@ def test_a_kept_storage_counts() -> None:
 
 @pytest.mark.filterwarnings("ignore:the memory of")
 def test_an_alias_of_a_storage_that_one_weight_has_left_is_seen() -> None:
-    """Weights in one storage, of which one gets memory of its own: who then holds the others is counted as before."""
+    """After one weight has left a shared storage, holders of the other weights still count."""
 
     def loop(model: Any, optimizer: Any, held: Held) -> list[Any]:
         found = _reading_loop(model, optimizer, held)
@@ -144,7 +156,10 @@ def test_an_alias_of_a_storage_that_one_weight_has_left_is_seen() -> None:
 
 
 def test_weights_put_into_one_vector_are_held_by_nobody() -> None:
-    """After `vector_to_parameters` all weights share a storage; once the vector is dropped no step waits."""
+    """After `vector_to_parameters` all weights share a storage, and nobody holds it.
+
+    Once the vector is dropped no step waits.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any
@@ -159,7 +174,10 @@ def test_weights_put_into_one_vector_are_held_by_nobody() -> None:
 
 @pytest.mark.filterwarnings("ignore:the memory of")
 def test_weights_that_other_processes_map_are_held() -> None:
-    """After `share_memory()`, before `compile` or after it, who reads is counted nowhere: every step waits."""
+    """After `share_memory()`, before or after `compile`, every step waits.
+
+    Nobody can count who reads in other processes.
+    """
     for early in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -178,7 +196,11 @@ def test_weights_that_other_processes_map_are_held() -> None:
 
 
 def test_garbage_that_held_a_weight_is_not_taken_for_ours() -> None:
-    """Collected while the library takes its own aliases, it would leave a weight that seems held for good."""
+    """Garbage that held a weight is not taken for ours.
+
+    Collected while the library takes its own aliases, it would leave a weight that seems held for
+    good.
+    """
     weight = nn.Parameter(torch.zeros(3))
     held = HeldWeights([weight], ["weight"])
     gc.collect()

@@ -1,4 +1,7 @@
-"""Transformers' own model classes, tiny and with random weights: the bits of the plain compiled model."""
+"""Transformers' own model classes, tiny and with random weights, have the plain model's bits.
+
+The plain model is compiled too.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ KEPT_LAYOUTS: dict[Any, dict[str, Any]] = {vit: {"layout_optimization": False}}
 def test_a_transformers_model_trains_with_the_bits_of_the_plain_one(
     make: Callable[[], nn.Module], batch: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
-    """Four steps with clipping, dropout on where the model has it, one unit on the device; `output.loss` as in HF's examples."""
+    """Four steps with clipping have the plain bits, one unit on the device.
+
+    Dropout is on where the model has it, and the loss is `output.loss` as in HF's examples.
+    """
 
     def loop(model: Any, optimizer: Any, _: Batches) -> list[float]:
         model.train()

@@ -27,19 +27,22 @@ def write_group(root: Path, version: int, limit: str, usage: int) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("limit", "usage", "expected"), [("800", 300, 600), ("800", 950, 0), ("5000", 300, 1000)])
 def test_a_container_s_limit_counts(version: int, limit: str, usage: int, expected: int, tmp_path: Path) -> None:
-    """The limit less what is used and cannot be given back, where that is less than the system has."""
+    """A container's limit less its use counts, where that is less than the system has.
+
+    Memory that can be given back is not counted as used.
+    """
     write_group(tmp_path, version, limit, usage)
     assert available_host_bytes(tmp_path) == expected
 
 
 def test_without_a_limit_it_is_what_the_system_has(tmp_path: Path) -> None:
-    """No control group, or one whose limit is "max"."""
+    """Without a control group, or with the limit "max", it is what the system has."""
     assert available_host_bytes(tmp_path) == 1000
     write_group(tmp_path, 2, "max", 300)
     assert available_host_bytes(tmp_path) == 1000
 
 
 def test_a_given_limit_goes_before_all_others() -> None:
-    """host_memory as it is; else most of what is available."""
+    """A given host_memory is taken unchanged; without it, most of what is available is used."""
     assert host_budget_bytes(12345) == 12345
     assert 0 <= host_budget_bytes(None) <= 900
