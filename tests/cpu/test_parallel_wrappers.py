@@ -78,9 +78,10 @@ def test_a_parameter_that_is_split_is_refused() -> None:
 
 
 def test_the_module_inside_trains_as_the_message_says() -> None:
-    """After the refusal `compile(model.module, optimizer)` has the bits of the plain loop."""
+    """After the refusal `compile(model.module, optimizer)` has the bits of the plain loop, compiled by torch."""
     torch._dynamo.reset()
     (plain, batches), (model, _) = seeded_mlp(), seeded_mlp()
+    plain.compile()
     plain_loop(3)(plain, HandAdam(plain.parameters(), **HYPER), batches)
     wrapped: Any = DistributedDataParallel(model)
     optimizer = adamw(wrapped, **HYPER)
