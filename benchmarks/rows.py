@@ -6,8 +6,8 @@ Then results.json, table.md and table.png are written.
 
 A line has the arguments of `steps` that make the case. After ` -- ` come further ones, which look
 into it, and after ` # ` a remark. Lines may say how much memory a row takes at most (GB). With
---rows-per-gpu no row then begins whose memory others have: other rows by their lines, other programs by
-what the system says is available.
+--rows-per-gpu no row then begins whose memory others have: other rows by their lines, other
+programs by what the system says is available.
 
     ours 7b --option gpu_states=0.25 --gpu-gb 75 --host-gb 100 -- --timeline 7b.json --explain
     floor 7b --gpu-gb 51

@@ -1,4 +1,7 @@
-"""Weights written from outside, and gradients taken another way: they reach the masters, or are refused, never lost in silence."""
+"""Weights written from outside, and gradients taken another way.
+
+They reach the masters or are refused, and are never lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def agree_with_torch(twins: Twins, loop: Any) -> None:
 @pytest.mark.parametrize("before_step", [False, True], ids=["between steps", "between backward and step"])
 @pytest.mark.parametrize("write", WRITES)
 def test_weights_written_from_outside_reach_the_masters(twins: Twins, write: str, before_step: bool) -> None:
-    """clamp_, copy_, nn.init, load_state_dict and writes through detach(): the next step starts from what was written."""
+    """clamp_, copy_, nn.init, load_state_dict, writes through detach(): the next step sees them."""
     agree_with_torch(twins, writing(WRITES[write], before_step))
 
 
@@ -113,7 +116,10 @@ def test_weights_written_behind_the_version_counter_reach_the_masters(write: Cal
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_a_parameter_given_other_memory_is_followed(engine: str, k: int, before_step: bool, write: Callable[[Any], None]) -> None:
-    """p.data = other and vector_to_parameters: trained from there on, in that memory, wherever the states rest."""
+    """After p.data = other or vector_to_parameters, training goes on in that memory.
+
+    This holds wherever the states are.
+    """
     twins = Twins(mlp, k=k, engine=engine)
     try:
         agree_with_torch(twins, writing(write, before_step))
@@ -122,7 +128,7 @@ def test_a_parameter_given_other_memory_is_followed(engine: str, k: int, before_
 
 
 def test_memory_that_was_left_is_freed() -> None:
-    """Nothing of ours holds the memory that a parameter had before `p.data = other`, once a step has begun with the new one."""
+    """After `p.data = other` and one step, nothing of ours holds the parameter's old memory."""
     twins = Twins(mlp, k=4)
     try:
         plain_loop(1)(twins.ours, twins.optimizer, twins.batches)
@@ -138,7 +144,7 @@ def test_memory_that_was_left_is_freed() -> None:
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_a_moved_16_bit_weight_keeps_its_master(k: int) -> None:
-    """p.data = p.data.clone() of a bf16 parameter, between any steps, changes no bit of the training."""
+    """p.data = p.data.clone() of a bf16 parameter, between any steps, changes no bit."""
     results = []
     for move in (False, True):
         torch.manual_seed(0)
@@ -170,7 +176,10 @@ def test_a_change_of_dtype_after_compile_is_refused() -> None:
 
 
 def test_a_gradient_is_read_after_zero_grad_until_the_next_one() -> None:
-    """A stand-in kept over zero_grad() has its values; after the next backward it says that the gradient is gone."""
+    """A stand-in kept over zero_grad() has its values.
+
+    After the next backward it says that the gradient is gone.
+    """
     twins = Twins(mlp, k=0)
     try:
         twins.ours(*twins.batches[0]).backward()
@@ -201,7 +210,10 @@ def test_states_move_after_a_gradient_was_dropped_by_hand() -> None:
 
 
 def test_a_deep_copy_trains_apart() -> None:
-    """A copy of the compiled model, taken while updates run, is a plain model; training either leaves the other alone."""
+    """A copy of the compiled model, taken while updates run, is a plain model.
+
+    Training either leaves the other alone.
+    """
     twins = Twins(mlp, k=1)
     plain_loop(2)(twins.ours, twins.optimizer, twins.batches)
     other = copy.deepcopy(twins.ours)
@@ -216,7 +228,10 @@ def test_a_deep_copy_trains_apart() -> None:
 
 @pytest.mark.parametrize("before_step", [False, True], ids=["after step", "between backward and step"])
 def test_a_model_may_be_moved_with_its_gradients(twins: Twins, before_step: bool) -> None:
-    """model.double() and back with `.grad` still there: gradients count before step(), and are in nobody's way when it has used them."""
+    """model.double() and back, with `.grad` still there, loses nothing.
+
+    Gradients count before step(), and disturb nobody after step() has used them.
+    """
 
     def move(model: Any) -> None:
         model.cpu()

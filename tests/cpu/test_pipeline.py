@@ -36,7 +36,10 @@ def test_the_default_passes_give_all_that_the_rules_ask_of(kind: GraphKind) -> N
 
 @pytest.mark.parametrize("index", range(1, len(BACKWARD)))
 def test_a_pass_that_is_lost_or_run_twice_is_noticed(index: int) -> None:
-    """A pass before what it needs, or run twice, is refused before anything runs, naming the pass and what ran so far."""
+    """A pass before what it needs, or run twice, is refused before anything runs.
+
+    The error names the pass and what comes before it.
+    """
     with pytest.raises(ConfigError, match="pass insert_grad_offload needs that nodes are annotated; before it come: no passes"):
         check_order(BACKWARD[1:], GraphKind.BACKWARD)
     twice: tuple[GraphPass, ...] = (*BACKWARD[: index + 1], BACKWARD[index])
@@ -46,7 +49,10 @@ def test_a_pass_that_is_lost_or_run_twice_is_noticed(index: int) -> None:
 
 @pytest.mark.parametrize("index", range(len(DEFAULT_PASSES)))
 def test_no_default_pass_can_be_left_out(index: int) -> None:
-    """A list without any one of them is refused, also where no other pass needs it: training would go wrong in silence."""
+    """A list without any one of them is refused, also where no other pass needs it.
+
+    Training would go wrong in silence.
+    """
     with pytest.raises(ConfigError, match=r"needs that|no pass gives"):
         chosen_passes([*DEFAULT_PASSES[:index], *DEFAULT_PASSES[index + 1 :]])
     with pytest.raises(ConfigError, match=r"for forward graphs no pass gives 'every reader .*Add insert_waits"):
@@ -70,7 +76,10 @@ def test_a_wrong_pass_is_caught_at_once() -> None:
 
 
 def test_each_pass_leaves_a_record() -> None:
-    """Names, notes, nodes added, rules asked and texts: each pass starts from the text the one before it ended with."""
+    """A record has names, notes, nodes added, rules checked and texts.
+
+    Each pass starts from the text that the one before it ended with.
+    """
     ctx = context(GraphKind.BACKWARD)
     record = rewrite(ctx.graph, session=SESSION, units=ctx.units)
     assert [one.name for one in record.passes] == [one.name for one in BACKWARD]
@@ -102,7 +111,7 @@ def test_a_node_knows_which_pass_made_it() -> None:
 
 
 def test_texts_are_dumped_in_the_order_of_the_story(tmp_path: Path) -> None:
-    """A sorted listing of the dump folder goes through graphs and passes in order, before and after each."""
+    """The dump folder, sorted, goes through graphs and passes in order, before and after each."""
     for kind in (GraphKind.FORWARD, GraphKind.BACKWARD):
         ctx = context(kind, "mlp")
         rewrite(ctx.graph, session=SESSION, units=ctx.units, dump=GraphDump(tmp_path / "dump"))

@@ -1,4 +1,7 @@
-"""Whole training steps under plans that place every parameter for itself: on the CPU, on the device, streamed."""
+"""Whole training steps under plans that place each parameter on its own.
+
+It is on the CPU, on the device or streamed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PLACES = list(Placement)
 
 
 def plan_of(session: Session, places: Sequence[Placement]) -> Plan:
-    """A plan with the parameters of the model's units, in order, placed as `places` says, over and over."""
+    """A plan that places the parameters of the units, in order, as `places` repeated says."""
     rows, number = [], 0
     numels = {name: p.numel() for name, p in zip(session.table.names, session.table.parameters, strict=True)}
     units = session.planning.units()
@@ -48,7 +51,10 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
     delays=st.dictionaries(st.sampled_from(list(Stage)), st.integers(0, 2000), max_size=2),
 )
 def test_no_sequence_of_placements_changes_a_bit(twins: Twins, plans: list[list[Placement]], delays: dict[Stage, int]) -> None:
-    """Each step under another plan, states moving among three places, stages slow: losses and weights are the reference's."""
+    """Each step under another plan, with slow stages: losses and weights are the reference's.
+
+    States move among three places.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -66,7 +72,7 @@ def test_no_sequence_of_placements_changes_a_bit(twins: Twins, plans: list[list[
 
 
 def test_optimizer_state_of_streamed_rows_is_at_rest_when_read(twins: Twins) -> None:
-    """state_dict() right after step() finds the moments of this step, though they are slow to come home."""
+    """state_dict() right after step() has this step's moments, however slowly they come home."""
     places = []
     for place in (Placement.CPU, Placement.STREAM):
         twins.restart()
@@ -83,7 +89,10 @@ def test_optimizer_state_of_streamed_rows_is_at_rest_when_read(twins: Twins) -> 
 
 
 def test_states_may_move_between_a_forward_and_its_backward(twins: Twins) -> None:
-    """Moving writes no weight: the backward of a forward from before the move runs, with the plain loop's bits."""
+    """Moving writes no weight: a backward whose forward ran before the move has the same bits.
+
+    They are the plain loop's.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)

@@ -18,7 +18,10 @@ from .models import mlp
 
 @pytest.mark.parametrize(("optimizer", "engine"), [(torch.optim.AdamW, "native"), (torch.optim.AdamW, "torch"), (torch.optim.SGD, "auto")])
 def test_a_probe_leaves_one_row_without_memory(optimizer: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often the update is timed: its weight and states are let go of, and the next probe takes the same row."""
+    """However often the update is timed, its weight and states are released.
+
+    The next probe takes the same row.
+    """
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)  # which `compiled` makes
     with compiled(mlp, k=0, engine=engine, replan_every=0) as (model, step):
         session = session_of(model)

@@ -1,4 +1,7 @@
-"""Ends: close, interpreter exit, forked workers, copied and pickled models; each in a process of its own with a time limit."""
+"""Ends: close, interpreter exit, forked workers, copied and pickled models.
+
+Each runs in a process of its own with a time limit.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def train(model, optimizer, steps=3):
 
 
 def run(body: str, timeout_s: float = 120.0) -> str:
-    """Run a script in a new interpreter and give what it printed. Fails where it does not end well or in time."""
+    """Run a script in a new interpreter and give its output. Fails if it does not end in time.
+
+    It also fails where the script ends in an error.
+    """
     script = START + textwrap.dedent(body)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}  # torch refuses CUDA in forked children
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout_s, env=environment)
@@ -63,7 +69,7 @@ def run(body: str, timeout_s: float = 120.0) -> str:
 
 @pytest.mark.sample(0)
 def test_close_leaves_no_thread() -> None:
-    """No thread of the engine is left after close(), however often a model is compiled, trained and closed."""
+    """After close() no engine thread is left, however often a model is compiled and trained."""
     run("""
         for _ in range(2):
             model, optimizer = make()
@@ -142,7 +148,10 @@ def test_forked_data_loader_workers() -> None:
 
 @pytest.mark.sample(0)
 def test_a_forked_child_may_read_weights_and_exit() -> None:
-    """A child has the weights but no engine threads: it reads settled weights, and its exit neither hangs nor stops the parent."""
+    """A child has the weights but no engine threads: it reads settled weights.
+
+    Its exit neither hangs nor stops the parent.
+    """
     run("""
         model, optimizer = hytrain_fx.compile(*make(), k=0)
         train(model, optimizer)
@@ -158,7 +167,10 @@ def test_a_forked_child_may_read_weights_and_exit() -> None:
 
 @pytest.mark.sample(0)
 def test_copies_and_pickles_are_plain_models() -> None:
-    """deepcopy, pickle and torch.save of the model give a plain model with the committed weights, which trains on its own."""
+    """deepcopy, pickle and torch.save of the model give a plain model that trains on its own.
+
+    It has the committed weights.
+    """
     run("""
         import io
         model, optimizer = hytrain_fx.compile(*make(), k=1)
@@ -178,7 +190,10 @@ def test_copies_and_pickles_are_plain_models() -> None:
 
 @pytest.mark.sample(0)
 def test_ctrl_c_in_mid_step_loses_nothing() -> None:
-    """A KeyboardInterrupt between backward() and step(), or while a forward waits, leaves a session that closes or trains on."""
+    """After a KeyboardInterrupt the session closes or trains on.
+
+    It may come between backward() and step(), or while a forward waits.
+    """
     run("""
         import signal
         from hytrain_fx.runtime.engine import Stage

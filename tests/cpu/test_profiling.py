@@ -54,7 +54,10 @@ def every_step(stage: Stage, row: int, us: Sequence[float], at: float = 500.0) -
 
 
 def test_a_unit_takes_the_median_of_its_steps_in_full_size() -> None:
-    """The rows on the CPU are 100 of 400 elements: the unit's time is four times the median of the steps; an odd step changes nothing."""
+    """With 100 of 400 elements on the CPU, the unit's time is four times the median of the steps.
+
+    An odd step changes nothing.
+    """
     records = every_step(Stage.CPU_UPDATE, 0, [10.0, 12.0, 400.0]) + every_step(Stage.CPU_UPDATE, 2, [20.0, 20.0, 20.0])
     found = build_profile(measured(records, [CPU, GPU, CPU, GPU]), RATES, None, streams=False)
     assert [u.cpu_update_us for u in found.units] == [48.0, 80.0]
@@ -65,7 +68,10 @@ def test_a_unit_takes_the_median_of_its_steps_in_full_size() -> None:
 
 
 def test_what_did_not_run_keeps_its_time_as_the_others_changed() -> None:
-    """A unit on the device keeps its CPU time of before, times the change of the one that ran; without a before it gets its rate."""
+    """A unit on the device keeps its earlier CPU time, times the change of the unit that ran.
+
+    Without an earlier time it gets that unit's rate.
+    """
     all_on_cpu = every_step(Stage.CPU_UPDATE, 0, [10.0] * 3) + every_step(Stage.CPU_UPDATE, 2, [30.0] * 3)
     before = build_profile(measured(all_on_cpu, [CPU] * 4), RATES, None, streams=False)
     slower = measured(every_step(Stage.CPU_UPDATE, 2, [60.0] * 3), [GPU, GPU, CPU, CPU])
@@ -76,7 +82,10 @@ def test_what_did_not_run_keeps_its_time_as_the_others_changed() -> None:
 
 
 def test_streaming_times_come_from_records_else_from_the_probe() -> None:
-    """Streamed rows give their unit's times, other units get the same rate; with nothing streamed the link is probed."""
+    """Streamed rows give their unit's times, and other units get the same rate.
+
+    With nothing streamed the link is probed.
+    """
     placement = [CPU, STREAM, CPU, CPU]
     records = every_step(Stage.STREAM_IN, 1, [30.0] * 3) + every_step(Stage.STREAM_OUT, 1, [60.0] * 3)
     found = build_profile(measured(records, placement), RATES, None, streams=True)
@@ -86,13 +95,16 @@ def test_streaming_times_come_from_records_else_from_the_probe() -> None:
 
 
 def test_rows_of_probes_and_steps_outside_are_left_out() -> None:
-    """Records of rows that the model has not, before the first and after the last step count nowhere."""
+    """Records of unknown rows, or from before the first or after the last step, do not count."""
     records = [record(Stage.CPU_UPDATE, row, begin, 40.0) for row, begin in ((9, 100.0), (0, -50.0), (0, 3100.0))]
     assert cpu_steps_us(measured(records, [CPU] * 4)) == [0.0, 0.0, 0.0]
 
 
 def test_a_worker_that_could_run_and_does_not_counts_as_busy() -> None:
-    """From the commit (at 1000) a worker is late by 50 us, then by 20 between two updates: both are the CPU's cost."""
+    """A worker is late by 50 us after the commit (at 1000), and by 20 between two updates.
+
+    Both are the CPU's cost.
+    """
     landed = [record(Stage.D2H, row, 600.0, 10.0) for row in (0, 2)]
     updates = [record(Stage.CPU_UPDATE, 0, 1050.0, 100.0), record(Stage.CPU_UPDATE, 2, 1170.0, 100.0)]
     of = measured([*landed, *updates], [CPU] * 4)
@@ -100,7 +112,10 @@ def test_a_worker_that_could_run_and_does_not_counts_as_busy() -> None:
 
 
 def test_waiting_for_a_gradient_is_not_the_workers_time() -> None:
-    """On a GPU a gradient lands after the commit: time before that is idle, time after it is not; other workers' gaps stay apart."""
+    """On a GPU a gradient lands after the commit: time before is idle, time after is not.
+
+    The gaps of other workers stay apart.
+    """
     landed = [record(Stage.D2H, 0, 1000.0, 100.0), record(Stage.D2H, 2, 1000.0, 500.0)]
     updates = [record(Stage.CPU_UPDATE, 0, 1110.0, 100.0), record(Stage.CPU_UPDATE, 2, 1500.0, 100.0),
                record(Stage.CPU_UPDATE, 3, 1505.0, 100.0, worker=1)]
@@ -111,7 +126,10 @@ def test_waiting_for_a_gradient_is_not_the_workers_time() -> None:
 
 @given(starts=st.lists(st.floats(0, 2900), min_size=1, max_size=12), lengths=st.lists(st.floats(0, 50), min_size=12, max_size=12))
 def test_no_update_counts_less_than_it_ran(starts: list[float], lengths: list[float]) -> None:
-    """Whatever is known of gradients, an update counts at least its own length, and one worker no more than the time there is."""
+    """Whatever is known of gradients, an update counts at least its own length.
+
+    One worker counts no more than the time there is.
+    """
     begins, at = [], 0.0
     for start, us in zip(sorted(starts), lengths, strict=False):
         at = max(at, start)
@@ -164,7 +182,10 @@ class Clock:
 
 @pytest.mark.parametrize("count", [1, 2, 700, 1000, 5000])
 def test_marks_of_many_micro_batches_keep_the_first_and_the_last(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded, the step is measured, and its times are those of all micro-batches where they are alike."""
+    """Memory is bounded, and the step is measured.
+
+    Its times are those of all micro-batches where they are alike.
+    """
     clock = Clock(monkeypatch)
     for _ in range(count):
         clock.micro_batch(20.0, 30.0)
@@ -182,7 +203,7 @@ def test_marks_of_many_micro_batches_keep_the_first_and_the_last(count: int, mon
 
 
 def test_forwards_without_a_backward_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation with gradients on is forgotten where it is long; the training step after it is measured."""
+    """A long evaluation with gradients on is forgotten; the next training step is measured."""
     clock = Clock(monkeypatch)
     for _ in range(MOST_MARKS):
         clock.mark(Mark.FORWARD_BEGIN, 1.0)
@@ -194,7 +215,10 @@ def test_forwards_without_a_backward_do_not_pile_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_library_holds_up_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a graph break, and where the loop reads a weight between forward and backward: stall of the unit, neither forward nor backward."""
+    """Waits at a graph break, and reads of a weight between forward and backward, are stalls.
+
+    They count neither as forward nor as backward.
+    """
     clock = Clock(monkeypatch)
 
     def held(what: str, us: float) -> None:
@@ -234,7 +258,10 @@ def test_a_step_without_a_captured_backward_leaves_nothing(monkeypatch: pytest.M
 
 
 def test_the_link_is_probed_both_ways() -> None:
-    """With the model on the CPU both rates are those of the host's own copies: positive, and no more than the probe itself took."""
+    """With the model on the CPU both rates are those of the host's own copies.
+
+    They are positive, and no more than the probe itself took.
+    """
     begin_s = time.perf_counter()
     rates = full_duplex_us_per_byte(torch.device("cpu"))
     spent_us = (time.perf_counter() - begin_s) * 1e6
@@ -242,7 +269,7 @@ def test_the_link_is_probed_both_ways() -> None:
 
 
 class Device:
-    """Stands for a GPU that has reached so many of the events it was given; notes what was waited for."""
+    """Stands for a GPU that has reached some of its events; notes what was waited for."""
 
     given = reached = 0
     waited: ClassVar[list[int]] = []
@@ -285,7 +312,10 @@ class FakeEvent:
 
 
 def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that the device is not through with are left out; only where it is through with none, the first is waited for."""
+    """Steps that the device has not finished are left out.
+
+    Only if it has finished none, the first is waited for.
+    """
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle" if priority < 0 else "shares a queue")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
@@ -310,7 +340,10 @@ def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.Monke
 
 
 def test_marks_take_the_events_of_forgotten_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps are marked, no more events are made than those that are remembered and the running one have."""
+    """However many steps are marked, the number of events is bounded.
+
+    It is what the remembered steps and the running one have.
+    """
     made: list[FakeEvent] = []
 
     class Counted(FakeEvent):

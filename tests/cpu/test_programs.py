@@ -1,4 +1,4 @@
-"""Drawn training loops have the plain loop's bits, and the generator that draws them finds defects that are planted."""
+"""Drawn training loops have the plain loop's bits, and the generator finds planted defects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PLANTED_IN = Setup(("linear", "linear"), options="k=0")
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("number", SEEDS)
 def test_drawn_programs_have_the_plain_loops_bits(number: int) -> None:
-    """Every loss, weight, gradient and state is the plain loop's, with delays, and no thread is left after close."""
+    """Every loss, weight, gradient and state is the plain loop's, with delays.
+
+    No thread is left after close.
+    """
     found = search(number)
     assert not found.failures, f"{found.failures[0].error}\n{found.failures[0].program}"
     assert found.programs == 25

@@ -1,7 +1,8 @@
-"""A compiled model whose places hold other tensors than when it was compiled: for one call (`functional_call`), or for good.
+"""A compiled model whose places now hold other tensors than at compile.
 
-What plain PyTorch trains rightly trains with the same bits here. What it would train wrongly in
-silence (a new parameter that the optimizer does not have) is an error that says so.
+They do so for one call (`functional_call`) or for good. What plain PyTorch trains rightly trains
+with the same bits here. What it would train wrongly in silence (a new parameter that the optimizer
+does not have) is an error that says so.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ def gradient_sum(tensor: torch.Tensor) -> float:
 
 
 def maml(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-    """First-order MAML: one inner step on clones that autograd links to the weights, the outer loss through them."""
+    """First-order MAML: one inner step on clones of the weights, the outer loss through them.
+
+    Autograd links the clones to the weights.
+    """
     losses = []
     for step in range(5):
         fast = {name: p.clone() for name, p in model.named_parameters()}
@@ -68,7 +72,7 @@ def maml(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 
 
 def beside(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-    """Ordinary steps, and between them gradients of clones, of some clones, of aliases, and evaluations."""
+    """Ordinary steps; between them gradients of clones, of some clones, aliases, evaluations."""
     losses = []
     for step in range(6):
         loss = model(*batches[step % 3])
@@ -123,7 +127,10 @@ def own_parameters(model: Any, optimizer: Any, batches: Batches) -> list[float]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("loop", [maml, beside, per_sample, own_parameters], ids=lambda loop: loop.__name__)
 def test_functional_call_is_the_plain_one(loop: Callable[[Any, Any, Batches], list[float]], k: int) -> None:
-    """Losses, gradients of what was handed in, and the weights after: the bits of the plain loop, however slow updates are."""
+    """Losses, gradients of the given tensors and the weights after have the plain loop's bits.
+
+    This holds however slow updates are.
+    """
     twins = slow(k)
     twins.agree(loop)
     twins.close()
@@ -147,7 +154,10 @@ def taken_out(model: Any) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("change", [exchanged, tied, taken_out], ids=lambda change: change.__name__)
 def test_what_the_optimizer_still_has_trains_on(change: Callable[[Any], None], k: int) -> None:
-    """Each parameter is trained by what the model makes of it now, as in the plain loop; back again too where it is put back."""
+    """Each parameter is trained by what the model makes of it now, as in the plain loop.
+
+    Where it is put back, it is trained as before.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(3)(model, optimizer, batches)
@@ -226,7 +236,10 @@ NOT_TRAINED: dict[str, tuple[Callable[[Any], None], str]] = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NOT_TRAINED)
 def test_a_parameter_that_the_optimizer_does_not_have_is_an_error_at_step(name: str, k: int) -> None:
-    """Evaluation works with it; `step()`, which would not train it, says so and changes nothing; the way out that it names works."""
+    """Evaluation works with it; `step()`, which would not train it, says so and changes nothing.
+
+    The way out that the error names works.
+    """
     change, message = NOT_TRAINED[name]
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -253,7 +266,7 @@ def test_a_parameter_that_the_optimizer_does_not_have_is_an_error_at_step(name: 
 
 
 def test_weights_put_back_before_the_step_train_on(k: int) -> None:
-    """Other parameters for an evaluation, the model's own again for the next step: as if nothing had been."""
+    """Other parameters for an evaluation, then the model's own again: the next step is as ever."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
@@ -270,7 +283,10 @@ def test_weights_put_back_before_the_step_train_on(k: int) -> None:
 
 @pytest.mark.sample(0)
 def test_more_ways_than_are_compiled_run_in_plain_python() -> None:
-    """Each way that parameters are placed has graphs of its own; beyond a limit there is one warning, and the training is right."""
+    """Each layout of parameters has graphs of its own.
+
+    Beyond a limit there is one warning, and the training is right.
+    """
 
     class Slots(nn.Module):
         def __init__(self) -> None:

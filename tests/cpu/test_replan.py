@@ -60,7 +60,10 @@ def running(**options: Any) -> Iterator[Run]:
 
 @pytest.mark.parametrize("stage", [Stage.CPU_UPDATE, Stage.H2D], ids=lambda stage: stage.name)
 def test_the_plan_follows_a_host_that_becomes_slow(stage: Stage) -> None:
-    """When workers, or copies back, become slow, units go to the device; no graph is captured for it, and losses keep their bits."""
+    """When workers, or copies back, become slow, units go to the device.
+
+    No graph is captured for it, and losses keep their bits.
+    """
     with running(replan_every=EVERY) as run:
         run.train(2 + WINDOW + 1)
         planning, graphs = run.session.planning, len(run.session.capture.graphs)
@@ -82,7 +85,10 @@ def test_the_plan_follows_a_host_that_becomes_slow(stage: Stage) -> None:
 
 
 def test_a_plan_that_cannot_change_is_renewed() -> None:
-    """With no room for states on the device the plan stays; what is predicted for it follows the measurements."""
+    """With no room for states on the device the plan stays.
+
+    What is predicted for it follows the measurements.
+    """
     with running(replan_every=EVERY, gpu_states=0) as run:
         run.train(2 + WINDOW + 1)
         planning = run.session.planning
@@ -98,7 +104,7 @@ def test_a_plan_that_cannot_change_is_renewed() -> None:
 
 
 def test_records_are_taken_only_in_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that change are measured for `warmup_steps` steps at a time, and only they are recorded."""
+    """Steps that change are measured `warmup_steps` at a time, and only those are recorded."""
     with running(replan_every=EVERY, gpu_states=0) as run:
         switched: list[bool] = []
         record = run.session.engine.record
@@ -119,7 +125,10 @@ def test_records_are_taken_only_in_measured_steps(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_given_share_is_streamed_from_the_first_step_and_profiled() -> None:
-    """`stream=0.5` streams about half of the parameters that are not resident, before and after the plan is solved; bits stay."""
+    """`stream=0.5` streams about half of the parameters that are not resident; bits stay.
+
+    It does so before and after the plan is solved.
+    """
     with running(stream=0.5, gpu_states=0) as run:
         assert Placement.STREAM in run.session.states.placement.values()
         run.train(2 + WINDOW + 2)

@@ -1,4 +1,4 @@
-"""Start-up by phase and memory by tier of real sessions, as data, in the log and in the explanation."""
+"""Start-up by phase and memory by tier of real sessions: as data, logged and explained."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def wide() -> tuple[nn.Module, Batches]:
 
 @pytest.mark.parametrize(("options", "steps"), [({"k": 1}, COLD), ({}, COLD + WARMUP)])
 def test_start_up_ends_with_the_first_full_speed_step(options: dict[str, Any], steps: int) -> None:
-    """With k given that is the first warm step, else the first under the solved plan; later steps change nothing."""
+    """With k given, start-up ends with the first warm step.
+
+    Else it ends with the first step under the solved plan. Later steps change nothing.
+    """
     with compiled(wide, warmup_steps=WARMUP, **options) as (model, step):
         session = session_of(model)
         for _ in range(steps):
@@ -74,7 +77,7 @@ def test_the_passes_are_not_counted_as_compiling() -> None:
 
 
 def test_it_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """The estimate once before anything is allocated, both tables once at full speed, nothing later."""
+    """The estimate is logged before any allocation, both tables at full speed, each once."""
     with caplog.at_level(logging.INFO, logger="hytrain_fx"), compiled(wide, k=2) as (_, step):
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["memory, estimated"]
         for _ in range(COLD + 3):
@@ -91,7 +94,10 @@ def test_nothing_is_estimated_for_nobody() -> None:
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"k": 2}, {"k": 4}])
 def test_the_estimate_is_right_within_5_per_cent(options: dict[str, Any]) -> None:
-    """Of what is in use by tier, in a session that has run to full speed; the explanation shows both."""
+    """The estimate of memory by tier is right in a session that has run to full speed.
+
+    The explanation shows both.
+    """
     with compiled(wide, **options) as (model, step):
         for _ in range(COLD + 1):
             step()

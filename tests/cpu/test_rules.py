@@ -1,4 +1,7 @@
-"""One parameter's step of any optimizer, traced or op by op: the bits of the optimizer itself, and what is refused."""
+"""One parameter's step of any optimizer, traced or op by op.
+
+It has the bits of the optimizer itself, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def assert_same_entry(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_steps_have_the_optimizers_own_bits(name: str) -> None:
-    """Eight steps under a changing learning rate: weights, states and group options as the optimizer leaves them."""
+    """Eight steps under a changing learning rate leave what the optimizer itself leaves.
+
+    That is weights, states and group options.
+    """
     beside = Beside(name)
     for step in range(8):
         beside.step(lr=0.1 / (step + 1))
@@ -92,7 +98,10 @@ def test_any_options_of_sgd(momentum: float, decay: float, nesterov: bool, maxim
 
 @pytest.mark.parametrize("name", TRACED)
 def test_graphs_serve_every_step(name: str) -> None:
-    """A new rate and a new step count need no new graph: two kinds of rows have at most six after eight steps (RAdam: three forms)."""
+    """A new rate and a new step count need no new graph.
+
+    Two kinds of rows have at most six after eight steps (RAdam: three forms).
+    """
     beside = Beside(name)
     for step in range(8):
         beside.step(lr=0.1 / (step + 1))
@@ -111,7 +120,10 @@ def test_what_cannot_be_traced_is_said(name: str) -> None:
 
 
 def test_16_bit_rows_step_their_masters() -> None:
-    """The gradient is multiplied by its factors in its own dtype, the fp32 master steps, the weight is its rounding."""
+    """The gradient is multiplied by its factors in its own dtype, then the fp32 master steps.
+
+    The weight is the rounded master.
+    """
     weight = nn.Parameter(torch.randn(4, 3).bfloat16())
     rule = UpdateRule(make("SGD nesterov", [weight]), [weight], ["w"])
     master = nn.Parameter(weight.detach().float())
@@ -128,7 +140,7 @@ def test_16_bit_rows_step_their_masters() -> None:
 
 
 def test_the_gradient_is_not_kept() -> None:
-    """A state that is the gradient itself is a copy: the gradient's memory is another one's after the step."""
+    """A state that is the gradient itself is copied: others use that memory after the step."""
     beside = Beside("GroupCounter")
     (step, _) = beside.rule.steps([beside.group], dict(enumerate(beside.rows))).values()
     grad = torch.ones(12)
@@ -160,7 +172,7 @@ def test_bytes_of_states_are_known_before_any_step() -> None:
     ],
 )
 def test_what_cannot_be_stepped_one_by_one_is_refused(kind: Any, why: str) -> None:
-    """The error says what was found, and random numbers of the training are not drawn on the way."""
+    """The error says what was found, and no random number of the training is drawn."""
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer, before = kind(parameters), torch.get_rng_state()
     with pytest.raises(UnsupportedError, match=why):

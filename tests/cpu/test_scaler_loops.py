@@ -1,7 +1,7 @@
-"""GradScaler with accumulation, saved and loaded on the way, and switched off. The plain uses are in test_user_hooks.
+"""GradScaler with accumulation, saved and loaded on the way, and switched off.
 
-AOTAutogradCache is off, as there: torch 2.11 would serve the plain loop in one dtype of autocast
-the code that was compiled for the other.
+The plain uses are in test_user_hooks. AOTAutogradCache is off, as there: torch 2.11 would serve the
+plain loop in one dtype of autocast the code that was compiled for the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .models import Batches, mlp
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_scaler_with_accumulation_and_its_checkpoint(k: int, every: int) -> None:
-    """One unscale_ of the sum, a clip, a skipped step; the scaler is saved and loaded on the way."""
+    """One unscale_ of the sum, a clip, a skipped step; the scaler is saved and loaded."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)

@@ -1,4 +1,7 @@
-"""Learning-rate schedulers, closures, GradScaler and hooks around the compiled optimizer: the bits of the same loop on a plain one."""
+"""Learning-rate schedulers, closures, GradScaler and hooks around the compiled optimizer.
+
+They have the bits of the same loop on a plain optimizer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def twins() -> Iterator[Twins]:
 
 
 def scheduled(make: Callable[[Any], Any], steps: int = STEPS) -> Loop:
-    """Steps with a scheduler made on the optimizer that the loop is given; the rates are compared too."""
+    """Steps with a scheduler made on the loop's own optimizer; rates are compared too."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         return _steps(model, optimizer, make(optimizer), batches, steps)
@@ -75,14 +78,20 @@ def test_every_scheduler_of_torch_is_tried() -> None:
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("error:.*lr_scheduler.step:UserWarning")
 def test_a_scheduler_made_after_compile(twins: Twins, name: str) -> None:
-    """Rates, momenta, losses and weights are those of the plain loop, and torch does not think the order of calls wrong."""
+    """Rates, momenta, losses and weights are those of the plain loop.
+
+    torch does not think the order of calls wrong.
+    """
     twins.agree(scheduled(SCHEDULERS[name]))
 
 
 @pytest.mark.filterwarnings("error:.*lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", ["LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"])
 def test_a_scheduler_made_before_compile(name: str) -> None:
-    """It holds the user's old optimizer; its rates reach the new one, and it does not warn that step() was overridden or never called."""
+    """The scheduler holds the user's old optimizer, and its rates reach the new one.
+
+    It does not warn that step() was overridden or never called.
+    """
     results = []
     for ours in (False, True):
         torch._dynamo.reset()
@@ -136,7 +145,10 @@ def test_a_closure(twins: Twins) -> None:
 
 
 def test_the_old_optimizer_object_steps_for_the_new_one() -> None:
-    """A loop that kept its own optimizer object trains the same: step and zero_grad reach the compiled one."""
+    """A loop that kept its own optimizer object trains the same.
+
+    step and zero_grad reach the compiled one.
+    """
     compare(mlp, plain_loop(4))  # compare() hands the loop the user's own object
     torch._dynamo.reset()
     model, batches = mlp()
@@ -185,7 +197,10 @@ def test_freezing_a_group_in_mid_run_by_its_rate(twins: Twins) -> None:
 
 
 def test_a_parameter_frozen_in_mid_run_keeps_its_weight() -> None:
-    """requires_grad_(False) in mid-run: no gradient, no update; True again: the moments go on from where they were."""
+    """requires_grad_(False) in mid-run stops gradient and update.
+
+    True again: the moments go on from where they were.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []

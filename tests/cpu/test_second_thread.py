@@ -1,4 +1,7 @@
-"""A second thread that reads, saves, evaluates or forks: the training of the first one keeps the bits of the plain loop."""
+"""A second thread that reads, saves, evaluates or forks changes no bit of the training.
+
+The first thread keeps the bits of the plain loop.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +173,10 @@ def test_training_beside_another_thread_has_the_bits_of_the_plain_loop(look: str
 
 
 def assert_exact_beside(look: Look, engine: str, device: str = "cpu") -> None:
-    """Train, with delays, while another thread looks: no error in either, losses and weights as of the plain loop."""
+    """Train, with delays, while another thread looks: losses and weights are the plain loop's.
+
+    There is no error in either thread.
+    """
     plain = _net().to(device)
     expected = _steps(torch.compile(plain), _plain_adamw(plain))
     net = _net().to(device)
@@ -185,7 +191,10 @@ def assert_exact_beside(look: Look, engine: str, device: str = "cpu") -> None:
 
 
 def test_an_evaluation_waits_while_a_backward_compiles() -> None:
-    """Torch refuses a compiled call while another thread traces; the evaluations begin before the first backward has been compiled."""
+    """Torch refuses a compiled call while another thread traces, so the evaluation waits.
+
+    It begins before the first backward has been compiled.
+    """
     for _ in range(3):
         torch._dynamo.reset()
         model, optimizer = _compile(_net())
@@ -211,7 +220,7 @@ def test_an_evaluation_between_backward_and_step_reads_the_old_weights(speculate
 
 
 def test_states_saved_by_another_thread_are_those_of_one_step() -> None:
-    """Each saved state has one count of steps, and the moments that the plain loop has after as many."""
+    """Each saved state has one count of steps, and the plain loop's moments at that count."""
     plain, seen = _net(), dict[float, list[Tensor]]()
     plain_optimizer = _plain_adamw(plain)
     compiled, data = torch.compile(plain), _data()
@@ -240,7 +249,7 @@ def test_an_evaluation_in_another_thread_sees_the_weights_of_one_step(engine: st
 
 
 def assert_evaluations_whole(engine: str, device: str = "cpu") -> None:
-    """Each output of an evaluation in another thread is one that the plain model has after some count of steps, bit for bit."""
+    """Each output of an evaluation in another thread has the plain model's bits at some step."""
     plain, probe = _net().to(device), torch.ones(8, 96, device=device)
     plain_optimizer, compiled, data = _plain_adamw(plain), torch.compile(plain), [batch.to(device) for batch in _data()]
     expected = []

@@ -1,4 +1,7 @@
-"""The engine beside a second thread, and a forward between backward and step. The compute stream is a queue of a native program."""
+"""The engine beside a second thread, and a forward between backward and step.
+
+The compute stream is a queue of a native program.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def _run(program: Path, what: str) -> None:
 
 
 def test_a_forward_waits_for_a_weight_that_another_thread_has_drained(program: Path) -> None:
-    """The other thread still waits for the copy: the row counts as at rest, but the new weight is not there."""
+    """The other thread still waits for the copy: the row is at rest, its new weight not there."""
     _run(program, "drain")
 
 

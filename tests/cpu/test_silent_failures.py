@@ -1,4 +1,7 @@
-"""Failures that would train on silently with wrong weights, provoked in the whole system: right bits with the cure, wrong without."""
+"""Failures that would silently train on with wrong weights, provoked in the whole system.
+
+Bits are right with the cure and wrong without it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def twins() -> Iterator[Twins]:
 
 
 class Scale(nn.Module):
-    """Its backward reads `weight` in a pointwise op, which Inductor moves into the kernel behind the gradients: d_x = d_y * weight + mm."""
+    """Its backward reads `weight` in a pointwise op: d_x = d_y * weight + mm.
+
+    Inductor moves that op into the kernel after the gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +62,10 @@ class Scales(nn.Module):
 
 
 def offload_late(twins: Twins, patch: pytest.MonkeyPatch, copied: bool) -> None:
-    """Gradients leave only at the end of the backward, as an asynchronous copy might: from the graph's own buffers, or from copies."""
+    """Gradients leave only at the end of the backward, as with an asynchronous copy.
+
+    They leave the graph's own buffers, or copies of them.
+    """
     engine, nodes = twins.session.engine, twins.session.nodes
     offload, end = engine.grad_offload, nodes.backward_end
     waiting: list[tuple[Sequence[int], list[torch.Tensor]]] = []
@@ -78,7 +87,10 @@ def offload_late(twins: Twins, patch: pytest.MonkeyPatch, copied: bool) -> None:
 
 @pytest.mark.sample(0)
 def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late read of the graph's own buffer, although a reference is held, gives wrong weights; a late read of the ring's copy does not."""
+    """A late read of the graph's own buffer gives wrong weights, even with a reference held.
+
+    A late read of the ring's copy does not.
+    """
     with monkeypatch.context() as patch:
         offload_late(twins, patch, copied=True)
         twins.agree(plain_loop(3))
@@ -93,10 +105,11 @@ def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypat
 
 
 def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: bool) -> None:
-    """Each weight is overwritten at the first moment at which the engine may: step() then writes the new one, whatever is there.
+    """Each weight is overwritten at the first moment at which the engine may do so.
 
-    With `release_early` that moment is as soon as the gradient has left, whoever still reads the
-    weight. The first step is left alone: there weights that restart() has loaded reach the masters.
+    step() then writes the new one, whatever is there. With `release_early` that moment is as soon
+    as the gradient has left, whoever still reads the weight. The first step is left alone: there
+    weights that restart() has loaded reach the masters.
     """
     nodes, parameters = twins.session.nodes, twins.session.table.parameters
     reload, release = nodes.reload, nodes.release
@@ -121,17 +134,17 @@ def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: boo
 
 
 def test_a_weight_is_written_only_after_its_last_reader(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Overwritten at the very moment of its release, every weight of a GPT is one that the backward no longer needs."""
+    """A GPT's weights may be overwritten right at their release: the backward has used them."""
     with monkeypatch.context() as patch:
         spoil_at_release(twins, patch, release_early=False)
         twins.agree(plain_loop(3))
 
 
 def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Released with its gradient rather than after its readers, a weight is overwritten too early and the gradients below are wrong.
+    """A weight released with its gradient, not after its readers, is overwritten too early.
 
-    Compared with the same graphs: Inductor makes one addmm of the plain graph's d_x, whose last
-    bits differ on some machines.
+    The gradients below it are wrong. Compared with the same graphs: Inductor makes one addmm of the
+    plain graph's d_x, whose last bits differ on some machines.
     """
     twins = Twins(lambda: (Scales(), [(torch.randn(5, 8),) for _ in range(3)]), k=0, timeout_s=20.0)
 
@@ -180,7 +193,7 @@ def small() -> Iterator[tuple[Any, Any, Batches]]:
 def test_a_node_that_does_not_run_for_one_row_is_an_error(
     small: tuple[Any, Any, Batches], node: str, expected: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every kind of node is missed by somebody: none can be dropped and training go on without it."""
+    """Every kind of node is missed by something: without one, training does not go on."""
     model, optimizer, batches = small
     plain_loop(1)(model, optimizer, batches)
     nodes = session_of(model).nodes
@@ -205,7 +218,10 @@ def test_a_lost_release_is_made_up_for_by_step(small: tuple[Any, Any, Batches], 
 
 
 def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators without the mark of a side effect are removed from every backward graph: an error, not weights that stand still."""
+    """Operators without the mark of a side effect vanish from every backward graph: an error.
+
+    Otherwise weights would stand still.
+    """
     from torch._inductor import config as inductor_config
 
     marked = torch.fx.node._side_effectful_functions
@@ -234,7 +250,10 @@ def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_operators_without_the_mark_of_a_side_effect_are_refused() -> None:
-    """Where the mark is missing already when the passes run, the pass that inserts the node is told, and nothing is compiled."""
+    """If the mark is missing when the passes run, the error names the pass that inserts the node.
+
+    Nothing is compiled.
+    """
     marked = torch.fx.node._side_effectful_functions
     torch._dynamo.reset()
     model, batches = mlp()

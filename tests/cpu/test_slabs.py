@@ -32,7 +32,7 @@ def resident_share(slab: HostSlab) -> float:
 
 @dataclass
 class Driver:
-    """Stands for the CUDA runtime: what is registered, and whether every page was there when it was."""
+    """Stands for the CUDA runtime: what is registered, and whether every page was there by then."""
 
     slabs: list[HostSlab] = field(default_factory=list)
     registered: dict[int, int] = field(default_factory=dict)
@@ -86,7 +86,10 @@ def test_populated_pages_are_in_memory_and_zero(old_kernel: bool, monkeypatch: p
 
 @pytest.mark.parametrize("topology", [None, Topology(tuple(LogicalCpu(n, n, 0) for n in sorted(os.sched_getaffinity(0))))])
 def test_slabs_are_in_memory_before_they_are_registered(topology: Topology | None, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registering finds every page there; each slab knows what pinning took; the launching thread keeps its CPUs."""
+    """Registering finds every page there, and the launching thread keeps its CPUs.
+
+    Each slab knows what pinning took.
+    """
     monkeypatch.setattr(slabs, "read_topology", lambda _: topology)
     before = os.sched_getaffinity(0)
     driver.slabs = [HostSlab(5 << 20), HostSlab(70 << 20), HostSlab(100)]

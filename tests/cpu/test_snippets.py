@@ -1,9 +1,11 @@
-"""README.md and every page of docs/ do what they show: their code runs in the order of the page, their commands are accepted.
+"""README.md and every page of docs/ do what they show.
 
-Of a page, in its order and in one empty folder, run
+Their code runs in the order of the page, and their commands are accepted. Of a page, in its order
+and in one empty folder, run
 
     ```python blocks        what a reader sees
-    <!-- python ... -->     what a page takes as given (a tiny model, a file), and what must hold behind a block
+    <!-- python ... -->     what a page takes as given (a tiny model, a file), and what must
+                            hold after a block
     python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` is
                             read by its own parser, not run
 """
@@ -93,7 +95,10 @@ def test_every_python_block_is_found() -> None:
 
 
 def test_the_links_of_all_pages_lead_somewhere() -> None:
-    """Every relative link and picture is a file or folder of the repository, and its anchor a heading of that page."""
+    """Every relative link and picture is a file or folder of the repository.
+
+    Its anchor is a heading of that page.
+    """
     wrong = []
     for page in PAGES:
         for target, anchor in LINK.findall(page.read_text()):
@@ -110,7 +115,10 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
-    """Every message in a table headed `message` is in one string of the library, anything for a …; torch's and Python's own apart."""
+    """Every message in a table headed `message` is in one string of the library.
+
+    A … stands for anything. Messages that are torch's or Python's own are left out.
+    """
     texts = list(strings_of_the_library())
     wrong = []
     for table in re.findall(r"^\| message \|.*\n\|---.*\n((?:\|.*\n)+)", TROUBLESHOOTING.read_text(), re.MULTILINE):
@@ -124,14 +132,20 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
 
 
 def test_every_kind_of_error_is_on_the_page() -> None:
-    """Troubleshooting speaks of each class of `hytrain_fx.errors`, by name or by a message that only it has."""
+    """Troubleshooting speaks of each class of `hytrain_fx.errors`.
+
+    It gives the name, or a message that only this class has.
+    """
     said_by_message = {"ConfigError", "UnsupportedError", "EngineError", "PlanError"}
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.HytrainError)}
     assert {name for name in kinds - said_by_message if name not in TROUBLESHOOTING.read_text()} == set()
 
 
 def strings_of_the_library() -> Iterator[str]:
-    """Every string of the library's Python, an expression inside one as a space; and every line of the engine's C++."""
+    """Every string of the library's Python, and every line of the engine's C++.
+
+    An expression inside a string is a space.
+    """
     for path in (ROOT / "hytrain_fx").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

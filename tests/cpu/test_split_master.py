@@ -1,4 +1,7 @@
-"""Fp32 masters in two halves, one of them the bf16 weight: nothing of them is lost, and the update gives the bits of whole masters."""
+"""Fp32 masters in two halves, one of them the bf16 weight: nothing is lost.
+
+The update gives the bits of whole masters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def split_kernel_(o: Operands, high: torch.Tensor, low: torch.Tensor, scalars: A
 @settings(deadline=None, max_examples=300)
 @given(halves=st.lists(st.tuples(HIGH, LOW), min_size=1, max_size=40), second=st.floats(0, 2.0**99, width=32))
 def test_join_undoes_split(halves: list[tuple[int, int]], second: float) -> None:
-    """Any master comes back bit for bit, NaN as NaN; the high half is what torch rounds the master to; exp_avg_sq keeps its magnitude."""
+    """Any master comes back bit for bit, NaN as NaN; exp_avg_sq keeps its magnitude.
+
+    The high half is what torch rounds the master to.
+    """
     master = floats_of([high << 16 | low for high, low in halves])
     moments = torch.full_like(master, second)
     high, low, marked = split(master, moments)
@@ -48,7 +54,10 @@ def test_join_undoes_split(halves: list[tuple[int, int]], second: float) -> None
 
 
 def test_every_weight_with_a_tie_comes_back() -> None:
-    """All 65536 upper halves with the low half 0x8000: the sign of exp_avg_sq tells the ties that went up from those that did not."""
+    """All 65536 upper halves with the low half 0x8000 come back.
+
+    The sign of exp_avg_sq tells ties that went up from those that did not.
+    """
     master = floats_of([high << 16 | 0x8000 for high in range(1 << 16)])
     high, low, marked = split(master, torch.zeros_like(master))
     assert different_bits(join(high, low, marked), master) == 0
@@ -72,7 +81,10 @@ def test_the_update_is_that_of_whole_masters(
     n: int, seed: int, kind: str, amsgrad: bool, maximize: bool, torch_cuda: bool, factors: tuple[float, ...], low: int,
     grad_dtype: torch.dtype, wide: bool,
 ) -> None:
-    """Weight, master and moments after an update in halves are those after an update of the whole, ties before and after included."""
+    """An update in halves leaves the weight, master and moments of an update of the whole.
+
+    Ties before and after it are included.
+    """
     rates = {"weight_decay": 0.0 if seed % 2 else 0.1, "lr": 0.0 if seed % 3 == 0 else 1e-3}
     group = GROUP | rates | {"amsgrad": amsgrad, "maximize": maximize}
     scalars = AdamScalars.of(group, 3, decoupled=True, torch_cuda=torch_cuda, factors=factors)

@@ -1,4 +1,7 @@
-"""Streamed rows on the bare engine, on CPU lanes: states visit the device chunk by chunk and come home with the reference's bits."""
+"""Streamed rows on the bare engine, on CPU lanes.
+
+States visit the device chunk by chunk and come home with the reference's bits.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def test_any_mixture_of_placements_gives_the_same_bits(
     sizes: list[int], delays: dict[Stage, int], steps: int, places: list[str], dtype: torch.dtype, halves: bool,
     sends_weight: bool,
 ) -> None:
-    """Rows on the CPU, on the device and streamed, masters whole or in halves, with any stage slow: weights are the reference's."""
+    """Weights are the reference's, for rows on the CPU, on the device and streamed.
+
+    Masters are whole or in halves, and any stage is slow.
+    """
     rows = range(len(sizes))
     on_device, streamed = (frozenset(r for r in rows if places[r] == letter) for letter in "gs")
     with running() as engine:
@@ -63,7 +69,10 @@ def test_any_mixture_of_placements_gives_the_same_bits(
 
 
 def test_staging_slots_are_reused_only_when_their_states_are_home() -> None:
-    """More chunks than slots, a slow way home: moments and masters on the host are the reference's after every step."""
+    """With more chunks than slots and a slow way home, moments and masters are the reference's.
+
+    They are compared on the host after every step.
+    """
     with running() as engine:
         loop = EngineLoop(engine, (9 * CHUNK_PARAMS // 2, 2 * CHUNK_PARAMS + 5, 3), torch.bfloat16, streamed=frozenset({0, 1, 2}))
         engine.set_delay(Stage.STREAM_OUT, 3_000)
@@ -122,7 +131,10 @@ def test_amsgrad_keeps_its_maximum() -> None:
 
 
 def test_the_lowest_unit_goes_first() -> None:
-    """Of rows whose gradients are there, units are streamed in forward order, whatever the order of their numbers in the table."""
+    """Of rows whose gradients are there, units are streamed in forward order.
+
+    The order of their numbers in the table does not matter.
+    """
     with running() as engine:
         loop = EngineLoop(engine, (CHUNK_PARAMS,) * 9, torch.bfloat16, streamed=frozenset(range(9)))
         for row in range(9):
@@ -155,7 +167,7 @@ def test_a_gradient_that_is_not_finite_is_named_where_the_device_updates(streame
 
 
 def test_a_commit_without_a_gradient_is_refused_before_anything_changes() -> None:
-    """No update may read a gradient that is not there; the other rows of the commit stay as they were."""
+    """No update may read a gradient that is missing; the commit's other rows stay as they were."""
     with running() as engine:
         loop = EngineLoop(engine, (300, 300), torch.float32, on_device=frozenset({0}), streamed=frozenset({1}))
         before = [weight.clone() for weight in loop.weights]
@@ -167,7 +179,7 @@ def test_a_commit_without_a_gradient_is_refused_before_anything_changes() -> Non
 
 @pytest.mark.parametrize(("halves", "sends_weight"), [(False, False), (True, False), (True, True)])
 def test_rows_change_their_place_between_steps(halves: bool, sends_weight: bool) -> None:
-    """Streamed, on the device, on the CPU, in turn, with the states copied: the bits do not notice."""
+    """Streamed, on the device, on the CPU, in turn, with the states copied: bits are the same."""
     with running() as engine:
         loop = EngineLoop(engine, SIZES, torch.bfloat16, streamed=frozenset(range(4)), halves=halves, sends_weight=sends_weight)
         for place in ("device", "cpu", "streamed", "cpu"):

@@ -1,4 +1,7 @@
-"""Averages of weights: torch.optim.swa_utils beside a compiled model, batch norms, and averages that go into the model and out."""
+"""Averages of weights: torch.optim.swa_utils beside a compiled model, and batch norms.
+
+Averages go into the model and out again.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["parameters", "buffers too"])
 def test_stochastic_weight_averaging(twins: Twins, buffers: bool) -> None:
-    """The loop of torch's documentation: AveragedModel from some step on, SWALR, update_bn of the average, which is then evaluated."""
+    """The loop of torch's documentation: AveragedModel from some step on, and SWALR.
+
+    update_bn of the average follows, and then its evaluation.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         average = AveragedModel(model, use_buffers=buffers)
@@ -69,7 +75,7 @@ def test_stochastic_weight_averaging(twins: Twins, buffers: bool) -> None:
 
 
 def test_update_bn_of_the_trained_model_itself(twins: Twins) -> None:
-    """Statistics recomputed by forwards without gradients, right behind a step; training goes on after it."""
+    """Forwards without gradients right after a step recompute statistics; training goes on."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
@@ -106,7 +112,10 @@ def test_an_average_of_every_step_right_behind_it(twins: Twins) -> None:
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("how", ["load_state_dict", "swap of data"])
 def test_the_average_in_the_model_for_an_evaluation(how: str, k: int, dtype: torch.dtype) -> None:
-    """Averaged weights put in, evaluated and taken out again leave no trace: 16-bit parameters go on from their masters."""
+    """Averaged weights put in, evaluated and taken out again leave no trace.
+
+    16-bit parameters go on from their masters.
+    """
 
     def make() -> tuple[nn.Module, Batches]:
         model, batches = mlp()

@@ -33,7 +33,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)).map(lambd
 @given(spans=INTERVALS, others=INTERVALS)
 @settings(deadline=None)
 def test_shared_time_counts_each_instant(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    """Time and share are those of unit cells inside the union of the others, whatever overlaps whatever."""
+    """Time and share are those of unit cells inside the union of the others, for any overlap."""
     inside = {cell for begin, end in others for cell in range(begin, end)}
     cells = [cell for begin, end in spans for cell in range(begin, end)]
     expected = sum(cell in inside for cell in cells) / len(cells) if cells else None
@@ -42,7 +42,7 @@ def test_shared_time_counts_each_instant(spans: list[tuple[int, int]], others: l
 
 
 def test_only_cpu_updates_count_as_overlap() -> None:
-    """Copies and updates on the device are not asked about; without CPU updates there is no share."""
+    """Copies and updates on the device do not count; without CPU updates there is no share."""
     records = [TaskRecord(Stage.CPU_UPDATE, 0, 0, 0, 0.0, 10.0), TaskRecord(Stage.D2H, 0, 0, 0, 50.0, 90.0)]
     assert overlap_share(records, [(5.0, 60.0)]) == 0.5
     assert overlap_share(records[1:], [(5.0, 60.0)]) is None
@@ -64,7 +64,10 @@ def test_a_schedule_keeps_its_times_as_a_timeline(profile: Profile, data: st.Dat
 
 
 def check_trace(text: str, lanes: int) -> None:
-    """What the Trace Event Format asks of complete events, and viewers of one thread: types, order, nothing at once."""
+    """What the Trace Event Format asks of complete events: types, order.
+
+    Viewers ask that one thread does one thing at a time.
+    """
     raw = json.loads(text)
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     names = set()
@@ -96,7 +99,10 @@ SPANS = st.lists(st.tuples(st.sampled_from(["H2D", "CPU 0"]), st.floats(0, 1e7),
 @given(SPANS)
 @settings(deadline=None)
 def test_no_thread_of_a_trace_does_two_things_at_once(found: list[tuple[str, float, float]]) -> None:
-    """Copies that overlap on one lane are shown as two threads of its name; none is lost, and as few threads as can be are used."""
+    """Copies that overlap on one lane are shown as two threads of its name.
+
+    None is lost, and as few threads as possible are used.
+    """
     spans = sorted((Span(lane, TaskKind.H2D, 0, at, at + length) for lane, at, length in found), key=lambda span: span.begin_us)
     timeline = Timeline(tuple(spans), ("layer",), "measured")
     check_trace(timeline.to_chrome_json(), len(timeline.lanes))
@@ -118,7 +124,10 @@ def test_the_text_keeps_its_width(profile: Profile, width: int) -> None:
 
 
 def test_the_text_of_a_small_schedule() -> None:
-    """One character for each microsecond here: labels where they fit, letters where they do not, gaps where nothing runs."""
+    """One character stands for one microsecond here.
+
+    Labels stand where they fit, letters where they do not, gaps where nothing runs.
+    """
     spans = (Span("device", TaskKind.BACKWARD, 1, 0.0, 10.0), Span("device", TaskKind.FORWARD, 0, 15.0, 20.0),
              Span("CPU 0", TaskKind.CPU_UPDATE, 1, 5.0, 7.0), Span("CPU 1", TaskKind.CPU_UPDATE, 1, 12.0, 20.0))
     lines = Timeline(spans, ("a", "b"), "measured").text(28).splitlines()
@@ -154,7 +163,10 @@ def test_the_launching_thread_has_a_lane() -> None:
     (0.0, (12.0 - 80.0) / 15.0, "68 us before the device's backward began"), (71.0, 0.2, "when 20% of the device's backward was done"),
     (93.0, (105.0 - 80.0) / 15.0, "10 us after the device's backward ended")])
 def test_how_far_the_device_was_when_step_returned(later_us: float, ended_at: float, words: str) -> None:
-    """The share of the device's own backward, whichever thread is ahead; the longest stretch counts from the last gate on only."""
+    """The share is of the device's own backward, whichever thread is ahead.
+
+    The longest stretch counts from the last gate on only.
+    """
     (launch,) = step_launches([DEVICE], [[(mark, unit, at + later_us) for mark, unit, at in HOST]])
     assert launch.ended_at == pytest.approx(ended_at)
     assert (launch.longest_us, launch.longest_kind, launch.longest_unit) == (2.0, LaunchKind.FORWARD, 0)
@@ -164,7 +176,10 @@ def test_how_far_the_device_was_when_step_returned(later_us: float, ended_at: fl
 
 
 def test_a_wait_in_the_loop_before_step_is_the_longest_block() -> None:
-    """A loop that waits for the device between backward() and step() shows as the loop's own code; a step without either has no figures."""
+    """A wait for the device between backward() and step() shows as the loop's own code.
+
+    A step without either has no figures.
+    """
     late = [(mark, unit, at + (30.0 if mark in (Mark.STEP_BEGIN, Mark.STEP_END) else 0.0)) for mark, unit, at in HOST]
     (launch,) = step_launches([DEVICE], [late])
     assert (launch.longest_us, launch.longest_kind) == (30.5, None)
@@ -175,7 +190,10 @@ def test_a_wait_in_the_loop_before_step_is_the_longest_block() -> None:
 
 
 def test_the_last_step_is_cut_at_the_begin_of_backwards() -> None:
-    """From one backward's begin to the next one's, from 0 on; launches count from there; one step alone stays whole."""
+    """The last step goes from one backward's begin to the next one's, from 0 on.
+
+    Launches count from there; one step alone stays whole.
+    """
     launches = step_launches([DEVICE, [(mark, unit, at + 200.0) for mark, unit, at in DEVICE]],
                              [HOST, [(mark, unit, at + 200.0) for mark, unit, at in HOST]])
     spans = (Span("device", TaskKind.FORWARD, 0, 60.0, 80.0), Span("device", TaskKind.BACKWARD, 0, 80.0, 95.0),
@@ -188,7 +206,7 @@ def test_the_last_step_is_cut_at_the_begin_of_backwards() -> None:
 
 
 def test_records_of_probes_and_of_earlier_steps_are_left_out() -> None:
-    """Rows beyond the model's and times before the block are no part of a timeline; it starts at 0."""
+    """Rows outside the model and times before the block are left out; a timeline starts at 0."""
     records = [TaskRecord(Stage.H2D, 0, 0, 0, 100.0, 110.0), TaskRecord(Stage.H2D, 5, 0, 0, 100.0, 110.0),
                TaskRecord(Stage.H2D, 0, 0, 0, 10.0, 20.0), TaskRecord(Stage.LANDING, 0, 0, 0, 100.0, 110.0)]
     timeline = from_records(records, [], {0: 3}, ["a"] * 4, begin_us=50.0)
@@ -203,7 +221,10 @@ def rounded(timeline: Timeline) -> Timeline:
 
 
 def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
-    """A trace holds one process a timeline and one named thread a lane; a picture is a PNG; other suffixes are refused."""
+    """A trace holds one process a timeline and one named thread a lane.
+
+    A picture is a PNG, and other suffixes are refused.
+    """
     profile = uniform(3)
     timelines = [from_schedule(simulate(profile, prefix(profile, k)), ["a", "b", "c"]) for k in (0, 3)]
     text = timelines[0].save(tmp_path / "t.json", timelines[1]).read_text()
@@ -223,7 +244,10 @@ def test_files_are_traces_or_pictures(tmp_path: Path) -> None:
 
 
 def test_recording_a_running_model() -> None:
-    """Each unit's copy out, each row's update and copy back of each step is there, beside the device's own forwards and backwards."""
+    """Each unit's copy out, and each row's update and copy back, is there in each step.
+
+    The device's own forwards and backwards are there too.
+    """
     with compiled(k=1, warmup_steps=3) as (model, step):  # one step may have no update in it
         for _ in range(6):  # what is predicted for the given k is measured first
             step()
@@ -259,7 +283,10 @@ def test_recording_a_running_model() -> None:
 
 
 def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> None:
-    """While times for the first plan are measured it is refused; afterwards no plan is made inside the block."""
+    """While times for the first plan are measured, recording is refused.
+
+    Afterwards no plan is made inside the block.
+    """
     with compiled(warmup_steps=3, replan_every=1) as (model, step):
         step()
         with pytest.raises(UnsupportedError, match=r"1 steps are done, it takes 5"):
@@ -281,7 +308,10 @@ def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> N
 
 
 def test_streamed_states_have_lanes_and_letters() -> None:
-    """Every kind of task has a letter; streamed states are measured on lanes beside the copies, predicted on the link's own."""
+    """Every kind of task has a letter.
+
+    Streamed states are measured on lanes beside the copies, and predicted on the link's own.
+    """
     assert set(LETTERS) == set(WORDS) == {*TaskKind, *LaunchKind}
     stages = (Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT)
     records = [TaskRecord(stage, 0, 0, 0, 10.0 * i, 10.0 * i + 5) for i, stage in enumerate(stages)]

@@ -27,7 +27,7 @@ from hytrain_fx.runtime.topology import (
 
 
 def host(cores: int, nodes: int = 1, threads: int = 1) -> tuple[LogicalCpu, ...]:
-    """Numbered as Linux does on a PC server: the first threads of all cores, then the second ones."""
+    """Numbered as Linux does on a PC server: first threads of all cores, then the second ones."""
     return tuple(
         LogicalCpu(thread * cores + core, core, core * nodes // cores) for thread in range(threads) for core in range(cores)
     )
@@ -49,7 +49,10 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 @given(topology=topologies(), count=st.integers(1, 40))
 def test_workers_have_cores_of_their_own(topology: Topology, count: int) -> None:
-    """Each worker has an allowed CPU of another physical core, and the launching cores stay free; else nothing is pinned."""
+    """Each worker has an allowed CPU of a physical core of its own; else nothing is pinned.
+
+    The launching cores stay free.
+    """
     picked = pick_workers(topology, count)
     block = cores_of_rank(topology)
     if picked is None:
@@ -65,7 +68,7 @@ def test_workers_have_cores_of_their_own(topology: Topology, count: int) -> None
 
 @given(topology=topologies())
 def test_ranks_of_one_host_share_all_its_cores_and_none_twice(topology: Topology) -> None:
-    """The blocks of all ranks are disjoint and cover the cores, whatever node each rank's GPU is on."""
+    """The blocks of all ranks are disjoint and cover the cores, wherever each rank's GPU is."""
     blocks = [cores_of_rank(replace(topology, rank=rank, gpu_node=rank % 3)) for rank in range(topology.ranks)]
     cores = [cpu.core for block in blocks for cpu in block]
     assert sorted(cores) == sorted({cpu.core for cpu in topology.cpus})
@@ -108,7 +111,7 @@ def test_few_cores_are_not_pinned() -> None:
 
 
 def test_a_limit_on_cpu_time_means_no_pinning() -> None:
-    """4 cores' time on a host of 64: no core is ours alone, and no more than 4 threads are worth having."""
+    """With 4 cores' time on a host of 64 no core is ours alone, and 4 threads are enough."""
     topology = Topology(host(64), calling_cpu=0, quota_cores=4.0)
     assert pick_workers(topology, 2) is None
     assert usable_cores(topology) == 4
@@ -141,7 +144,10 @@ def write_sys(root: Path, cpus: tuple[LogicalCpu, ...]) -> None:
 
 
 def test_sysfs_is_read_within_the_affinity(tmp_path: Path, allow: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cpuset of a container or a launcher shows as the affinity; ranks come from the environment, a limit from the group."""
+    """The cpuset of a container or a launcher shows as the affinity.
+
+    Ranks come from the environment, a limit from the group.
+    """
     cpus = host(8, nodes=2, threads=2)
     write_sys(tmp_path, cpus)
     (tmp_path / "fs/cgroup").mkdir(parents=True)
@@ -159,7 +165,10 @@ def test_sysfs_is_read_within_the_affinity(tmp_path: Path, allow: Callable[[set[
 def test_the_node_of_the_gpu_is_that_of_its_pci_device(
     written: str | None, node: int | None, tmp_path: Path, allow: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """sysfs has it under the address that torch tells; -1 and a missing entry mean that it is not known."""
+    """sysfs has the node under the address that torch tells.
+
+    -1 and a missing entry mean that it is not known.
+    """
     write_sys(tmp_path, host(8, nodes=2))
     if written is not None:
         folder = tmp_path / "bus/pci/devices/0000:9b:00.0"
@@ -210,7 +219,10 @@ def test_workers_that_fit_on_the_gpu_s_socket_stay_there() -> None:
 
 
 def test_a_rank_s_workers_stay_on_the_socket_of_its_gpu() -> None:
-    """Two ranks of a socket share its CPUs; a rank whose cores are on another socket than its GPU goes where it can."""
+    """Two ranks of a socket share its CPUs.
+
+    A rank whose cores are on another socket than its GPU goes where it can.
+    """
     topology = Topology(host(16, nodes=2), gpu_node=1, ranks=4, rank=3)
     assert cpus_for(topology, 2) == set(range(8, 16))
     assert cpus_for(replace(topology, rank=0), 2) == set(range(16))
@@ -218,7 +230,10 @@ def test_a_rank_s_workers_stay_on_the_socket_of_its_gpu() -> None:
 
 @given(topology=topologies(), count=st.integers(1, 40))
 def test_workers_that_are_not_pinned_have_cpus_enough(topology: Topology, count: int) -> None:
-    """Where no socket is known to be the GPU's, or it is too small, they may run wherever the process may."""
+    """Workers may run anywhere if the GPU's socket is unknown or too small.
+
+    That is wherever the process may run.
+    """
     everywhere = {cpu.number for cpu in topology.cpus}
     found = cpus_for(topology, count)
     assert found <= everywhere

@@ -1,4 +1,7 @@
-"""What only the torch engine has: the fallback, its threads in Python, factors as tensors; and whole training beside the native one."""
+"""What only the torch engine has: it is the fallback, with threads in Python.
+
+Factors are tensors. Whole training is compared with the native engine.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ def trained(dtype: torch.dtype, engine: Any, k: int) -> tuple[list[float], list[
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_has_the_native_engine_s_bits(dtype: torch.dtype, k: int) -> None:
-    """Losses and weights of a clipped loop agree in every bit, with units on the host only and on both sides."""
+    """Losses and weights of a clipped loop agree in every bit.
+
+    Units are on the host only, or on both sides.
+    """
     losses, weights = trained(dtype, "torch", k)
     native_losses, native_weights = trained(dtype, "native", k)
     assert losses == native_losses
@@ -92,7 +98,10 @@ def test_training_has_the_native_engine_s_bits(dtype: torch.dtype, k: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_factors_on_the_device_are_waited_for(engine: TorchEngine, dtype: torch.dtype) -> None:
-    """A factor that is a tensor and still on its way when the gradient has landed gives the bits of the number it holds."""
+    """A factor may be a tensor that arrives after the gradient has landed.
+
+    It gives the bits of the number that it holds.
+    """
     weight, grad = torch.randn(1000).to(dtype), torch.randn(1000).to(dtype)
     reference = host_states(weight)
     engine.add_row(RowSpec(1000, 0, weight))
@@ -110,7 +119,10 @@ def test_factors_on_the_device_are_waited_for(engine: TorchEngine, dtype: torch.
 
 
 def test_a_commit_with_a_dropped_node_commits_nothing(engine: TorchEngine) -> None:
-    """Where one row of a step cannot be committed, no row is, and the repaired step still gives the reference's bits."""
+    """If one row of a step cannot be committed, no row is.
+
+    The repaired step still gives the reference's bits.
+    """
     loop = EngineLoop(engine, (10, 10), torch.float32)
     grads = [torch.randn(10) for _ in range(2)]
     for row in range(2):
@@ -130,7 +142,10 @@ def test_a_commit_with_a_dropped_node_commits_nothing(engine: TorchEngine) -> No
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_a_new_weight_is_no_edit_of_the_parameter(engine: TorchEngine, on_device: bool) -> None:
-    """The engine's writes leave the parameter's version alone: a session takes a new version for a write from outside."""
+    """The engine's writes leave the parameter's version alone.
+
+    A session takes a new version for a write from outside.
+    """
     parameter = torch.nn.Parameter(torch.randn(100))
     weight, before = parameter.detach(), parameter.detach().clone()
     engine.add_row(RowSpec(100, 0, weight))
@@ -165,7 +180,7 @@ def test_errors_name_the_parameter(engine: TorchEngine) -> None:
 
 
 def test_an_error_on_a_lane_is_raised_with_its_cause(engine: TorchEngine) -> None:
-    """A copy that fails on its thread is the cause of the error at the next wait; not a time-out."""
+    """A copy that fails on its thread is the cause of the error at the next wait: no time-out."""
     EngineLoop(engine, (10,), torch.float32)
     failure = ValueError("the copy went wrong")
 
@@ -181,7 +196,10 @@ def test_an_error_on_a_lane_is_raised_with_its_cause(engine: TorchEngine) -> Non
 
 @pytest.mark.parametrize("lane", [Lane.D2H, Lane.H2D], ids=lambda lane: lane.name)
 def test_an_engine_ended_from_its_own_thread_finishes_first(lane: Lane) -> None:
-    """The garbage collector may end a model on any thread, the engine's own too: what is committed still arrives, and all threads end."""
+    """The garbage collector may end a model on any thread, also on the engine's own.
+
+    What is committed still arrives, and all threads end.
+    """
     before = threading.active_count()
     engine = TorchEngine(torch.device("cpu"), 1 << 20, timeout_s=20.0)
     loop = EngineLoop(engine, (100_000, 10), torch.bfloat16)
@@ -202,7 +220,10 @@ def test_an_engine_ended_from_its_own_thread_finishes_first(lane: Lane) -> None:
 
 
 def test_times_of_every_stage_are_recorded(engine: TorchEngine) -> None:
-    """One step gives a record of each stage of each row, none ending before it began, and the update's time is their sum."""
+    """One step gives a record of each stage of each row, none ending before it began.
+
+    The update's time is the sum of its records.
+    """
     loop = EngineLoop(engine, (70_000, 10), torch.bfloat16, on_device=frozenset({1}))
     engine.record(True)
     loop.step()

@@ -1,4 +1,7 @@
-"""Twenty steps of the ordinary loop: the same weights as torch's own optimizer, whatever plan, delay or worker count."""
+"""Twenty steps of the ordinary loop give the same weights as torch's own optimizer.
+
+Plan, delay and number of workers do not matter.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def half(dtype: torch.dtype) -> Any:
 
 
 def gpt_without_qkv_bias() -> tuple[nn.Module, Batches]:
-    """The gradient of a key's bias is zero but for rounding; Adam would make whole steps of that rounding."""
+    """A key's bias has only rounding as gradient; Adam would make whole steps of that."""
     model: Any
     model, batches = gpt()
     for block in model.h:
@@ -76,7 +79,10 @@ def place(twins: Twins, k: int) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("make", [mlp, gpt_without_qkv_bias])
 def test_fp32_weights_are_torch_optimizers_within_1e_6(make: Make, kind: type[torch.optim.Optimizer]) -> None:
-    """After 20 steps every parameter is within 1e-6 of that of the same compiled model with torch's own optimizer."""
+    """After 20 steps every parameter is within 1e-6 of plain torch's.
+
+    That is the same compiled model with torch's own optimizer.
+    """
     results = []
     for ours in (False, True):
         torch._dynamo.reset()
@@ -99,7 +105,7 @@ def test_fp32_weights_are_torch_optimizers_within_1e_6(make: Make, kind: type[to
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_weights_are_those_of_hand_kept_fp32_masters(dtype: torch.dtype) -> None:
-    """After 20 steps every 16-bit parameter equals that of torch's AdamW on fp32 masters kept by hand."""
+    """After 20 steps every 16-bit parameter equals torch's AdamW on hand-kept fp32 masters."""
     twins = Twins(half(dtype))
     _, optimizer = twins.restart()
     reference = TorchAdam(twins.plain.parameters(), **HYPER)
@@ -112,12 +118,12 @@ def test_16_bit_weights_are_those_of_hand_kept_fp32_masters(dtype: torch.dtype) 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("k", [0, 2])
 def test_every_option_of_adam_has_the_stated_bits(name: str, k: int) -> None:
-    """Each option gives the bits of the op-by-op update, states on the host or partly on the device."""
+    """Each option gives the bits of the op-by-op update, states on the host or partly not."""
     compare(mlp, plain_loop(6), k=k, **OPTIONS[name])
 
 
 def test_two_groups_keep_their_own_rates_and_decay() -> None:
-    """Matrices with decay and vectors without, at different rates, one of which changes in mid-run."""
+    """Matrices with decay and vectors without, at different rates; one changes in mid-run."""
     results = []
     for ours in (False, True):
         torch._dynamo.reset()
@@ -148,12 +154,18 @@ def test_two_groups_keep_their_own_rates_and_decay() -> None:
     ids=str,
 )
 def test_no_plan_changes_a_bit(options: dict[str, Any]) -> None:
-    """Any fixed k, any planner, a plan solved again every 3 steps, any number of workers: the bits of the reference."""
+    """Any fixed k, any planner and any number of workers give the bits of the reference.
+
+    So does a plan that is solved again every 3 steps.
+    """
     compare(mlp, plain_loop(STEPS), **options)
 
 
 def test_a_solved_plan_is_in_force_after_the_warm_up() -> None:
-    """With k="auto" the first steps run by what memory allows, later ones by a plan that the named rule made from measured times."""
+    """With k="auto" the first steps run by what memory allows.
+
+    Later steps run by a plan that the named rule made from measured times.
+    """
     torch._dynamo.reset()
     model, batches = mlp()
     optimizer: Any
@@ -203,7 +215,10 @@ def moving(twins: Twins, ks: list[int]) -> Loop:
 def test_moving_states_in_mid_run_changes_no_bit(
     twins: Twins, ks: list[int], delays: dict[Stage, int], hyper: dict[str, Any]
 ) -> None:
-    """States may move between host and device before any step, under any delays and hyper-parameters."""
+    """States may move between host and device before any step.
+
+    Delays and hyper-parameters do not matter.
+    """
     with delayed(twins, delays):
         twins.agree(moving(twins, ks), **hyper)
 
@@ -220,7 +235,10 @@ def test_every_inserted_node_runs_once_a_step_for_every_row(twins: Twins) -> Non
 
 
 def test_a_model_that_is_closed_is_plain_again() -> None:
-    """After close() the weights stay, torch's own optimizer may take over, and the model can be compiled anew."""
+    """After close() the weights stay, and torch's own optimizer may take over.
+
+    The model can be compiled again.
+    """
     torch._dynamo.reset()
     model = Mlp()
     batches = [(torch.randn(5, 6),)]

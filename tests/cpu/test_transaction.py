@@ -1,4 +1,7 @@
-"""A step is a transaction: nothing visible changes between backward() and step(); after step() everybody sees the new weights."""
+"""A step is a transaction: nothing visible changes between backward() and step().
+
+After step() everybody sees the new weights.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 
 def _steps(count: int, before_step: Callable[..., Any] | None = None, after_step: Callable[..., Any] | None = None) -> Loop:
-    """Ordinary steps with a call between backward() and step(), and one right after step(); what they return is compared too."""
+    """Ordinary steps, with one call between backward() and step() and one right after step().
+
+    What the calls return is compared too.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found: list[Any] = []
@@ -76,7 +82,7 @@ def test_hyper_parameters_count_as_they_are_at_step(twins: Twins) -> None:
 
 
 def test_a_skipped_step_leaves_no_trace(twins: Twins) -> None:
-    """zero_grad() instead of step(): weights stay, and training goes on as if that backward had not been."""
+    """After zero_grad() instead of step() weights stay, as if that backward had not been."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -98,7 +104,10 @@ def test_a_skipped_step_leaves_no_trace(twins: Twins) -> None:
 
 @pytest.mark.parametrize("read", READS)
 def test_reads_before_step_find_the_old_weights_and_after_it_the_new(twins: Twins, read: str) -> None:
-    """Whatever reads a weight finds the committed one, also while the update is delayed; the training keeps its bits."""
+    """Whatever reads a weight finds the committed one, also while the update is delayed.
+
+    The training keeps its bits.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -120,7 +129,10 @@ def test_reads_before_step_find_the_old_weights_and_after_it_the_new(twins: Twin
 
 
 def test_evaluation_between_backward_and_step_sees_the_old_weights(twins: Twins) -> None:
-    """A compiled call without gradients and an eager read between backward and step change nothing and see the old weights."""
+    """Two reads between backward and step see the old weights and change nothing.
+
+    One is a compiled call without gradients, the other an eager read.
+    """
 
     def look(model: Any, optimizer: Any, step: int) -> tuple[float, float]:
         return float(_without_grad(model, twins.batches)), float(model.last.weight.sum().detach())
@@ -148,7 +160,10 @@ def test_moving_averages_by_hand_follow_the_new_weights(twins: Twins, every: int
 
 
 def test_averaged_model_follows_the_new_weights(twins: Twins) -> None:
-    """torch's AveragedModel, which copies the compiled model and reads its parameters after each step, is the reference's."""
+    """torch's AveragedModel of the compiled model is the reference's.
+
+    It copies the model and reads its parameters after each step.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -159,7 +174,7 @@ def test_averaged_model_follows_the_new_weights(twins: Twins) -> None:
 
 
 def test_backward_through_weights_that_step_has_overwritten_is_torchs_error(twins: Twins) -> None:
-    """loss.backward() after step() of the same weights fails as in plain torch, and training goes on."""
+    """loss.backward() after step() of the same weights fails as in torch; training goes on."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         late = model(*batches[1])
@@ -175,7 +190,7 @@ def test_backward_through_weights_that_step_has_overwritten_is_torchs_error(twin
 
 
 def test_an_exception_in_the_forward_or_the_loop_leaves_training_whole(twins: Twins) -> None:
-    """A forward that raises, and a step that is abandoned after its backward, change nothing of what follows."""
+    """A forward that raises, or a step abandoned after its backward, changes nothing after it."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = _steps(2)(model, optimizer, batches)

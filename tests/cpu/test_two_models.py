@@ -1,4 +1,7 @@
-"""Two models with two optimizers in one loop: each is compiled for itself, and gradients go through both."""
+"""Two models with two optimizers in one loop.
+
+Each is compiled for itself, and gradients go through both.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class Net(nn.Module):
 
 
 def agree(train: Train, make: Callable[[], Models], ks: tuple[int, int] = (0, 0)) -> None:
-    """The loop on two models compiled by torch, with optimizers made by hand, and on two compiled by hytrain_fx: the same bits."""
+    """Two models compiled by hytrain_fx train with the bits of two models compiled by torch.
+
+    Those have optimizers made by hand.
+    """
     losses: list[list[float]] = []
     left: list[list[dict[str, torch.Tensor]]] = []
     for ours in (False, True):
@@ -73,7 +79,10 @@ def gan() -> Models:
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen judge", "unwanted gradients"])
 @pytest.mark.parametrize("ks", KS.values(), ids=KS)
 def test_a_generator_learns_through_a_judge(frozen: bool, ks: tuple[int, int]) -> None:
-    """Two steps of the judge for one of the generator, which goes through the judge with its parameters frozen or not."""
+    """Two steps of the judge for one of the generator, whose loss goes through the judge.
+
+    The judge's parameters are frozen or not.
+    """
 
     def train(models: Models, optimizers: tuple[Any, Any]) -> list[float]:
         (make, judge), (makes, judges) = models, optimizers
@@ -102,7 +111,10 @@ def test_a_generator_learns_through_a_judge(frozen: bool, ks: tuple[int, int]) -
 
 @pytest.mark.parametrize("ks", KS.values(), ids=KS)
 def test_one_loss_through_both(ks: tuple[int, int]) -> None:
-    """An encoder and a decoder with an optimizer each, clipped together, both steps behind one backward."""
+    """An encoder and a decoder, each with an optimizer, after one backward.
+
+    They are clipped together, then both step.
+    """
 
     def train(models: Models, optimizers: tuple[Any, Any]) -> list[float]:
         losses = []
@@ -179,7 +191,10 @@ def sharing() -> Models:
 
 @pytest.mark.parametrize("ks", KS.values(), ids=KS)
 def test_a_layer_that_both_models_have(ks: tuple[int, int]) -> None:
-    """The first model's optimizer has the shared trunk, the second's its own head; each loss reaches the trunk."""
+    """The first model's optimizer has the shared trunk, the second's only its own head.
+
+    Each loss reaches the trunk.
+    """
 
     def train(models: Models, optimizers: tuple[Any, Any]) -> list[float]:
         losses = []
@@ -199,7 +214,10 @@ def test_a_layer_that_both_models_have(ks: tuple[int, int]) -> None:
 
 
 def test_a_gradient_of_a_gradient_is_torchs_error() -> None:
-    """torch.compile has no double backward: a gradient penalty fails in ours as in plain torch.compile, and training goes on."""
+    """torch.compile has no double backward: a gradient penalty fails, as in plain torch.compile.
+
+    Training goes on.
+    """
 
     def train(models: Models, optimizers: tuple[Any, Any]) -> list[float]:
         x = torch.randn(5, 4).requires_grad_()
@@ -219,14 +237,17 @@ def test_a_gradient_of_a_gradient_is_torchs_error() -> None:
 
 
 def test_one_optimizer_of_two_models_is_refused() -> None:
-    """An optimizer that has another model's parameters too is an error that says so; one model that contains both is the way."""
+    """An optimizer that also has another model's parameters is an error that says so.
+
+    One model that contains both is the way.
+    """
     make, judge = gan()
     with pytest.raises(UnsupportedError, match="not the model's"):
         hytrain_fx.compile(make, torch.optim.AdamW([*make.parameters(), *judge.parameters()]))
 
 
 def test_parts_of_a_compiled_container_may_be_called() -> None:
-    """Two models in a ModuleDict with one optimizer: its parts run eagerly, and train as in plain torch."""
+    """Two models in a ModuleDict with one optimizer run eagerly, and train as in plain torch."""
     results = []
     for ours in (False, True):
         torch._dynamo.reset()

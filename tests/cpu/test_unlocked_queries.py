@@ -1,4 +1,7 @@
-"""Events are asked for without the engine's lock. The device, whose answers are late, is one of a native program."""
+"""Events are queried without the engine's lock.
+
+The device, whose answers are late, is one of a native program.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ NATIVE = Path(__file__).resolve().parents[1] / "native"
 
 @pytest.mark.sample(0)
 def test_no_call_of_the_engine_waits_for_a_question_to_the_driver(tmp_path: Path) -> None:
-    """A launching thread that needs the engine's lock gets it while the uploader waits for the driver's answer about an event."""
+    """A launching thread gets the engine's lock while the uploader waits for the driver's answer.
+
+    That answer is about an event.
+    """
     program = tmp_path / "unlocked_queries"
     sources = [str(build.CSRC / source) for source in SOURCES if source != "cpu_device.cpp"]
     flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]

@@ -1,4 +1,7 @@
-"""Loops of which nothing, or not every step, can be measured train on with the bits of the plain loop, and `explain` says why."""
+"""Loops that cannot be measured, or not in every step, train on with the plain loop's bits.
+
+`explain` says why.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,10 @@ def train(model: Any, optimizer: Any, backward: Backward, steps: int = STEPS, ev
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_that_cannot_be_measured_trains_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and weights are the plain loop's; what can be measured later is; `explain`, `inspect` and `record` work in every state."""
+    """Losses and weights are the plain loop's, and what can be measured later is measured.
+
+    `explain`, `inspect` and `record` work in every state.
+    """
     monkeypatch.setattr("hytrain_fx.planning.marks.MOST_MARKS", 300)  # so that 40 micro-batches are too many
     kind, backward, around = CASES[name]
     results = []
@@ -202,7 +208,10 @@ def test_a_loop_that_cannot_be_measured_trains_on(name: str, monkeypatch: pytest
 def test_errors_in_measuring_and_planning_do_not_reach_the_loop(
     where: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan in force stays, the error is logged once and told by `explain`, and the bits are the plain loop's."""
+    """The plan in force stays, and the bits are the plain loop's.
+
+    The error is logged once, and `explain` shows it.
+    """
     if error is not PlanError and where in ("build_profile", "take_records"):
         pytest.skip("one kind of error is enough there")
     results = []
@@ -269,7 +278,10 @@ class Broken(Deep):
 
 
 def test_the_wait_at_a_graph_break_is_no_work() -> None:
-    """With slow updates the wait counts as stall, the plan is solved for a forward that waits for all weights, and `explain` tells."""
+    """With slow updates the wait counts as stall, and `explain` says so.
+
+    The plan is solved for a forward that waits for all weights.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = Broken()

@@ -18,7 +18,10 @@ from .models import Batches, mlp
 
 
 def scaled(dtype: torch.dtype, *, unscale: bool, scale: float = 2.0**10) -> Loop:
-    """The loop of torch's automatic mixed precision examples; the loss of step 2 overflows, so that its step is skipped."""
+    """The loop of torch's automatic mixed precision examples.
+
+    The loss of step 2 overflows, so its step is skipped.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
@@ -45,7 +48,7 @@ def scaled(dtype: torch.dtype, *, unscale: bool, scale: float = 2.0**10) -> Loop
 @pytest.mark.parametrize("unscale", [False, True], ids=["step alone", "unscale and clip"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_grad_scaler_and_autocast(dtype: torch.dtype, unscale: bool, k: int) -> None:
-    """Scales, skipped steps, losses and weights are those of the plain loop, and both run in the dtype of autocast.
+    """Scales, skipped steps, losses and weights are the plain loop's, in autocast's dtype.
 
     AOTAutogradCache is off: in torch 2.11 its key says only that autocast is on (2.13 adds the
     dtype), so that the plain loop in float16 would be served the code compiled for bfloat16 by a
@@ -107,7 +110,7 @@ class Split(nn.Module):
 
 
 def test_a_gradient_hook_in_mid_run_on_a_split_forward() -> None:
-    """The parts of a forward with a graph break are compiled code of their own: they are captured anew too."""
+    """The parts of a forward with a graph break are compiled one by one; each is captured again."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
@@ -123,7 +126,10 @@ def test_a_gradient_hook_in_mid_run_on_a_split_forward() -> None:
 
 
 def test_a_gradient_hook_registered_behind_the_forward() -> None:
-    """The compiled backward of that forward cannot give it the gradient: an error that says so, not a None."""
+    """The compiled backward of that forward cannot give the hook its gradient.
+
+    That is an error that says so, not a None.
+    """
     torch._dynamo.reset()
     model: Any
     model, batches = mlp()
@@ -172,7 +178,10 @@ def test_a_post_accumulate_hook_registered_in_mid_run(k: int) -> None:
 
 
 def test_forward_and_backward_hooks_of_modules() -> None:
-    """Module hooks registered before compile see activations and their gradients as in plain torch.compile."""
+    """Module hooks registered before compile see what they see in plain torch.compile.
+
+    That is activations and their gradients.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         return plain_loop(3)(model, optimizer, batches)
@@ -187,7 +196,10 @@ def test_forward_and_backward_hooks_of_modules() -> None:
 
 
 def test_what_is_done_before_eager_code_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo, which runs a forward with a graph break in parts, leaves our own code between them alone: streams have no handles there."""
+    """Dynamo, which runs a forward with a graph break in parts, leaves our code between them alone.
+
+    Streams have no handles in compiled code.
+    """
 
     compiling: list[bool] = []
     before = Session.before_eager_code

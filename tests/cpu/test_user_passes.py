@@ -1,4 +1,7 @@
-"""Passes that a user hands to `compile(..., passes=[...])`: they run, are checked as ours are, and errors name them."""
+"""Passes that a user hands to `compile(..., passes=[...])`.
+
+They run, are checked as ours are, and errors name them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def _(x: torch.Tensor, unit: str) -> torch.Tensor:
 
 
 def watch_units(module: fx.GraphModule, context: PassContext) -> str:
-    """A harmless pass: a matrix product of each unit goes through `watch`, and that times 1, to all who take it."""
+    """A harmless pass: a matrix product of each unit goes through `watch`, then times 1.
+
+    All its users take that result.
+    """
     products = [node for node in module.graph.nodes if node.target in (ATEN.mm.default, ATEN.addmm.default) and not note(node).makes]
     of_unit = {note(node).unit: node for node in products}
     for unit, node in of_unit.items():
@@ -73,17 +79,20 @@ def fresh() -> Iterator[None]:
 
 
 def test_training_keeps_the_bits_of_the_plain_loop() -> None:
-    """With a pass that puts nodes of its own operator and of aten's into every graph; each of its nodes runs once a step."""
+    """A pass puts nodes of its own operator and of aten's into every graph; the bits stay.
+
+    Each of its nodes runs once a step.
+    """
     compare(mlp, plain_loop(4), passes=WATCHED)
     assert set(RUNS) == {*(f"forward {unit}" for unit in range(4)), *(f"backward {unit}" for unit in (1, 2))}
     assert set(RUNS.values()) == {4}
 
 
 def test_compiled_graphs_are_not_taken_from_another_list_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's cache of graphs gives a graph back for the same passes only: the nodes of a pass run when it is in the list.
+    """Inductor's cache of graphs gives a graph back only for the same passes.
 
-    Each training has the same session number, as in another run of a script; else no graph would be
-    equal to a former one.
+    The nodes of a pass run when it is in the list. Each training has the same session number, as in
+    another run of a script; else no graph would be equal to a former one.
     """
     ran, hits = [], []
     for passes in (None, WATCHED, None, WATCHED):
@@ -98,7 +107,10 @@ def test_compiled_graphs_are_not_taken_from_another_list_of_passes(monkeypatch: 
 
 
 def test_inspect_shows_who_made_a_node() -> None:
-    """Text, JSON and HTML have the user's nodes with unit and pass, and ours with theirs; they are counted by operator."""
+    """Text, JSON and HTML have the user's nodes with unit and pass, beside ours.
+
+    They are counted by operator.
+    """
     found = train(1, passes=WATCHED)
     assert found.counts()["user_passes.watch"] == found.counts()["aten.mul.Tensor"] == 6
     assert found["00.forward"].passes[1].added == {"user_passes.watch": 4, "aten.mul.Tensor": 4}
@@ -132,7 +144,10 @@ def use_colours(module: fx.GraphModule, context: PassContext) -> None:
 
 
 def test_passes_state_what_they_need_and_give() -> None:
-    """An object with options is a pass, and facts may be a user's own; a pass runs on its kinds of graph alone."""
+    """An object with options is a pass, and facts may be a user's own.
+
+    A pass runs only on its kinds of graph.
+    """
     found = train(1, passes=[*hytrain_fx.DEFAULT_PASSES, Colour("red"), use_colours])
     assert [record.name for record in found[0].passes] == ["annotate_units", "insert_waits", "colour", "use_colours"]
     assert [record.name for record in found[1].passes][-2:] == ["drop_grad_outputs", "colour"]
@@ -244,7 +259,10 @@ BROKEN: dict[Callable[..., Any], str] = {
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_pass_that_does_wrong_is_named(broken: Callable[..., Any], kind: str) -> None:
-    """It raises, leaves an invalid graph or breaks a rule: a GraphInvariantError at the first step, and the model can be closed."""
+    """A pass that raises, leaves an invalid graph or breaks a rule is a GraphInvariantError.
+
+    It comes at the first step, and the model can be closed.
+    """
     wrong = hytrain_fx.graph_pass(kinds=kind)(broken)
     with pytest.raises(GraphInvariantError, match=rf"(?s)graph \d+\.{kind} after {broken.__name__}: .*{BROKEN[broken]}"):
         train(1, passes=[*hytrain_fx.DEFAULT_PASSES, wrong])
@@ -271,12 +289,15 @@ def replaces_products(module: fx.GraphModule, context: PassContext) -> None:
 
 
 def test_what_a_pass_replaces_is_gone() -> None:
-    """Captured nodes whose results are used no more read no weight: they are not in the way of releases."""
+    """Captured nodes whose results are no longer used read no weight and hold up no release."""
     compare(mlp, plain_loop(2), passes=[hytrain_fx.DEFAULT_PASSES[0], replaces_products, *hytrain_fx.DEFAULT_PASSES[1:]])
 
 
 def test_a_late_reader_of_a_weight_is_refused() -> None:
-    """A node that reads a weight comes before the passes that release weights; after them it might read the next step's."""
+    """A node that reads a weight must come before the passes that release weights.
+
+    After them it might read the next step's weight.
+    """
     with pytest.raises(GraphInvariantError, match=r"after reads_a_weight: rule '(a release needs|the end comes)"):
         train(1, passes=[*hytrain_fx.DEFAULT_PASSES, reads_a_weight])
     compare(mlp, plain_loop(2), passes=[hytrain_fx.DEFAULT_PASSES[0], reads_a_weight, *hytrain_fx.DEFAULT_PASSES[1:]])

@@ -1,4 +1,4 @@
-"""The rules: a rewritten graph passes them, and one that is broken on purpose is refused with the rule's name."""
+"""A rewritten graph passes the rules; one broken on purpose is refused with the rule's name."""
 
 from __future__ import annotations
 

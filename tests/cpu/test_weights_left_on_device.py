@@ -1,4 +1,7 @@
-"""Streamed bf16 rows leave their new weight on the device; what eager code writes there reaches the masters all the same."""
+"""Streamed bf16 rows leave their new weight on the device.
+
+What eager code writes there still reaches the masters.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def test_streamed_rows_follow_writes_as_rows_on_the_cpu_do(twins: Twins, acts: l
 
 @pytest.mark.filterwarnings("ignore:the memory of")
 def test_a_write_through_an_old_alias_changes_the_master_where_it_was(twins: Twins) -> None:
-    """An alias is watched as long as somebody holds it: the other elements keep the bits that their weights do not have."""
+    """An alias is watched as long as somebody holds it.
+
+    The other elements keep the bits that their weights do not have.
+    """
     twins.restart()
     twins.session.place(plan_of(twins.session, [Placement.STREAM]))
     weight = twins.ours.last.weight
@@ -110,7 +116,10 @@ def test_a_write_through_an_old_alias_changes_the_master_where_it_was(twins: Twi
 
 
 def test_the_weight_goes_home_only_while_it_is_watched(twins: Twins) -> None:
-    """Without eager code the host's half of the master is left as it was; after a touch it follows the weight, for some steps."""
+    """Without eager code the host's half of the master is left alone.
+
+    After a touch it follows the weight, for some steps.
+    """
     twins.restart()
     twins.session.place(plan_of(twins.session, [Placement.STREAM]))
     weight, session = twins.ours.first.weight, twins.session

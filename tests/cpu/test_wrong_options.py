@@ -1,4 +1,7 @@
-"""Options that only model, machine or the installed torch can judge: each is one clear error at `compile`, or a warning, or works."""
+"""Options that only model, machine or the installed torch can judge.
+
+Each is one clear error at `compile`, or a warning, or works.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_at_compile(name: str) -> None:
-    """A ConfigError that names the option; no thread is left, and the model trains plainly afterwards."""
+    """A ConfigError names the option; no thread is left, and the model then trains plainly."""
     torch._dynamo.reset()
     options, message = REFUSED[name]
     model, batches = mlp()
@@ -58,7 +61,10 @@ def test_refused_at_compile(name: str) -> None:
 def test_states_that_device_and_host_together_do_not_hold(
     limit: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gpu_states="auto" the bound is what the device has in all; the error says how much is left to the host."""
+    """With gpu_states="auto" the bound is the whole memory of the device.
+
+    The error says how much is left to the host.
+    """
     monkeypatch.setattr(planning, "total_bytes", lambda device: 2000.0)
     monkeypatch.setattr(first_plan, "host_budget_bytes", lambda option: 1000 if option is None else option)
     model = Mlp()
@@ -126,7 +132,10 @@ def test_a_dump_that_cannot_go_on_ends_with_one_warning(harm: Callable[[Path], N
 
 
 def test_a_dump_may_be_named_by_a_str(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders on the way are made; the texts are there after a step, also where the script has gone to another folder meanwhile."""
+    """Folders on the way are made, and the texts are there after a step.
+
+    That also holds where the script has gone to another folder meanwhile.
+    """
     torch._dynamo.reset()
     folder = tmp_path / "some" / "folder"
     model, batches = mlp()
