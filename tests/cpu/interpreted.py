@@ -41,10 +41,10 @@ def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -
 
 @contextlib.contextmanager
 def graphs_interpreted() -> Iterator[None]:
-    """Meanwhile no thread gives a graph to Inductor.
+    """No thread gives a graph to Inductor meanwhile.
 
-    Nor does one come from torch's cache: the plain model's, that an earlier module has had
-    compiled, would have other bits than ours.
+    None comes from torch's cache either: it may hold the plain model's graph of an earlier module,
+    which has other bits than ours.
     """
     with pytest.MonkeyPatch.context() as patch, autograd_cache_off():
         patch.setattr(compile_fx, "_compile_fx_inner", interpreted)

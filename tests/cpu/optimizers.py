@@ -34,7 +34,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class DerivedAdamW(torch.optim.AdamW):
-    """No AdamW as the engines know it: what is derived may step otherwise."""
+    """Not AdamW as the engines know it: a derived class may step differently."""
 
 
 class OwnNorm(torch.optim.Optimizer):

@@ -240,7 +240,7 @@ def _copy_model(side: Side, at: int) -> float:
 
 
 def _bad_forward(side: Side, at: int) -> str:
-    """Which of torch's errors it is depends on whether it tries to capture it."""
+    """Torch's error depends on whether torch tries to capture the call."""
     try:
         side.model(side.batches[0].float() if at % 2 else "no tokens")
     except HytrainError:
@@ -274,7 +274,7 @@ def _interrupted_step(side: Side, at: int) -> None:
 
 
 def _place(side: Side, at: int) -> None:
-    """States move, as a new plan has it, which may cut parameters; there are no gradients then."""
+    """Move states as a new plan does, which may cut parameters; there are no gradients then."""
     side.optimizer.zero_grad()
     if side.is_ours:
         session = side.session
@@ -499,7 +499,7 @@ def _signal_in_clip(side: Side, at: int) -> None:
 
 
 def _signal_in_look(side: Side, at: int) -> None:
-    """In what changes nothing: both look at written weights in it."""
+    """Ctrl-C in a call that changes nothing; both sides look at written weights in it."""
     looks = (_evaluate, _save, _state_dicts, _explain)
     if side.is_ours:
         saved = side.saved

@@ -150,7 +150,7 @@ class Setup:
         return Composed(self.units, self.tied).to(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Matrices and vectors; only the first group has amsgrad, where it has."""
+        """Matrices and vectors; if amsgrad is on, only the first group has it."""
         amsgrad = {"amsgrad": True} if self.optimizer.endswith("amsgrad") else {}
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -199,7 +199,7 @@ class Side:
         return not all(bool(p.detach().isfinite().all()) for p in self.parameters)
 
     def begin(self) -> None:
-        """Let go of all that an earlier program held."""
+        """Drop all that an earlier program held."""
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         self.scheduler, self.saved = None, None
         self.losses, self.held = [], []
@@ -247,7 +247,7 @@ class Pair:
         self.plain.optimizer = self.setup.make_reference(self.plain.model)
 
     def close(self) -> str:
-        """Close ours and drop both. Tells what is left over, empty where nothing is."""
+        """Close ours and drop both. Gives what is left over, empty where nothing is."""
         session = self.ours.session
         watched: list[tuple[str, weakref.ref[Any]]] = [("engine", weakref.ref(session.engine)), ("states", weakref.ref(session.states))]
         watched += [("engine closed before", engine) for engine in self.ours.closed]

@@ -64,7 +64,7 @@ class Program:
 
 
 class Differs(AssertionError):
-    """The two loops part."""
+    """The two loops differ."""
 
 
 # ---- drawing ----
@@ -84,7 +84,7 @@ def drawn_setup(number: int) -> Setup:
 
 @st.composite
 def programs_of(draw: st.DrawFn, setup: Setup) -> Program:
-    """Mostly long ones; shrunk ones may be short."""
+    """Programs, mostly long ones; shrunk ones may be short."""
     weighted = [name for name, kind in KINDS.items() for _ in range(kind.weight)]
     calls = st.tuples(st.sampled_from(weighted), st.integers(0, 11))
     delays = st.tuples(st.sampled_from([stage.name for stage in Stage]), st.sampled_from([200, 2000]))
@@ -389,7 +389,7 @@ def _in_a_process(first: int, seeds: int, programs: int) -> Found:
 
 
 def _started(kill: Callable[[], None]) -> threading.Timer:
-    """Calls it when the time for one seed is over."""
+    """Call `kill` when the time for one seed is over."""
     timer = threading.Timer(_MOST_S, kill)
     timer.daemon = True
     timer.start()
@@ -397,7 +397,7 @@ def _started(kill: Callable[[], None]) -> threading.Timer:
 
 
 def _add(total: Found, read: dict[str, Any]) -> None:
-    """Count and show what a worker has told of a seed."""
+    """Count and show what a worker has reported of a seed."""
     total.programs += read["programs"]
     total.counts.update(read["counts"])
     total.failures += [Failure(**failure) for failure in read["failures"]]

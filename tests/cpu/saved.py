@@ -1,6 +1,6 @@
 """For tests of checkpoints: a small model with the same batches every time.
 
-Its optimizer is of either kind; a helper gives values back as a file would.
+Its optimizer is of either kind; `through_a_file` gives values back as a file would.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of this process: resident memory and threads."""
+    """Resident memory and threads of this process."""
 
     resident_bytes: int
     threads: int
@@ -125,7 +125,7 @@ class Soak:
         return torch.autocast("cpu", torch.bfloat16) if on else contextlib.nullcontext()
 
     def _agree(self, action: Callable[[Side], Any], what: str) -> None:
-        """Both sides do it and see the same."""
+        """Do it on both sides, which must see the same."""
         expected, found = map(action, self._sides)
         assert found == expected, f"step {self.steps}: {what}: {found} instead of {expected}"
 

@@ -30,7 +30,7 @@ CHECKED = ["SGD nesterov", "RMSprop", "Adafactor"]
 
 
 def trained(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """What the optimizer is for: Muon takes matrices alone."""
+    """The parameters that the optimizer is for: Muon takes only matrices."""
     for p in model.parameters():
         p.requires_grad_(name != "Muon" or p.dim() == 2)
     return [p for p in model.parameters() if p.requires_grad]

@@ -67,7 +67,7 @@ def cast(on: bool = True) -> AbstractContextManager[Any]:
 
 
 def bytes_of(session: Session) -> dict[str, int]:
-    """Of each parameter's own memory, looked up without touching it."""
+    """Bytes of each parameter's own memory, looked up without touching it."""
     with without_torch_function():
         return {name: p.untyped_storage().nbytes() for name, p in zip(session.table.names, session.table.parameters, strict=True)}
 
@@ -135,7 +135,7 @@ def _evaluated(model: Any, on: bool) -> torch.Tensor:
 
 
 def _read_and_evaluated_before_backward(model: Any) -> torch.Tensor:
-    """A weight that was read is no weight that was written."""
+    """A weight that was only read does not count as written."""
     with cast():
         loss = model(torch.arange(21).view(3, 7) % TOKENS)
     read = model.up.weight.sum() + model.head.weight.sum()
@@ -252,7 +252,7 @@ def test_a_weight_in_the_loss_beside_the_model(twins: Twins) -> None:
 
 
 def test_a_backward_through_weights_that_were_updated_is_torchs_error(twins: Twins) -> None:
-    """What a forward has saved of a copy is told that an update has written it."""
+    """A copy that a forward saved notices that an update has written it."""
     _, optimizer = twins.restart()
     with cast():
         early, late = (twins.ours(*batch) for batch in twins.batches[:2])

@@ -299,7 +299,7 @@ def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
 
 
 def measuring(twins: Twins, profile: object, measured: Callable[[], None]) -> Callable[[object], object]:
-    """Takes what was read, and makes nothing of it."""
+    """Take what was read, and give `profile` instead."""
 
     def take(device_update_us_per_param: object) -> object:
         assert len(twins.session.planning._reader.take().ends_us) == WINDOW + 1

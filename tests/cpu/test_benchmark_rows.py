@@ -73,7 +73,10 @@ def test_a_line_that_is_no_row_is_named(line: str, why: str, tmp_path: Path, cap
 
 
 def test_memory_is_taken_and_given_back() -> None:
-    """A GPU's is its own, the host's is everybody's; what is larger than all of it runs alone."""
+    """Rows share the host's memory, and each GPU has its own.
+
+    A row that asks for more than all of it runs alone.
+    """
     memory = Memory(100.0, 200.0)
     first, second, host = Ask(gpu_gb=60.0), Ask(gpu_gb=60.0), Ask(host_gb=150.0)
     assert memory.take("0", first)
@@ -88,9 +91,9 @@ def test_memory_is_taken_and_given_back() -> None:
 
 
 def test_memory_that_other_programs_have_is_not_given() -> None:
-    """A row begins only where the system has the memory that it asks for, and that rows still need.
+    """A row begins only where memory is left beside what running rows have still to take.
 
-    A row that asks for no host memory is not held back.
+    The first row begins anyway, and so does a row that asks for no host memory.
     """
     free_gb = 20.0
     asked: list[float] = []
@@ -113,7 +116,7 @@ def test_memory_that_other_programs_have_is_not_given() -> None:
 
 
 def test_what_rows_are_yet_to_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that rows asked for is not free, except what their processes have taken already."""
+    """Memory that rows have asked for and not yet taken is not free."""
     monkeypatch.setattr(runner, "available_host_bytes", lambda: 100_000_000_000)
     assert _host_gb_free(0.0) == 100.0
     before = _host_gb_free(60.0)

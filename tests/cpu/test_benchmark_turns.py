@@ -110,7 +110,7 @@ def test_a_row_with_host_states_is_timed_alone(tmp_path: Path) -> None:
 
 
 def test_of_rows_on_one_gpu_each_is_timed_alone(tmp_path: Path) -> None:
-    """One that leaves the host alone waits too, until the other's process has ended."""
+    """A row that leaves the host alone waits too, until the other row's process has ended."""
     floor, other = turn_at(tmp_path / "turn"), turn_at(tmp_path / "turn")
     waiting = threading.Thread(target=floor.wait_to_be_alone, args=("floor", True))
     waiting.start()

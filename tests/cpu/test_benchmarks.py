@@ -293,7 +293,7 @@ def test_a_row_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_is_no_result_file_is_left_alone(tmp_path: Path) -> None:
-    """It is an error, and the file does not change."""
+    """A file that is no result file is an error, and does not change."""
     (tmp_path / "results.json").write_text("[1]")
     with pytest.raises(CannotRun, match="not a result file"):
         Results(tmp_path / "results.json")
@@ -304,7 +304,7 @@ def test_what_is_no_result_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_table_compares_only_rows_of_one_machine(tmp_path: Path) -> None:
-    """Ratios stand where both rows are of the same boot; elsewhere a dash."""
+    """Rows of the same boot have ratios; elsewhere there is a dash."""
     other_boot = {"machine": {**MACHINE, "boot": "2"}}
     floor, all_gpu, ours = TINY
     results = results_of(tmp_path, [(floor, row_of(floor, 2.0)), (all_gpu, row_of(all_gpu, 4.0, **other_boot)), (ours, row_of(ours, 3.0))])
@@ -319,7 +319,7 @@ def test_a_table_compares_only_rows_of_one_machine(tmp_path: Path) -> None:
 
 
 def test_table_sweep_and_figures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From rows that are there already nothing is run, and every plot and text is written."""
+    """With rows that exist nothing is run, and every plot and text is written."""
     points = [Case(mode, "tiny", batch, 32) for mode in ("floor", "ours", "all_gpu") for batch in (1, 2)]
     results_of(tmp_path, [(case, row_of(case, case.batch / 4, idle_share=0.25)) for case in points])
     words = ["--out", str(tmp_path)]
@@ -341,7 +341,7 @@ def test_table_sweep_and_figures_are_drawn(tmp_path: Path, capsys: pytest.Captur
 
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_the_largest_model_is_found_from_either_side(start: int, limit: int) -> None:
-    """With tries enough, the search ends at the widest model that trains."""
+    """With enough tries, the search ends at the widest model that trains."""
     found = largest.search(Case("ours", f"w{start}"), 21, lambda case: int(case.size[1:]) <= limit)
     assert found == Case("ours", f"w{limit}")
 
@@ -372,7 +372,7 @@ interval_lists = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(
 
 @given(interval_lists, interval_lists)
 def test_unions_and_shares_count_moments(inner: list[Interval], outer: list[Interval]) -> None:
-    """The length of a union and the share inside another are those of counting unit moments."""
+    """The length of a union and the share inside another equal a count of unit moments."""
     moments = [{at for begin, end in intervals for at in range(int(begin), int(end))} for intervals in (inner, outer)]
     assert length(union(inner)) == len(moments[0])
     expected = len(moments[0] & moments[1]) / len(moments[0]) if moments[0] else 0.0
@@ -395,7 +395,7 @@ def test_overlap_counts_the_compute_stream_only() -> None:
 
 
 def test_commands_have_the_arguments_that_run_rows() -> None:
-    """What `table`, `sweep`, `figures` and `largest` hand on is understood by `steps`."""
+    """What `table`, `sweep`, `figures` and `largest` pass on is understood by `steps`."""
     for command, words in ((table, ["smoke"]), (sweep, ["tiny"]), (figures, []), (largest, [])):
         launch = table.launch_of(arguments_of(command, *words, "--idle", "--warmup", "5"))
         parsed = arguments_of(steps, *TINY[2].arguments, *launch.extra)

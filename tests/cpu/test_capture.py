@@ -285,7 +285,7 @@ def test_a_backward_without_descriptors_is_refused(interpreted: None, monkeypatc
 
 
 def test_names_must_fit_parameters() -> None:
-    """One name for each parameter."""
+    """There must be as many names as parameters."""
     with pytest.raises(CaptureError, match="1 names for 0 parameters"):
         Capture(("a",), (), (), lambda graph: None)
 

@@ -171,7 +171,7 @@ def test_a_model_compiled_again_and_again_leaves_one_session() -> None:
 
 
 def test_a_compile_that_is_refused_leaves_nothing() -> None:
-    """The model is plain, and dies when it is dropped."""
+    """After a refused compile() the model is plain, and is freed when it is dropped."""
     model: Any
     model, _ = mlp()
     with pytest.raises(HostMemoryError):

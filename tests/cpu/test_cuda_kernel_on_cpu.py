@@ -121,7 +121,10 @@ def test_rows_have_the_bits_of_the_cpu_kernel(
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("place", [0, 299], ids=["vector", "tail"])
 def test_a_gradient_that_is_not_finite_leaves_the_rows_mark(run_rows: Run, kernel: int, value: float, place: int) -> None:
-    """In a vector and in the tail, in each kernel; the other row's mark stays away."""
+    """A value that is not finite marks its own row alone, in a vector and in the tail.
+
+    Each kernel is tried.
+    """
     scalars = AdamScalars.of(GROUP, 3, decoupled=True, torch_cuda=True)
     rows, marks, kept = [], [], []
     for i in range(2):

@@ -47,7 +47,7 @@ def cut_plan(session: Session, steps: Sequence[int], places: Sequence[Placement]
 
 
 def is_cut(session: Session) -> bool:
-    """Whether a parameter is, and into pieces of different placements."""
+    """Whether a parameter is cut into pieces of different placements."""
     pieces, placement = session.states.pieces, session.states.placement
     return any(len({placement[row] for row in rows}) > 1 for rows in pieces.cut.values())
 
@@ -171,7 +171,7 @@ LOOPS = [clipped, accumulated, read_and_stepped_again, written, unscaled, given_
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops_keep_their_bits(twins: Twins, loop: Any) -> None:
-    """Whatever a loop does with weights and gradients of cut parameters."""
+    """Bits stay the same whatever a loop does with weights and gradients of cut parameters."""
 
     def placed(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         if model is twins.ours:
@@ -264,7 +264,7 @@ def test_a_cut_that_is_refused_memory_leaves_states_whole(twins: Twins, monkeypa
 
 
 def test_memory_in_use_is_what_was_estimated(twins: Twins) -> None:
-    """By tier, to the byte, for a cut plan."""
+    """Memory in use is what was estimated for a cut plan, by tier and to the byte."""
     session = twins.session
     twins.restart()
     session.place(cut_plan(session, [3, 5], PLACES))
@@ -275,7 +275,7 @@ def test_memory_in_use_is_what_was_estimated(twins: Twins) -> None:
 
 
 def test_parameters_of_other_optimizers_are_whole() -> None:
-    """A plan that cuts one places it where its first element goes."""
+    """If a plan cuts another optimizer's parameter, it goes whole where its first element goes."""
     torch._dynamo.reset()
     model, batches = gpt()
     model, optimizer = hytrain_fx.compile(model, torch.optim.Adagrad(model.parameters(), lr=1e-2))
@@ -290,7 +290,7 @@ def test_parameters_of_other_optimizers_are_whole() -> None:
 
 @pytest.mark.parametrize("engine", ["torch", "native"])
 def test_every_engine_takes_pieces(engine: str) -> None:
-    """The bits are the reference's on each."""
+    """Every engine takes pieces, with the reference's bits."""
     places = [Placement.CPU, Placement.GPU]
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:

@@ -62,7 +62,7 @@ def test_a_cast_for_a_product_is_seen_through() -> None:
 
 
 def test_a_weight_nobody_reads_needs_nothing() -> None:
-    """No reader is no condition."""
+    """A weight that nobody reads has no condition."""
     graph, _ = traced(lambda x, w: aten.relu(x), (3, 3), (3, 3))
     assert dataflow.standalone_readers([weight_of(graph)]) == ()
 

@@ -108,7 +108,7 @@ def test_packages_are_counted_once_and_summed_over_a_wrap(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("one_gpu")
 def test_the_gpu_is_found_by_its_uuid_and_counted_in_millijoules(tmp_path: Path) -> None:
-    """GPU and packages stand in figures of their own; with both there is nothing absent."""
+    """GPU and packages have figures of their own; with both nothing is absent."""
     nvml = FakeNvml(5_000)
     meter = meter_of(GPU, powercap_of(tmp_path, {"package-0": (0, 10)}), nvml)
     before = meter.read()
@@ -119,7 +119,7 @@ def test_the_gpu_is_found_by_its_uuid_and_counted_in_millijoules(tmp_path: Path)
 
 
 def test_no_powercap_is_told(tmp_path: Path) -> None:
-    """A machine without RAPL, as most virtual ones: null, and the folder that was looked into."""
+    """Without RAPL the figure is null, and the reason has the folder that was looked into."""
     row = meter_of(CPU, tmp_path / "powercap").row({}, {}, 1, 1)
     assert row["cpu_joules_per_step"] is None
     assert str(tmp_path / "powercap") in row["energy_absent"]["cpu"]
@@ -151,14 +151,14 @@ def test_a_gpu_that_nvml_does_not_count_is_told(tmp_path: Path) -> None:
 
 
 def test_without_pynvml_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The package is optional."""
+    """pynvml is optional: without it the reason says what to install."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pip install nvidia-ml-py" in meter_of(GPU, tmp_path).absent["gpu"]
 
 
 @pytest.mark.usefixtures("one_gpu")
 def test_a_counter_lost_in_the_run_costs_the_figure_and_not_the_row(tmp_path: Path) -> None:
-    """Step times that were measured stay."""
+    """When a counter is lost in the run, the measured step times stay."""
     nvml = FakeNvml()
     meter = meter_of(GPU, tmp_path, nvml)
     before = meter.read()

@@ -518,7 +518,10 @@ def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -
 
 
 def test_large_rows_released_together_are_updated_lowest_unit_first() -> None:
-    """They are all due in the forward that comes, and each launch can be waited for by itself."""
+    """Large rows released together are updated lowest unit first.
+
+    All are due in the next forward, and each launch can be waited for by itself.
+    """
     with running("native") as engine:
         loop = EngineLoop(engine, (17 << 20, 17 << 20, 300), torch.bfloat16, on_device=frozenset(range(3)))
         engine.record(True)

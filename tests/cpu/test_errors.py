@@ -196,7 +196,7 @@ def test_what_is_no_compiled_model_is_refused_by_name(function: str, given: Any)
 
 
 def test_a_wrapper_around_a_compiled_model_is_refused_by_name() -> None:
-    """Its parameters belong to a session already."""
+    """A wrapper around a compiled model is refused: its parameters belong to a session."""
     model = Mlp()
     hytrain_fx.compile(model, adamw(model))
     wrappers: list[Any] = [torch.compile(model), nn.Sequential(model)]

@@ -274,7 +274,10 @@ def test_what_streamed_states_stood_is_told() -> None:
 @given(profile=profiles(), k=st.integers(0, 8))
 @settings(deadline=None, max_examples=25)
 def test_groups_hold_every_unit_once(profile: Profile, k: int) -> None:
-    """In order, with all their parameters; neighbours in one group have one size and one place."""
+    """Groups are in order and hold every unit once, with all parameters.
+
+    Neighbours in one group have one size and one place.
+    """
     chosen = prefix(profile, min(k, len(profile.units)))
     groups = unit_groups(chosen)
     assert [unit for group in groups for unit in group.units] == list(range(len(profile.units)))

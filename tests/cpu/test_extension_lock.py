@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leave_lock(folder: Path) -> None:
-    """As a build does that is killed an hour ago."""
+    """Leave a lock as a build that was killed an hour ago."""
     assert FileBaton(str(folder / "lock")).try_acquire()
     (folder / "build.ninja").touch()
     then = time.time() - LONG_AGO_S
@@ -46,7 +46,7 @@ def test_without_a_lock_nothing_is_waited_for(folder: Path) -> None:
 
 
 def test_a_lock_that_a_killed_build_left_is_an_error_that_names_it(folder: Path) -> None:
-    """What was found and what to do, before torch's wait without end."""
+    """The error says what was found and what to do, before torch would wait without end."""
     leave_lock(folder)
     with pytest.raises(EngineError, match=rf"{folder}/lock says that .* for 36\d\d s.*Remove that file"):
         wait_for_build("cpu_adam")
@@ -74,7 +74,7 @@ def test_a_build_that_goes_on_is_waited_for(folder: Path) -> None:
 
 
 def test_the_folder_is_the_one_that_torch_builds_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without TORCH_EXTENSIONS_DIR too: one folder a Python version and a CUDA version."""
+    """The folder is torch's also without TORCH_EXTENSIONS_DIR: one a Python and a CUDA version."""
     from torch.utils import cpp_extension
 
     from hytrain_fx.runtime.fallback.host_updates import _build_folder

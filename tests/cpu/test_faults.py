@@ -188,7 +188,10 @@ def test_a_move_keeps_the_memory_that_a_dropped_gradient_goes_to(trained: Traine
 
 @pytest.mark.parametrize("gate", ["forward", "read", "state_dict"])
 def test_a_copy_to_the_device_that_fails_raises_at_the_next_gate(gate: str, trained: Trained) -> None:
-    """As a worker that fails: the error names the copy and the parameter, and nothing hangs."""
+    """A failed copy to the device is raised at the next gate, and nothing hangs.
+
+    The error names the copy and the parameter.
+    """
     model, optimizer, batches = trained
     engine = session_of(model).engine
     assert isinstance(engine, NativeEngine)

@@ -135,7 +135,7 @@ def test_the_trainer_with_its_defaults(trainer_example: Any, plain_trainer: Any,
 
 @pytest.mark.sample(0)
 def test_the_trainer_under_autocast(trainer_example: Any, tmp_path: Path) -> None:
-    """bf16=True, which puts autocast into the model's forward."""
+    """With bf16=True, which puts autocast into the model's forward, bits and losses are plain."""
     plain, expected = run_trainer(trainer_example, "Trainer", tmp_path, bf16=True, eval_strategy="no")
     trainer, found = run_trainer(trainer_example, "HyTrainer", tmp_path, bf16=True, eval_strategy="no")
     assert_same(found, expected)

@@ -116,7 +116,10 @@ def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_frozen_at_compile_is_refused_with_the_way_out() -> None:
-    """A GAN's discriminator that is compiled in the generator's turn: freeze it after compile()."""
+    """A model frozen at compile() is refused; the error says to freeze it afterwards.
+
+    A GAN's discriminator in the generator's turn is such a model.
+    """
     model, _ = mlp()
     model.requires_grad_(False)
     with pytest.raises(UnsupportedError, match=r"freeze it after hytrain_fx\.compile"):

@@ -48,7 +48,7 @@ def asked(model: Any, batches: Batches, which: slice) -> tuple[torch.Tensor, ...
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("which", [slice(None), slice(1, 3)], ids=["all", "some"])
 def test_autograd_grad_returns_the_gradients(twins: Twins, which: slice) -> None:
-    """The bits that torch returns, and no `.grad`."""
+    """torch.autograd.grad returns torch's bits and sets no `.grad`."""
     twins.restart()
     for model in (twins.ours, twins.plain):
         model.zero_grad()
@@ -101,7 +101,7 @@ def test_backward_with_inputs_gives_the_others_no_gradient(twins: Twins) -> None
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"gpu_states": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
 def test_a_first_backward_may_be_of_one_parameter_of_a_layer(options: dict[str, Any]) -> None:
-    """backward(inputs=[...]) of the bias alone, before any other: it is trained."""
+    """A bias is trained by a backward(inputs=[...]) of it alone, before any other backward."""
     made = Twins(mlp, timeout_s=20.0, **options)
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
@@ -116,7 +116,7 @@ def test_a_first_backward_may_be_of_one_parameter_of_a_layer(options: dict[str, 
 
 @pytest.mark.sample(2)
 def test_a_gradient_of_the_input_alone_sets_no_grad(twins: Twins) -> None:
-    """A gradient penalty asks for the input's gradient: parameters get none."""
+    """Asking for the input's gradient alone, as a gradient penalty does, sets no `.grad`."""
     if twins.batches[0][0].dtype != torch.float32:
         pytest.skip("tokens have no gradient")
     twins.restart()

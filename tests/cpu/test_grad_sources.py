@@ -49,7 +49,7 @@ KEPT: dict[str, Callable[[GradStandIn, nn.Parameter], object]] = {
 
 
 def test_a_stand_in_that_nobody_holds_is_used_again() -> None:
-    """The same object, with the values and the parameter of its new source."""
+    """A stand-in that nobody holds is used again, with its new source's values and parameter."""
     standins = StandIns()
     address, _ = left(standins)
     parameter = nn.Parameter(torch.zeros(3, 4))
@@ -62,7 +62,7 @@ def test_a_stand_in_that_nobody_holds_is_used_again() -> None:
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_what_the_user_keeps_is_not_used_again(kept: str) -> None:
-    """A reference of any kind, or a mark on it: a new stand-in is made."""
+    """Where the user keeps a reference or a mark, a new stand-in is made."""
     standins = StandIns()
     address, holder = left(standins, KEPT[kept])
     again = standins.make(0, nn.Parameter(torch.zeros(3, 4)), HeldGradient(gradient()))
