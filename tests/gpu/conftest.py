@@ -1,4 +1,7 @@
-"""As on a CPU, one intra-op thread: several processes of sixteen threads each come to a standstill in front of one another's barriers."""
+"""One intra-op thread, as on a CPU.
+
+Several processes of sixteen threads each would stand still at one another's barriers.
+"""
 
 from ..cpu.conftest import torch_threads
 

@@ -1,4 +1,7 @@
-"""The network that whole loops on a GPU train, its plain loop, and a check that `step()` waits for nothing."""
+"""The network that whole loops on a GPU train, its plain loop, and a check of `step()`.
+
+The check is that `step()` waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ def backward(model: nn.Module, data: Iterator[torch.Tensor], micro_batches: int)
 def plain(
     dtype: torch.dtype, clip: float | None, breaks: bool = False, micro_batches: int = 1
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """The same compiled model with torch.optim.AdamW(foreach=True); fp32 masters by hand for 16-bit weights."""
+    """The same compiled model with torch.optim.AdamW(foreach=True).
+
+    16-bit weights have fp32 masters kept by hand.
+    """
     model = build(dtype, breaks)
     model.compile()
     parameters = list(model.parameters())
@@ -113,7 +119,10 @@ def plain(
 
 
 def assert_step_returns_early(k: int, places: Sequence[Placement] = ()) -> None:
-    """`step()` has returned before the backward's last kernel has run; under a plan of these places, where given, else with `k`."""
+    """`step()` has returned before the backward's last kernel has run.
+
+    The plan has these places, where given, else it has `k`.
+    """
     torch.manual_seed(0)
     net = Net(width=1536, blocks=8).to(torch.bfloat16).cuda()
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=k)

@@ -1,4 +1,7 @@
-"""Other optimizers than AdamW on a GPU: on the device the plain loop's bits, on the host the same update within rounding."""
+"""Other optimizers than AdamW on a GPU.
+
+On the device they have the plain loop's bits, on the host the same update within rounding.
+"""
 
 from __future__ import annotations
 

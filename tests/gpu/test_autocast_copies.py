@@ -1,4 +1,7 @@
-"""Fp32 training under autocast on a GPU, the weights there as bf16 copies: bits of the plain loop, memory of 16-bit weights."""
+"""Fp32 training under autocast on a GPU, with the weights there as bf16 copies.
+
+It has the bits of the plain loop and the memory of 16-bit weights.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ def autocast() -> torch.autocast:
 
 
 def train(model: Any, optimizer: Any, *, clip: float | None, parts: int = 1) -> list[float]:
-    """Some steps of the plain loop, with micro-batches, ended by an evaluation with and one without autocast."""
+    """Some steps of the plain loop, with micro-batches, then two evaluations.
+
+    One evaluation is with autocast, one without.
+    """
     losses, data = [], batches()
     for _ in range(STEPS):
         for _ in range(parts):
@@ -53,7 +59,11 @@ def plain(**options: Any) -> tuple[list[float], list[torch.Tensor]]:
 
 @pytest.mark.parametrize("options", [{"clip": None}, {"clip": 0.1}, {"clip": 0.1, "parts": 2}], ids=str)
 def test_every_place_gives_the_plain_loops_bits(options: dict[str, Any]) -> None:
-    """Updated by the CPU, streamed, resident and mixed, with bf16 gradients in slots and fp32 ones: losses, norms and weights."""
+    """Losses, norms and weights are the plain loop's, wherever parameters are updated.
+
+    They are updated by the CPU, streamed, resident and mixed, with bf16 gradients in slots and fp32
+    ones.
+    """
     losses, weights = plain(**options)
     mixed = [Placement.CPU, Placement.STREAM, Placement.GPU]
     cases: list[Sequence[Placement]] = [[Placement.CPU], [Placement.STREAM], [Placement.GPU], mixed]
@@ -69,7 +79,10 @@ def test_every_place_gives_the_plain_loops_bits(options: dict[str, Any]) -> None
 
 
 def test_the_device_holds_16_bit_weights() -> None:
-    """With all states on the host, what rests on the device after a step is 2 bytes a parameter of linear layers, ring included."""
+    """With all states on the host, the device holds 2 bytes a parameter of linear layers.
+
+    The ring is included; it is measured after a step.
+    """
     with autocast():
         loss_of(Net(width=64, blocks=1).cuda(), next(batches())).backward()  # cuBLAS takes its workspaces, 32 MiB for each of two threads
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""The CUDA kernels, the CPU kernel, the op-by-op form on CUDA and torch.optim's foreach form on CUDA give the same bits."""
+"""The CUDA kernels and the CPU kernel give the same bits.
+
+So do the op-by-op form on CUDA and torch.optim's foreach form on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def assert_cuda_is_cpu(o: Operands, scalars: AdamScalars) -> None:
 @each_optimizer
 @each_option
 def test_cuda_kernel_is_cpu_kernel(options: dict[str, Any], decoupled: bool, torch_cuda: bool, kind: str) -> None:
-    """Every option and form gives on the GPU the bits that it gives on the CPU, vector tails included."""
+    """Every option and form gives the same bits on GPU and CPU, vector tails included."""
     scalars = AdamScalars.of(GROUP | options, 3, decoupled=decoupled, torch_cuda=torch_cuda)
     for n in LENGTHS:
         assert_cuda_is_cpu(operands(n, n, kind, out_dtype=torch.bfloat16), scalars)
@@ -88,7 +91,10 @@ def test_cuda_kernel_is_cpu_kernel(options: dict[str, Any], decoupled: bool, tor
 @each_kind
 @pytest.mark.parametrize(("grad_dtype", "out_dtype"), [*FORMS, (torch.float32, None)], ids=str)
 def test_dtypes(grad_dtype: torch.dtype, out_dtype: torch.dtype | None, kind: str) -> None:
-    """Every pair of gradient and weight dtype that has a kernel, with factors on the gradient, gives the CPU's bits."""
+    """Every pair of gradient and weight dtype that has a kernel gives the CPU's bits.
+
+    The gradient has factors.
+    """
     scalars = AdamScalars.of(GROUP | {"amsgrad": True}, 5, decoupled=True, torch_cuda=True, factors=(1 / 3, 1.7))
     for n in LENGTHS:
         assert_cuda_is_cpu(operands(n, n, kind, grad_dtype, out_dtype), scalars)
@@ -104,7 +110,10 @@ def test_every_16_bit_gradient(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("grad_dtype", "dtype"), [pair for pair in FORMS if pair[1] != torch.float32], ids=str)
 def test_weight_rounds_as_torch(grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """The 16-bit weight is torch's `.to(dtype)` of the master: ties to even, denormals, overflow, NaN."""
+    """The 16-bit weight is torch's `.to(dtype)` of the master.
+
+    That includes ties to even, denormals, overflow and NaN.
+    """
     shifted = torch.arange(65536, dtype=torch.int64) << 16
     near_ties = torch.cat([shifted + low for low in (0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001)])
     master = torch.where(near_ties >= 1 << 31, near_ties - (1 << 32), near_ties).to(torch.int32).view(torch.float32).to(DEVICE)
@@ -179,7 +188,10 @@ def foreach_step(o: Operands, group: dict[str, Any], step: int, *, decoupled: bo
 @each_optimizer
 @each_option
 def test_cuda_form_is_torch_foreach(options: dict[str, Any], decoupled: bool, kind: str) -> None:
-    """torch.optim(foreach=True) on CUDA gives the bits of the CUDA form, with nothing replaced in torch."""
+    """torch.optim(foreach=True) on CUDA gives the bits of the CUDA form.
+
+    Nothing is replaced in torch.
+    """
     group = GROUP | options
     for n, step in ((1, 1), (7, 2), (2049, 1000), (100_003, 7)):
         theirs = moved(operands(n, n, kind), DEVICE)
@@ -191,7 +203,10 @@ def test_cuda_form_is_torch_foreach(options: dict[str, Any], decoupled: bool, ki
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_factors_are_mul_on_cuda(dtype: torch.dtype) -> None:
-    """A factor gives what `grad.mul_` with a number gives. (A 0-dim tensor on the device is first rounded to the gradient's dtype.)"""
+    """A factor gives what `grad.mul_` with a number gives.
+
+    A 0-dim tensor on the device is first rounded to the gradient's dtype.
+    """
     inside = moved(operands(5003, 8, "normal", dtype), DEVICE)
     outside = inside.clone()
     outside.grad.mul_(1 / 3).mul_(1.7)
@@ -235,7 +250,10 @@ def test_launch_follows_the_current_stream() -> None:
 
 
 def test_handles_are_stable() -> None:
-    """Asking again gives the same handles, one for each form of the kernel, each a pointer that C++ can launch."""
+    """Asking again gives the same handles, one for each form of the kernel.
+
+    Each is a pointer that C++ can launch.
+    """
     handles = cuda_updates.functions(0)
     assert handles == cuda_updates.functions(0)
     assert len(set(handles)) == len(handles)

@@ -1,4 +1,7 @@
-"""Parameters that are cut, on a GPU: pieces of one tensor updated by the CPU, on the device and streamed."""
+"""Parameters that are cut, on a GPU.
+
+Pieces of one tensor are updated by the CPU, on the device and streamed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ CUTS: tuple[tuple[Sequence[int], Sequence[Placement]], ...] = (
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_cut_changes_a_bit(dtype: torch.dtype, clip: float | None) -> None:
-    """Losses and weights equal the all-GPU loop's while the cut changes every two steps, each stage slow in turn."""
+    """Losses and weights equal the all-GPU loop's while the cut changes every two steps.
+
+    Each stage is slow in turn.
+    """
     losses, weights = plain(dtype, clip)
     for delay in (None, Stage.D2H, Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE, Stage.STREAM_IN):
         net = build(dtype)

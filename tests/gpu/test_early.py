@@ -1,4 +1,7 @@
-"""Updates before step() on a GPU: a loop that waits there is learned, and its bits are those of the same loop without."""
+"""Updates before step() on a GPU: a loop that waits there is learned.
+
+Its bits are those of the same loop without early updates.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ WIDTH, STEPS = 2048, 24
 
 
 def compiled(dtype: torch.dtype, **options: Any) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], Any]:
-    """A model with all states on the host, inputs and targets it does not fit in 24 steps, and its optimizer."""
+    """A model with all states on the host, data that it does not fit in 24 steps, its optimizer."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     net: Any = nn.Sequential(*layers[:-1]).to("cuda", dtype)
@@ -38,7 +41,10 @@ def loss_of(net: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 def trained(dtype: torch.dtype, clip: bool, speculate: Any) -> tuple[list[Any], list[torch.Tensor], EarlyCounts]:
-    """A loop that reads loss and norm before step(), changes its learning rate there once, and leaves out one step."""
+    """A loop that reads loss and norm before step().
+
+    It changes its learning rate there once, and leaves out one step.
+    """
     net, data, optimizer = compiled(dtype, speculate=speculate)
     found: list[Any] = []
     for step in range(STEPS):
@@ -63,7 +69,10 @@ def trained(dtype: torch.dtype, clip: bool, speculate: Any) -> tuple[list[Any], 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_loop_that_waits_is_learned_and_keeps_its_bits(dtype: torch.dtype, clip: bool) -> None:
-    """Early updates happen by default, and always where asked; wrong guesses are undone; losses, norms and weights are the same."""
+    """Early updates happen by default, and always where asked; wrong guesses are undone.
+
+    Losses, norms and weights are the same.
+    """
     expected, weights, none = trained(dtype, clip, False)
     assert none.commits == 0
     for speculate in ("auto", True):
@@ -114,7 +123,10 @@ def clipped(dtype: torch.dtype, speculate: Any, **options: Any) -> tuple[list[fl
 
 
 def test_weights_of_a_step_that_is_left_out_are_sent_back() -> None:
-    """A loop under a loss scale, two losses infinite: weights have gone to the device before it is known that the step does not count."""
+    """Weights that went to the device too early are sent back, in a loop under a loss scale.
+
+    Two losses are infinite, and only later it is known that those steps do not count.
+    """
     expected, weights, waiting = scaled(shadow_memory=0)
     assert waiting.params == waiting.sent == 0
     found, ours, guesses = scaled()
@@ -125,7 +137,7 @@ def test_weights_of_a_step_that_is_left_out_are_sent_back() -> None:
 
 
 def scaled(**options: Any) -> tuple[list[float], list[torch.Tensor], GuessCounts]:
-    """Losses and scales, weights and counts of a loop whose launching thread runs ahead of the device."""
+    """Losses, scales, weights and counts of a loop whose launching thread runs ahead."""
     net, data, optimizer = compiled(torch.float32, **options)
     scaler, found = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=1000), []
     for step in range(STEPS):

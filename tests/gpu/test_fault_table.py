@@ -1,4 +1,7 @@
-"""Memory that a GPU's driver refuses, pages that it does not pin, engine calls that fail: each at every place, in a loop on the GPU."""
+"""Faults at every place of a loop on the GPU.
+
+The driver refuses memory, pages are not pinned, engine calls fail.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,28 @@ def loop(request: pytest.FixtureRequest, deterministic: None) -> Iterator[FaultL
 
 @pytest.mark.parametrize("kind", ["device memory", "host memory", "pinning", "engine call"])
 def test_a_fault_leaves_the_step_whole_or_undone(kind: str, loop: FaultLoop) -> None:
-    """At every place: the error names its cause, weights, states and counts are those before the step or after it, and training goes on."""
+    """At every place the error names its cause, the step is whole or undone, training goes on.
+
+    Weights, states and counts are those before the step or after it.
+    """
     assert_whole_or_undone(kind, loop)
 
 
 @pytest.mark.parametrize("kind", ["device memory", "host memory", "pinning", "engine call", "thread"])
 def test_a_compile_that_meets_a_fault_leaves_a_plain_model(kind: str) -> None:
-    """At every place in compile(): the error names its cause, model and optimizer are plain, no thread is left, a second try trains."""
+    """At every place in compile() the error names its cause, and a second try trains.
+
+    Model and optimizer are plain, and no thread is left.
+    """
     assert_compile_undone(kind, "native", "cuda")
 
 
 @pytest.fixture
 def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """No kernel of the device has been loaded in this process or kept on its disk; gives the folder of the cubins."""
+    """No kernel of the device is loaded in this process or kept on its disk.
+
+    Gives the folder of the cubins.
+    """
     for library in build.cache_dir().glob("*.so"):  # the host's part is built
         (tmp_path / library.name).symlink_to(library)
     monkeypatch.setenv("HYTRAIN_FX_CACHE", str(tmp_path))
@@ -60,7 +72,10 @@ def _forget_kernels() -> None:
 
 @pytest.mark.parametrize("fault", ["source", "disk"])
 def test_a_kernel_that_cannot_be_built_is_an_error_or_the_torch_engine(fault: str, unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC refuses, or no room for the cubin: engine="native" says so, "auto" warns and trains; once the cause is gone, all is well."""
+    """If NVRTC refuses, or there is no room for the cubin, engine="native" says so.
+
+    "auto" warns and trains. Once the cause is gone, all is well.
+    """
     model: Any = net(torch.float32)
 
     def full(*args: Any) -> None:

@@ -1,4 +1,7 @@
-"""Gradients after `step()` on a GPU: read, stepped on again and added to, with copies of slots on the way while updates run."""
+"""Gradients after `step()` on a GPU are read, stepped on again and added to.
+
+Slots are copied on the way while updates run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def loop(model: Any, optimizer: Any) -> list[float]:
 @pytest.mark.parametrize("delay", [Stage.D2H, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_after_step_are_those_of_a_loop_on_the_device(dtype: torch.dtype, delay: Stage) -> None:
-    """With k = 0, between, streamed, and in the torch engine: what is read, losses and weights equal those with all states on the GPU."""
+    """Gradients read after step(), losses and weights equal those with all states on the GPU.
+
+    This holds with k = 0, between, streamed, and in the torch engine.
+    """
     results = []
     for options in ({"k": 6}, {"k": 0}, {"k": 2}, {"k": 1, "stream": 1.0}, {"k": 0, "engine": "torch"}):
         torch._dynamo.reset()

@@ -1,4 +1,7 @@
-"""Whoever holds the memory of a weight on the GPU finds the new values after `step()`, in the order of the compute stream."""
+"""Whoever holds a weight's memory on the GPU finds the new values after `step()`.
+
+They come in the order of the compute stream.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ KINDS: dict[str, Callable[[Any], list[torch.Tensor]]] = {
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_alias_is_never_stale(dtype: torch.dtype, places: list[Placement], kind: str) -> None:
-    """In 20 steps with slow updates: right after step() every alias equals the weight, and has changed."""
+    """In 20 steps with slow updates every alias equals the weight right after step().
+
+    It has changed, too.
+    """
     model: Any = build(dtype)
     model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), k=0, warmup_steps=1000)
     session_of(model).place(plan_of(session_of(model), places))

@@ -1,4 +1,7 @@
-"""How many launches fit in front of a busy GPU before the launching thread waits, by when hytrain_fx was imported."""
+"""How many launches fit ahead of a busy GPU before the launching thread waits.
+
+That depends on when hytrain_fx was imported.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ print(launches)
     ("import torch, hytrain_fx", "", 900, 1_100),
 ])
 def test_launches_that_fit(program: str, given: str | None, least: int, most: int) -> None:
-    """Four times as many where the import came before CUDA's first use; as many as ever where it came after, or the user has said so."""
+    """Four times as many launches fit if the import came before CUDA's first use.
+
+    As many as ever fit if it came after, or if the user has said so.
+    """
     env = {name: value for name, value in os.environ.items() if name != VARIABLE} | ({} if given is None else {VARIABLE: given})
     run = subprocess.run([sys.executable, "-c", program + COUNT], env=env, capture_output=True, text=True, check=True)
     assert least < int(run.stdout) < most

@@ -1,4 +1,7 @@
-"""What the nodes of a backward put into the compute stream's queue: where it is full, the launching thread waits, and step() comes late."""
+"""What the nodes of a backward put into the compute stream's queue.
+
+Where the queue is full, the launching thread waits, and step() comes late.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ __all__ = ["deterministic"]  # the fixture, for this file too
 
 
 def kernels_of_a_backward(places: list[Placement]) -> tuple[Counter[str], int, int]:
-    """How often each kernel ran in one backward; units with rows on the host, and with rows on the device or streamed."""
+    """How often each kernel ran in one backward, and two numbers of units.
+
+    They count units with rows on the host, and units with rows on the device or streamed.
+    """
     net = build(torch.bfloat16)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     session, data = session_of(model), batches()
@@ -43,7 +49,10 @@ def kernels_of_a_backward(places: list[Placement]) -> tuple[Counter[str], int, i
 
 
 def test_a_unit_s_gradients_leave_in_one_launch() -> None:
-    """One `gather` for those that go to the host and one for those that stay, in each unit; nothing is copied parameter by parameter."""
+    """Each unit has one `gather` for gradients that go to the host, and one for those that stay.
+
+    Nothing is copied parameter by parameter.
+    """
     for places in ([Placement.CPU], [Placement.GPU], [Placement.STREAM], list(Placement)):
         kernels, host, device = kernels_of_a_backward(places)
         assert kernels["gather"] == host + device, (places, kernels)

@@ -1,4 +1,7 @@
-"""Lion on a GPU: the CUDA kernels have the CPU kernel's bits, and training those of the plain loop, wherever states rest."""
+"""Lion on a GPU: the CUDA kernels have the CPU kernel's bits.
+
+Training has the plain loop's bits, wherever states are.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def test_cuda_kernel_is_cpu_kernel(dtype: torch.dtype, kind: str) -> None:
 
 
 def trained(dtype: torch.dtype, places: list[Placement] | None) -> list[torch.Tensor]:
-    """Clipped steps under a plan of these places; None: Lion itself, on masters kept by hand for 16-bit weights."""
+    """Clipped steps under a plan of these places.
+
+    None: Lion itself, on masters kept by hand for 16-bit weights.
+    """
     model, data = build(dtype), batches()
     optimizer: Any = TorchAdam(model.parameters(), hytrain_fx.Lion, **GROUP)
     if places is None:

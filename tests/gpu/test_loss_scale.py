@@ -1,4 +1,7 @@
-"""GradScaler on a GPU: no synchronisation of the launching thread, and the plain loop's bits through steps that are left out."""
+"""GradScaler on a GPU: the launching thread never synchronises.
+
+Bits are the plain loop's through steps that are skipped.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def no_sync(wanted: bool) -> Iterator[None]:
 
 
 def trained(ours: bool, unscale: bool, clip: float | None, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Steps under a loss scale with an infinite loss in some; with ours, from the fourth step on no call of the scaler may synchronise."""
+    """Steps under a loss scale, with an infinite loss in some.
+
+    With ours, from the fourth step on no call of the scaler may synchronise.
+    """
     net: Any = build(torch.float32)
     optimizer: Any = torch.optim.AdamW(net.parameters(), **ADAMW)
     if ours:
@@ -58,7 +64,10 @@ def trained(ours: bool, unscale: bool, clip: float | None, **options: Any) -> tu
 
 @pytest.mark.parametrize(("unscale", "clip"), [(False, None), (True, None), (True, 0.1)])
 def test_steps_left_out_leave_no_trace_and_nothing_synchronises(unscale: bool, clip: float | None) -> None:
-    """Losses, scales and weights equal the plain loop's with rows on the CPU, on the GPU, on both, and streamed."""
+    """Losses, scales and weights equal the plain loop's.
+
+    Rows are on the CPU, on the GPU, on both, or streamed.
+    """
     expected, weights = trained(False, unscale, clip)
     for options in ({"k": 0}, {"k": 6}, {"k": 2}, {"k": 1, "stream": 0.5}):
         found, ours = trained(True, unscale, clip, **options)

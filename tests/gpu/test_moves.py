@@ -1,4 +1,7 @@
-"""A model that leaves the GPU and comes back between two steps, as code that saves elsewhere makes it do; and the engine's clock there."""
+"""A model that leaves the GPU and comes back between two steps, and the engine's clock.
+
+Code that saves elsewhere moves models so.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ def compiled(dtype: torch.dtype, places: list[Placement]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_leaves_the_gpu_and_returns_trains_on(dtype: torch.dtype, places: list[Placement]) -> None:
-    """cpu() right behind a step, a look at the weights there, cuda(): losses and weights are the plain loop's, which stays on the GPU."""
+    """cpu() right after a step, a look at the weights there, cuda(): losses and weights agree.
+
+    They are the plain loop's, whose model stays on the GPU.
+    """
     losses, weights = plain(dtype, None)
     model, optimizer = compiled(dtype, places)
     data, found = batches(), []
@@ -56,7 +62,7 @@ def test_a_model_that_leaves_the_gpu_and_returns_trains_on(dtype: torch.dtype, p
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 def test_training_a_model_that_has_left_the_gpu_is_an_error(places: list[Placement]) -> None:
-    """Forward and step() on the CPU say what was compiled where; back on the GPU, training goes on."""
+    """Forward and step() on the CPU say what was compiled where; on the GPU training goes on."""
     model, optimizer = compiled(torch.float32, places)
     data = batches()
     loss_of(model, next(data)).backward()
@@ -72,7 +78,10 @@ def test_training_a_model_that_has_left_the_gpu_is_an_error(places: list[Placeme
 
 
 def test_what_became_of_a_gradient_is_timed_on_the_host_s_clock() -> None:
-    """Copy out, update and copy in of each row come one after the other, within the step, to 50 us; the second time too."""
+    """Copy out, update and copy in of each row follow one another within the step, to 50 us.
+
+    So they do the second time.
+    """
     model, optimizer = compiled(torch.bfloat16, PLACES["host"])
     session, data = session_of(model), batches()
     session.planning.recording = True  # the planner leaves the engine's records alone

@@ -1,4 +1,7 @@
-"""Rates measured on a GPU, and what measuring leaves; what a forked child has of states in pinned memory."""
+"""Rates measured on a GPU, and what measuring leaves.
+
+Also what a forked child has of states in pinned memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
 
 def test_both_directions_have_a_rate_of_the_link() -> None:
-    """With both directions busy each moves between 0.1 and 1000 GB/s: the figures are of copies, and in microseconds per byte."""
+    """With both directions busy each moves between 0.1 and 1000 GB/s.
+
+    So the figures are of copies, in microseconds per byte.
+    """
     for us_per_byte in full_duplex_us_per_byte(torch.device("cuda")):
         assert 0.1 < 1e-3 / us_per_byte < 1000
 

@@ -20,7 +20,10 @@ __all__ = ["deterministic"]  # the fixture, for this file too
 
 
 def trained(dtype: torch.dtype, delay: Stage | None, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of the model, of clones and of aliases, and the weights after; two layers change places on the way."""
+    """Losses of the model, of clones and of aliases, and the weights after.
+
+    Two layers change places on the way.
+    """
     net: Any = build(dtype)
     optimizer: Any = torch.optim.AdamW(net.parameters(), **ADAMW)
     if options:
@@ -53,7 +56,10 @@ def trained(dtype: torch.dtype, delay: Stage | None, **options: Any) -> tuple[li
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_tensors_in_the_models_places_are_the_plain_ones(dtype: torch.dtype) -> None:
-    """fp32: losses, gradients of clones and weights equal the plain loop's. bf16, where masters differ: every plan and delay agree."""
+    """fp32: losses, gradients of clones and weights equal the plain loop's.
+
+    bf16, where masters differ: every plan and delay agree.
+    """
     cases: list[tuple[Stage | None, int]] = [(None, 6), (Stage.CPU_UPDATE, 2), (Stage.LANDING, 0), (Stage.ISSUE, 2)]
     expected = trained(dtype, None) if dtype is torch.float32 else trained(dtype, None, k=0)
     for delay, k in cases:

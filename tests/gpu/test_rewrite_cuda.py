@@ -1,4 +1,7 @@
-"""The rewrite on CUDA: Triton kernels, padding, cuDNN convolutions; weights are poisoned in stream order from release to wait."""
+"""The rewrite on CUDA: Triton kernels, padding, cuDNN convolutions.
+
+Weights are poisoned in stream order from release to wait.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from ..cpu.recording_nodes import compile_rewritten, train
 @pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
 @pytest.mark.parametrize("name", models.CASES)
 def test_training_is_that_of_plain_compile(name: str, wide: bool) -> None:
-    """No reader sees a poisoned weight, and losses and weights agree with torch.compile and a plain optimizer."""
+    """No reader sees a poisoned weight.
+
+    Losses and weights agree with torch.compile and a plain optimizer.
+    """
     torch.manual_seed(0)
     model, batches = models.CASES[name]() if not wide else _wide(name)
     model, batches = model.cuda(), [tuple(tensor.cuda() for tensor in batch) for batch in batches]
@@ -35,7 +41,7 @@ def test_training_is_that_of_plain_compile(name: str, wide: bool) -> None:
 
 
 def test_the_calls_stand_where_they_were_put() -> None:
-    """In the generated code for CUDA every inserted call is within four launches of its operands."""
+    """In the code for CUDA every inserted call is within four launches of its operands."""
     from ..cpu.generated_order import check_generated_order
 
     model, batches = models.gpt(length=64, width=64, layers=4)

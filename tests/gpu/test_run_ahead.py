@@ -1,4 +1,7 @@
-"""The launching thread runs ahead of the last updates of a step, on a GPU: bits stay, and nothing that waits for the device hangs."""
+"""The launching thread runs ahead of the last updates of a step, on a GPU.
+
+Bits stay, and nothing that waits for the device hangs.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,9 @@ def trained(dtype: torch.dtype, stream: float, between: str, settled: bool) -> t
 @pytest.mark.parametrize("between", ["nothing", "loss.item()", "zero_grad()", "an evaluation", "memory given back", "a step left out"])
 @pytest.mark.parametrize(("dtype", "stream"), [(torch.bfloat16, 0.0), (torch.bfloat16, 0.4), (torch.bfloat16, 1.0), (torch.float32, 0.0)])
 def test_a_thread_that_runs_ahead_changes_no_bit(dtype: torch.dtype, stream: float, between: str) -> None:
-    """Gradients of the next step are on their way while slow updates run, and losses and weights are those of a loop that waits.
+    """Gradients of the next step are on their way while slow updates run.
 
-    Streamed updates are not waited for either.
+    Losses and weights are those of a loop that waits. Streamed updates are not waited for either.
     """
     expected, weights, none, _ = trained(dtype, stream, between, settled=True)
     assert none == 0
@@ -76,7 +79,10 @@ def test_a_thread_that_runs_ahead_changes_no_bit(dtype: torch.dtype, stream: flo
 
 
 def test_a_failed_update_lets_go_of_the_device_and_is_told() -> None:
-    """An update that the device waits for fails: the device goes on, and the loop ends in the error before another step is committed."""
+    """If an update that the device waits for fails, the device goes on.
+
+    The loop ends in the error before another step is committed.
+    """
     net, data, optimizer = compiled(torch.bfloat16, timeout_s=20.0)
     engine: Any = session_of(net).engine
 

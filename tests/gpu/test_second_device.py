@@ -1,4 +1,7 @@
-"""A model on another device than the first: nothing is made on the first one, and the loop's current device stays what it is."""
+"""A model on another device than the first: nothing is made on the first one.
+
+The loop's current device stays the same.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def train(**options):
 @pytest.mark.parametrize("options", ["k=0", "k=1", "", "k=0, engine='torch'"])
 @pytest.mark.parametrize("first_in_use", [False, True])
 def test_a_model_on_the_second_device_leaves_the_first_alone(options: str, first_in_use: bool) -> None:
-    """No context is made on the first device where the loop has made none; where it has, events are of the right one all the same."""
+    """No context is made on the first device where the loop has made none.
+
+    Where it has made one, events are still of the right device.
+    """
     run(f"""
         if {first_in_use}:
             torch.ones(1, device="cuda:0")

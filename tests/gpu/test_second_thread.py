@@ -1,4 +1,7 @@
-"""A second thread beside training on a GPU: evaluations, checkpoints, metrics, forks; the training keeps the bits of the plain loop."""
+"""A second thread beside training on a GPU: evaluations, checkpoints, metrics, forks.
+
+The training keeps the bits of the plain loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Masters in two halves on a GPU: a visit to the device leaves there and brings home the bits of the CPU kernel."""
+"""Masters in two halves on a GPU: a visit to the device keeps the CPU kernel's bits.
+
+That holds for what it leaves there and for what it brings home.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["normal", "wide", "denormal"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 def test_an_update_in_halves_has_the_bits_of_whole_masters(streamed: bool, kind: str, amsgrad: bool) -> None:
-    """Weight, master and moments after three steps, for ties and their neighbours, lengths with and without a tail, one off 16 bytes."""
+    """Weight, master and moments after three steps have the bits of whole masters.
+
+    Ties and their neighbours occur, lengths with and without a tail, and one off 16 bytes.
+    """
     scalars = AdamScalars.of(GROUP | {"amsgrad": amsgrad}, 5, decoupled=True, torch_cuda=True)
     engine = NativeEngine(DEVICE, 2, 40 << 20, 20.0)
     try:

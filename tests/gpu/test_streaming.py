@@ -1,4 +1,7 @@
-"""Streamed rows on a GPU: real copies both ways, gradients that come late, and the plain loop's bits."""
+"""Streamed rows on a GPU have the plain loop's bits.
+
+Copies go both ways, and gradients come late.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ MIXTURES = {
 
 
 def trained(dtype: torch.dtype, clip: float | None, places: list[Placement], delay: Stage | None, sleep: bool) -> Any:
-    """The plain loop under a plan of that mixture from the third step on; with `sleep` the GPU is far behind the host."""
+    """The plain loop under a plan of that mixture from the third step on.
+
+    With `sleep` the GPU is far behind the host.
+    """
     net = build(dtype)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     session = session_of(model)
@@ -55,7 +61,10 @@ def trained(dtype: torch.dtype, clip: float | None, places: list[Placement], del
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_streaming_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | None) -> None:
-    """Every mixture of places, with the GPU behind the host (states are there before gradients) and with slow CPU stages."""
+    """Every mixture of places, also with slow CPU stages or with the GPU behind the host.
+
+    In the latter case states are there before gradients.
+    """
     losses, weights = plain(dtype, clip)
     cases: list[tuple[str, Stage | None, bool]] = [(name, None, sleep) for name in MIXTURES for sleep in (False, True)]
     cases += [("all three", stage, False) for stage in (Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE)]
@@ -66,13 +75,16 @@ def test_streaming_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | 
 
 
 def test_step_returns_while_the_backward_still_runs() -> None:
-    """Streaming does not hold the launching thread: step() has returned before the backward's last kernel has run."""
+    """Streaming does not hold the launching thread.
+
+    step() has returned before the backward's last kernel has run.
+    """
     assert_step_returns_early(0, MIXTURES["beside the CPU"])
 
 
 @pytest.mark.parametrize("place", [Placement.GPU, Placement.STREAM], ids=str)
 def test_a_gradient_that_is_not_finite_is_an_error_where_the_gpu_updates(place: Placement) -> None:
-    """The kernel reports it without a wait; the next gate after it raises, with the parameter's name."""
+    """The kernel reports it without a wait; the next gate raises with the parameter's name."""
     net = build(torch.bfloat16)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=0)
     session, data = session_of(model), batches()

@@ -1,4 +1,7 @@
-"""The torch engine on CUDA streams: the reference's bits while any stream is late, memory that is reused on the way included."""
+"""The torch engine on CUDA streams has the reference's bits while any stream is late.
+
+Memory that is reused on the way is included.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +83,11 @@ def spin(engine: TorchEngine, late: str, now: str) -> None:
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_late_stream_does_not_change_a_bit(engine: TorchEngine, dtype: torch.dtype, late: str) -> None:
-    """Gradients are overwritten at once, weights are read again before their release: every bit is the reference's.
+    """Gradients are overwritten at once, weights are read again before their release.
 
-    Nothing in the loop makes the host wait for the device. Weights are released after their
-    gradient is made in one step, before it in the next. Only some steps have factors: those hold
-    all updates back until the backward has ended.
+    Still every bit is the reference's. Nothing in the loop makes the host wait for the device.
+    Weights are released after their gradient is made in one step, before it in the next. Only some
+    steps have factors: those hold all updates back until the backward has ended.
     """
     torch.manual_seed(0)
     rows = [make_row(engine, number, size, dtype, on_device=number == 3) for number, size in enumerate(SIZES)]
@@ -135,7 +138,7 @@ def test_a_late_stream_does_not_change_a_bit(engine: TorchEngine, dtype: torch.d
 
 
 def test_a_gradient_can_be_brought_back(engine: TorchEngine) -> None:
-    """What `fetch` brings to the device is what was offloaded, also when the copy to the host is late."""
+    """`fetch` brings back what was offloaded, also when the copy to the host is late."""
     make_row(engine, 0, 5_000_003, torch.bfloat16, on_device=False)
     grad = torch.randn(5_000_003, device=DEVICE).to(torch.bfloat16)
     out = torch.zeros_like(grad)
@@ -147,7 +150,10 @@ def test_a_gradient_can_be_brought_back(engine: TorchEngine) -> None:
 
 
 def test_the_launching_thread_is_not_blocked(engine: TorchEngine) -> None:
-    """Offloading, committing and arming return while the gradient is still being computed; staging stays within its limit."""
+    """Offloading, committing and arming return while the gradient is still being computed.
+
+    Staging stays within its limit.
+    """
     sizes = (2 << 20,) * 20
     rows = [make_row(engine, number, size, torch.float32, on_device=False) for number, size in enumerate(sizes)]
     torch.cuda.synchronize()
@@ -169,7 +175,7 @@ def test_the_launching_thread_is_not_blocked(engine: TorchEngine) -> None:
 
 
 def test_stages_are_timed_on_the_host_s_clock(engine: TorchEngine) -> None:
-    """Copy out, update and copy in of a row come one after the other on one clock, to within 50 us."""
+    """Copy out, update and copy in of a row follow one another on one clock, to within 50 us."""
     make_row(engine, 0, 4 << 20, torch.bfloat16, on_device=False)
     engine.record(True)
     engine.grad_offload([0], [torch.ones(4 << 20, device=DEVICE, dtype=torch.bfloat16)])

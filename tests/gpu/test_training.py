@@ -1,4 +1,7 @@
-"""Whole training loops on a GPU: bits of the plain loop, whatever the plan and whichever stage is slow."""
+"""Whole training loops on a GPU have the bits of the plain loop.
+
+Neither the plan nor the stage that is slow matters.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def trained(
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_plan_and_every_delay_gives_the_plain_loops_bits(dtype: torch.dtype, clip: float | None) -> None:
-    """Losses and weights equal the all-GPU loop's for k = 0, between, n and solved, with each stage slow in turn."""
+    """Losses and weights equal the all-GPU loop's for k = 0, between, n and solved.
+
+    Each stage is slow in turn.
+    """
     losses, weights = plain(dtype, clip)
     cases: list[tuple[Stage | None, dict[str, Any]]] = [(None, {"k": 0}), (None, {"k": 6}), (None, {"warmup_steps": 2, "replan_every": 2})]
     cases += [(stage, {"k": 2}) for stage in (Stage.CPU_UPDATE, Stage.LANDING, Stage.ISSUE)]
@@ -104,7 +110,10 @@ def _counted(call: Callable[[int], None], calls: list[int], fetch: int) -> None:
 
 
 def test_a_step_is_a_transaction_while_the_gpu_is_behind() -> None:
-    """Weights read between backward() and step() are the old ones, and after step() the new ones, with the GPU far behind the host."""
+    """Weights read between backward() and step() are old, and after step() new.
+
+    The GPU is far behind the host.
+    """
     net = build(torch.bfloat16)
     model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters(), **ADAMW), k=2)
     data = batches()
@@ -125,10 +134,10 @@ def test_a_step_is_a_transaction_while_the_gpu_is_behind() -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_step_returns_while_the_backward_still_runs(k: int) -> None:
-    """Nothing in forward, backward or step waits for the GPU: step() has returned before the backward's last kernel has run.
+    """Nothing in forward, backward or step waits for the GPU.
 
-    With 300 MB of gradients: copies to the host behind a blocking-sync event would hold the
-    launching thread back here.
+    step() has returned before the backward's last kernel has run. With 300 MB of gradients: copies
+    to the host behind a blocking-sync event would hold the launching thread back here.
     """
     assert_step_returns_early(k)
 

@@ -74,7 +74,10 @@ def streaming_profiles(draw: st.DrawFn, max_units: int = 8) -> Profile:
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Profile, Plan, Discipline]:
-    """Any small profile, any ranges of its units placed anywhere, and any discipline under which that may run."""
+    """Any small profile, any ranges of its units placed anywhere, under any discipline.
+
+    The discipline is one under which that may run.
+    """
     profile = replace(draw(streaming_profiles()), commit_us=draw(st.just(0.0) | st.floats(0, 800)),
                       launching_us=draw(st.just(0.0) | st.floats(0, 800)), host_memory_gb_per_s=draw(st.none() | st.floats(1e-3, 10)))
     discipline = draw(st.builds(

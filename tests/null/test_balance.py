@@ -67,7 +67,10 @@ def test_one_odd_step_moves_nothing(share: float, odd: float) -> None:
 
 @given(share=SHARE, scatter=st.floats(0.2, 1.0))
 def test_ends_that_scatter_more_than_they_differ_move_nothing(share: float, scatter: float) -> None:
-    """A difference of 10% of a step counts where steps are alike, and not where they differ by twice as much among themselves."""
+    """A difference of 10% of a step counts where steps are alike.
+
+    It does not count where steps differ by twice as much among themselves.
+    """
     def ends(scatter: float) -> list[Ends]:
         return [Ends(1.1e5 + scatter * 1e5 * off, 1e5) for off in (-1, -0.5, 0, 0, 0.5, 1)]
 
@@ -84,7 +87,10 @@ def test_new_weights_take_a_fifth_of_the_lane_that_streamed_states_take() -> Non
 
 @given(sizes=SIZES, k=st.integers(0, 3), before=SHARE, share=st.floats(0, 1))
 def test_the_new_plan_streams_the_share(sizes: list[list[int]], k: int, before: float, share: float) -> None:
-    """It tiles the units, leaves what is on the device there, and of every prefix streams the share to within one parameter."""
+    """The new plan tiles the units and leaves what is on the device there.
+
+    Of every prefix it streams the share, to within one parameter.
+    """
     units = units_of(sizes)
     k = min(k, len(units) - 1)
     old = made(units, k, before)

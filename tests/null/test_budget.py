@@ -16,7 +16,11 @@ DISCIPLINE = Discipline(staging_params=100, staging_slots=2)
 
 
 def device_bytes(profile: Profile, k: int, share: float) -> float:
-    """States of the first k units, and of the others the streamed share's gradients and two slots of 100 parameters (or the largest)."""
+    """Bytes on the device of k resident units, with a share of the others streamed.
+
+    States of the first k units, gradients of the streamed share, and two slots of 100 parameters
+    (or of the largest).
+    """
     streamed = share * sum(u.grad_bytes for u in profile.units[k:])
     largest = max(max(u.param_numels) for u in profile.units)
     return 12 * sum(u.params for u in profile.units[:k]) + streamed + (2 * 12 * min(100, largest) if share else 0)
@@ -24,7 +28,10 @@ def device_bytes(profile: Profile, k: int, share: float) -> float:
 
 @given(profile=streaming_profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
 def test_the_most_units_are_the_longest_prefix_that_fits(profile: Profile, budget: int, share: float) -> None:
-    """That many leading units fit beside what is streamed, one more does not; -1 only where not even k = 0 fits."""
+    """The most units fit beside what is streamed, and one more does not.
+
+    -1 comes only where not even k = 0 fits.
+    """
     k = Budget(budget).most_units(profile, share, DISCIPLINE)
     if k >= 0:
         assert device_bytes(profile, k, share) <= budget + 1e-6
@@ -36,14 +43,17 @@ def test_the_most_units_are_the_longest_prefix_that_fits(profile: Profile, budge
 
 @given(profile=streaming_profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
 def test_a_bound_on_resident_states_leaves_streamed_ones_out(profile: Profile, budget: int, share: float) -> None:
-    """Where the budget does not count what is streamed, the units that fit are those that fit without streaming."""
+    """Where the budget does not count streamed states, as many units fit as without streaming."""
     bound = Budget(budget, counts_streamed=False)
     assert bound.most_units(profile, share, DISCIPLINE) == Budget(budget).most_units(profile, 0.0, DISCIPLINE)
 
 
 @given(profile=profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
 def test_the_least_units_leave_what_the_host_holds(profile: Profile, budget: int, share: float) -> None:
-    """The units after the first `least` fit the host at 12 bytes of states and a slot for what is not streamed, one more does not."""
+    """The units after the first `least` fit the host, and one more does not.
+
+    Each takes 12 bytes of states, and a slot for what is not streamed.
+    """
     least = Budget(host_bytes=budget).least_units(profile, share)
     on_host = [12 * u.params + (1 - share) * u.grad_bytes for u in profile.units]
     assert sum(on_host[least:]) <= budget + 1e-6

@@ -22,7 +22,7 @@ GB = st.integers(4, 200).map(lambda gb: gb * 10**9)
 @given(device_bytes=GB, host_bytes=GB, recompute=st.booleans())
 @settings(deadline=None, max_examples=25)
 def test_one_more_does_not_fit(device_bytes: int, host_bytes: int, recompute: bool) -> None:
-    """What is found fits, and with one more layer or sequence it does not; where nothing fits 0 is found."""
+    """What is found fits, and one more layer or sequence does not; where nothing fits it is 0."""
     device = replace(H200, memory_bytes=device_bytes, host_memory_bytes=host_bytes)
     for found in capacities(SHAPE, device, 4096, 2048, recompute):
         assert found.layers is not None
@@ -35,14 +35,17 @@ def test_one_more_does_not_fit(device_bytes: int, host_bytes: int, recompute: bo
 @given(device_bytes=GB, host_bytes=GB, tokens=st.integers(1, 20_000))
 @settings(deadline=None, max_examples=40)
 def test_a_split_fits_where_some_number_of_units_does(device_bytes: int, host_bytes: int, tokens: int) -> None:
-    """The one split that is looked at fits whenever any number of leading units on the device does."""
+    """The single split that is tried fits whenever any number of leading units does."""
     device = replace(H200, memory_bytes=device_bytes, host_memory_bytes=host_bytes)
     some = any(footprint(SHAPE, tokens, k).fits(device) for k in range(len(SHAPE.units) + 1))
     assert fits("split", SHAPE, device, tokens, False) == some
 
 
 def test_splitting_holds_the_most() -> None:
-    """On the H200 machine a split holds more than either memory alone; streaming saves the host's slots."""
+    """On the H200 machine a split holds more than either memory alone.
+
+    Streaming saves the host's slots.
+    """
     by_way = {found.way: found for found in capacities(read_shape("llama-10b"), H200, 8192, 2048, False)}
     assert list(by_way) == list(WAYS)
     layers = {way: found.layers or 0 for way, found in by_way.items()}
@@ -52,7 +55,10 @@ def test_splitting_holds_the_most() -> None:
 
 
 def test_more_layers() -> None:
-    """Layers are repeated with their names counted on; a model that repeats none has no larger sibling."""
+    """Layers are repeated, and their names count on.
+
+    A model that repeats none has no larger sibling.
+    """
     larger = SHAPE.with_layers(30)
     assert SHAPE.layers == 24
     assert [u.name for u in larger.units[-3:]] == ["layer.28", "layer.29", "head"]

@@ -62,7 +62,10 @@ def test_accepted(options: dict[str, Any]) -> None:
                                             "workers", "timeout_s", "mode", "options", "dynamic", "dump", "ring_bytes")),
 ])
 def test_refused(name: str, value: object) -> None:
-    """A wrong type or range is an error that names the option and what was found; it is a ValueError and one of ours."""
+    """A wrong type or range is an error that names the option and what was found.
+
+    It is a ValueError and one of our errors.
+    """
     with pytest.raises(ConfigError, match=f"option {name}=") as caught:
         Config.from_options(**{name: value})
     assert repr(value) in str(caught.value)
@@ -87,7 +90,7 @@ def test_plan_and_k_exclude_each_other() -> None:
 
 
 def test_mode_and_options_exclude_each_other() -> None:
-    """A mode stands for Inductor options, so giving both is an error here, as it is in torch.compile."""
+    """A mode stands for Inductor options, so giving both is an error, as in torch.compile."""
     with pytest.raises(ConfigError, match="one of the two"):
         Config(mode="default", options={"max_autotune": True})
 
@@ -100,7 +103,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 
 
 def test_options_are_a_copy() -> None:
-    """The dict that was given may be changed afterwards, and None is torch.compile's way to say none."""
+    """The given dict may be changed afterwards; None says no options, as in torch.compile."""
     given = {"max_autotune": True}
     config = Config.from_options(options=given)
     given.clear()

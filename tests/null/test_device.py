@@ -21,7 +21,10 @@ H200 = find_device("h200")
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
 def test_known_devices_say_where_their_figures_come_from(name: str) -> None:
-    """Each device is found by its name in any case and survives JSON; each of its figures is measured, of a data sheet, or estimated."""
+    """Each device is found by its name in any case, and survives JSON.
+
+    Each of its figures is measured, from a data sheet, or estimated.
+    """
     spec = find_device(name.upper())
     assert spec.name == name
     assert DeviceSpec.from_json(spec.to_json()) == spec
@@ -31,7 +34,7 @@ def test_known_devices_say_where_their_figures_come_from(name: str) -> None:
 
 @pytest.mark.parametrize(("model", "step_s", "forward_s"), [("llama-3.1b", 0.309, 0.101), ("llama-7b", 0.628, None)])
 def test_h200_figures_meet_the_measured_steps(model: str, step_s: float, forward_s: float | None) -> None:
-    """For 4 x 2048 tokens the H200's forward and backward come within 4% of what was measured there."""
+    """The H200's forward and backward of 4 x 2048 tokens are within 4% of measured ones."""
     p = analytic_profile(read_shape(model), H200, 8192, sequence=2048)
     assert (p.forward_us + p.backward_us) / 1e6 == pytest.approx(step_s, rel=0.04)
     assert forward_s is None or p.forward_us / 1e6 == pytest.approx(forward_s, rel=0.04)
@@ -57,7 +60,10 @@ def test_more_tokens_take_longer(tokens: int, more: int) -> None:
 
 
 def test_recomputation_adds_one_forward_of_each_layer() -> None:
-    """With recomputation the backward is longer by the layers' forward, not by the head's or the embedding's."""
+    """With recomputation the backward is longer by the layers' forward alone.
+
+    The head's and the embedding's forward do not count.
+    """
     plain, again = (analytic_profile(SHAPE, H200, 8192, recompute) for recompute in (False, True))
     layers = sum(u.forward_us for u in plain.units[1:-1])
     assert again.backward_us - plain.backward_us == pytest.approx(layers)
@@ -65,7 +71,7 @@ def test_recomputation_adds_one_forward_of_each_layer() -> None:
 
 
 def test_longer_sequences_cost_attention() -> None:
-    """At equal tokens longer sequences make layers slower, twice as much so without a causal mask."""
+    """At equal tokens longer sequences make layers slower, twice as much without a causal mask."""
     def layer_us(sequence: int, causal: bool) -> float:
         return analytic_profile(replace(SHAPE, causal=causal), H200, 8192, sequence=sequence).units[1].forward_us
 

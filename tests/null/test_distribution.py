@@ -17,7 +17,10 @@ NATIVE_SOURCES = {".h", ".cpp", ".cu"}
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
-    """Build "sdist", "wheel" or "editable" of the tree `source` into `target`, with the setuptools that is installed."""
+    """Build "sdist", "wheel" or "editable" of the tree `source` into `target`.
+
+    It uses the setuptools that is installed.
+    """
     target.mkdir(exist_ok=True)
     call = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
     run = subprocess.run([sys.executable, "-c", call], cwd=source, capture_output=True, text=True, check=False)
@@ -50,7 +53,10 @@ def wheel_names(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> set[st
 
 
 def test_the_wheel_holds_every_module_every_native_source_and_the_type_marker(wheel_names: set[str]) -> None:
-    """All .py, .h, .cpp, .cu, .html and .svg files and py.typed are installed; the engine is built from them at first use."""
+    """All .py, .h, .cpp, .cu, .html and .svg files and py.typed are installed.
+
+    The engine is built from them at first use.
+    """
     expected = project_files({".py", ".html", ".svg", *NATIVE_SOURCES}) | {"hytrain_fx/py.typed"}
     assert any(PurePosixPath(name).suffix in NATIVE_SOURCES for name in expected)
     assert expected <= wheel_names
@@ -71,7 +77,11 @@ def test_the_sdist_has_no_links_and_carries_the_tests(sdist: Path) -> None:
 
 
 def test_an_editable_install_is_a_path_and_no_import_hook(sdist: Path, tmp_path: Path) -> None:
-    """Python asks hooks last: beside a folder `hytrain_fx` (the clone) a script would import that folder, which has no `compile`."""
+    """An editable install is a path, because Python asks import hooks last.
+
+    With a hook, a script beside a folder `hytrain_fx` (the clone) would import that folder, which
+    has no `compile`.
+    """
     with zipfile.ZipFile(build("editable", sdist, tmp_path / "editable")) as archive:
         (pth,) = [name for name in archive.namelist() if name.endswith(".pth")]
         assert not any(name.endswith(".py") for name in archive.namelist())

@@ -41,7 +41,10 @@ def test_closed_form_solves_the_equation(n: int, t_bwd: float, more: float, alph
 
 @given(n=st.integers(1, 40), cpu=WORK, t_bwd=st.floats(0, 5000), alpha=st.floats(0.0, 3))
 def test_discrete_is_a_neighbour_of_the_closed_form(n: int, cpu: float, t_bwd: float, alpha: float) -> None:
-    """On equal layers the discrete k is the floor or the ceiling of the closed form, and the better of the two."""
+    """On equal layers the discrete k is the floor or the ceiling of the closed form.
+
+    It is the better of the two.
+    """
     exact = uniform_k(n, t_bwd, n * cpu, alpha)
     b = balance(t_bwd, [(cpu, alpha * cpu)] * n)
     assert abs(b.solve() - exact) < 1 + 1e-9
@@ -71,7 +74,10 @@ def test_k_falls_with_longer_backward(t_bwd: float, more: float, layers: list[tu
 
 @given(t_bwd=TIMES, factor=st.integers(2, 5), n=st.integers(1, 30), cpu=WORK, gpu=TIMES)
 def test_k_grows_with_slower_cpu(t_bwd: float, factor: int, n: int, cpu: float, gpu: float) -> None:
-    """With equal layers, a slower CPU (device update times kept) never gives fewer layers to the device."""
+    """With equal layers, a slower CPU never gives fewer layers to the device.
+
+    Update times on the device stay the same.
+    """
     assert balance(t_bwd, [(factor * cpu, gpu)] * n).solve() >= balance(t_bwd, [(cpu, gpu)] * n).solve()
 
 
@@ -111,7 +117,10 @@ def test_bad_times_are_refused() -> None:
 
 
 def test_sympy_is_imported_only_when_the_equation_is_stated() -> None:
-    """The planning modules by themselves (the package's own `__init__` left out) import neither sympy nor torch."""
+    """The planning modules alone import neither sympy nor torch.
+
+    The package's own `__init__` is left out.
+    """
     code = f"""if True:
         import sys, types
         package = sys.modules["hytrain_fx"] = types.ModuleType("hytrain_fx")

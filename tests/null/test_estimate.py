@@ -46,7 +46,7 @@ def test_series_without_values_are_refused() -> None:
 
 
 def test_small_or_unpaid_gains_do_not_move_states() -> None:
-    """A plan is changed for a gain above 1%, above the noise, and repaid within the horizon; not otherwise."""
+    """A plan changes only for a gain above 1% and above the noise, repaid within the horizon."""
     assert should_replan(1000.0, 950.0, 9000.0, 200)
     assert not should_replan(1000.0, 950.0, 11_000.0, 200)
     assert not should_replan(1000.0, 991.0, 0.0, 200)

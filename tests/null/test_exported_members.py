@@ -22,7 +22,10 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the passes, two value classes, an optimizer and seven functions; `dir` shows them unloaded, and the version."""
+    """`__all__` holds the passes, two value classes, an optimizer and seven functions.
+
+    `dir` shows them before they are loaded, and the version.
+    """
     assert hytrain_fx.__all__ == ["DEFAULT_PASSES", "Config", "Lion", "Plan", *FUNCTIONS]
     assert dir(hytrain_fx) == sorted([*hytrain_fx.__all__, "__version__"])
 
@@ -61,7 +64,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the functions need torch")
 @pytest.mark.parametrize("first", ["hytrain_fx.explain.plan.text", "hytrain_fx.explain.plan.report"])
 def test_functions_are_functions_whatever_was_imported_before(first: str) -> None:
-    """`hytrain_fx.explain` is the function, also after modules of the package of the same name were imported."""
+    """`hytrain_fx.explain` is the function, also after its package's modules were imported."""
     code = f"import {first}, hytrain_fx, types; print(all(type(getattr(hytrain_fx, n)) is types.FunctionType for n in {FUNCTIONS}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "True\n"

@@ -1,4 +1,7 @@
-"""Host memory as a resource: bytes by way of updating, and its bandwidth in the bound of the step and in the simulator."""
+"""Host memory as a resource: bytes by way of updating, and bandwidth.
+
+The bandwidth is in the bound of the step and in the simulator.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def mixed_plan(profile: Profile, k: int, share: float) -> Plan:
 
 @pytest.mark.parametrize(("width", "by_cpu", "streamed"), [(2, 30, 20), (4, 36, 24)])
 def test_bytes_of_an_update(width: int, by_cpu: int, streamed: int) -> None:
-    """With its copies an update by the CPU moves 30 bytes a 16-bit parameter and 36 an fp32 one, a streamed update 20 and 24."""
+    """An update by the CPU moves 30 bytes a 16-bit parameter and 36 an fp32 one, with its copies.
+
+    A streamed update moves 20 and 24.
+    """
     u = replace(unit(0, params=10), grad_bytes=10 * width)
     assert cpu_bytes(u) == 10 * by_cpu
     assert streamed_bytes(u) == 10 * streamed
@@ -44,7 +50,10 @@ def test_bytes_of_an_update(width: int, by_cpu: int, streamed: int) -> None:
 
 
 def test_pieces_slow_each_other_as_measured() -> None:
-    """Three that alone would take 191, 49.7 and 49.7 of 215 GB/s run at the rates that 14 threads of AdamW beside copies had there."""
+    """Three pieces that alone would take 191, 49.7 and 49.7 of 215 GB/s share it as measured.
+
+    The rates are those that 14 threads of AdamW beside copies had there.
+    """
     running = Running(215e3)
     for piece, bytes_per_us in enumerate((191e3, 49.7e3, 49.7e3)):  # an update by the CPU, copies both ways
         running.start(piece, 1000.0, 1000.0 * bytes_per_us, 0.0)
@@ -55,7 +64,10 @@ def test_pieces_slow_each_other_as_measured() -> None:
 
 
 def test_pieces_take_their_own_time_where_memory_suffices() -> None:
-    """A piece that joins slows one down from then on only; what does not touch host memory is not slowed."""
+    """A piece that joins slows another down only from then on.
+
+    What does not touch host memory is not slowed.
+    """
     running = Running(100.0)
     slow, late, device = 0, 1, 2
     running.start(slow, 10.0, 1000.0, 0.0)
@@ -91,7 +103,10 @@ def test_plenty_is_as_unknown(profile: Profile, k: int, share: float) -> None:
 @given(profile=streaming_profiles(), k=st.integers(0, 8), share=SHARES, gb_per_s=BANDWIDTHS, more=st.floats(1, 10))
 @settings(deadline=None)
 def test_a_larger_bandwidth_is_never_slower(profile: Profile, k: int, share: float, gb_per_s: float, more: float) -> None:
-    """The bound of the step falls with bandwidth, and none is below that of a profile that does not know it."""
+    """The bound of the step falls with bandwidth.
+
+    No bound is below the one of a profile that does not know its bandwidth.
+    """
     k = min(k, len(profile.units))
     exposed_us = [windows_of(with_bandwidth(profile, rate), guard=1.0, chunk_params=100, updates_in_backward=True)
                   .streaming(share).exposed_us(k) for rate in (gb_per_s, more * gb_per_s, None)]
@@ -101,7 +116,10 @@ def test_a_larger_bandwidth_is_never_slower(profile: Profile, k: int, share: flo
 @given(n=st.integers(1, 8), cpu=st.floats(10, 100), gb_per_s=st.floats(0.1, 5), more=st.floats(1, 10), k=st.integers(0, 8))
 @settings(deadline=None)
 def test_a_larger_bandwidth_is_never_simulated_slower(n: int, cpu: float, gb_per_s: float, more: float, k: int) -> None:
-    """On equal layers the simulated step falls with bandwidth too, up to one chunk in its three stages."""
+    """On equal layers the simulated step falls with bandwidth too, up to one chunk.
+
+    That is one chunk in its three stages.
+    """
     profile = uniform(n, cpu=cpu)
     p = mixed_plan(profile, k, 0.0)
     slow, fast = (simulate(with_bandwidth(profile, rate), p, DISCIPLINE).makespan_us for rate in (gb_per_s, more * gb_per_s))
@@ -111,7 +129,10 @@ def test_a_larger_bandwidth_is_never_simulated_slower(n: int, cpu: float, gb_per
 @given(profile=streaming_profiles(), k=st.integers(0, 8), share=SHARES, gb_per_s=BANDWIDTHS)
 @settings(deadline=None)
 def test_no_step_moves_more_than_the_memory_gives(profile: Profile, k: int, share: float, gb_per_s: float) -> None:
-    """A simulated step takes at least the bytes of its CPU updates and loaded states over the bandwidth."""
+    """A simulated step takes at least its bytes over the bandwidth.
+
+    These are the bytes of CPU updates and of loaded states.
+    """
     p = mixed_plan(profile, k, share)
     moved = sum(row.numel / profile.units[row.unit].params * (
         cpu_bytes(profile.units[row.unit]) if row.placement is Placement.CPU else profile.units[row.unit].stream_bytes)
@@ -121,7 +142,10 @@ def test_no_step_moves_more_than_the_memory_gives(profile: Profile, k: int, shar
 
 
 def test_where_memory_binds_it_is_named() -> None:
-    """Updates that the CPU would hide wait for memory: the plan says so, puts units on the device, and tells the bandwidth."""
+    """Where updates that the CPU would hide wait for memory, the plan says so.
+
+    It puts units on the device, and tells the bandwidth.
+    """
     profile = with_bandwidth(uniform(10, forward=10.0, backward=20.0, cpu=5.0), 0.5)  # 30 kB a unit, 60 us
     p = plan(profile, discipline=DISCIPLINE)
     assert p.k > plan(with_bandwidth(profile, None), discipline=DISCIPLINE).k
@@ -132,7 +156,7 @@ def test_where_memory_binds_it_is_named() -> None:
 
 
 def test_streaming_gains_what_it_saves_in_bytes() -> None:
-    """Bound by memory alone, streaming all instead of nothing brings the exposed time down to 20/30."""
+    """Bound by memory alone, streaming all cuts the exposed time to 20/30 of streaming nothing."""
     profile = with_bandwidth(profile_of([unit(0, cpu=0.1, stream=0.1, forward=1e-3, backward=1e-3)]), 0.01)
     windows = windows_of(profile, guard=1.0, chunk_params=100, updates_in_backward=True)
     assert windows.streaming(1.0).exposed_us(0) / windows.exposed_us(0) == pytest.approx(20 / 30)
@@ -140,7 +164,10 @@ def test_streaming_gains_what_it_saves_in_bytes() -> None:
 
 @pytest.mark.parametrize("gb_per_s", [0.0, -1.0, float("nan")])
 def test_no_bandwidth_is_an_error(gb_per_s: float) -> None:
-    """A bandwidth of 0, below 0 or not a number is refused; a profile with one survives JSON, one from before has none."""
+    """A bandwidth of 0, below 0 or not a number is refused.
+
+    A profile with a bandwidth survives JSON, and an older one has none.
+    """
     profile = uniform(2)
     with pytest.raises(PlanError, match="host memory bandwidth"):
         with_bandwidth(profile, gb_per_s)

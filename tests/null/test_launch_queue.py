@@ -1,4 +1,7 @@
-"""The GPU's queue of launches is made longer where that is still possible, and only where nobody has said how long it is to be."""
+"""The GPU's queue of launches is made longer, if that is still possible.
+
+It is left alone where somebody has said how long it is to be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ BEGUN, NOT_INITIALIZED = 0, 3
 
 
 def driver_that_returns(monkeypatch: pytest.MonkeyPatch, result: int | None) -> list[str]:
-    """A driver whose calls return `result`, None: there is none. The names of the libraries that are asked for."""
+    """A driver whose calls return `result`; None: there is no driver.
+
+    Gives the names of the libraries that are asked for.
+    """
     asked: list[str] = []
 
     def load(name: str) -> SimpleNamespace:
@@ -36,7 +42,10 @@ def driver_that_returns(monkeypatch: pytest.MonkeyPatch, result: int | None) -> 
 ])
 def test_the_variable_is_set_once_and_in_time(monkeypatch: pytest.MonkeyPatch, result: int | None, before: str | None,
                                               after: str | None) -> None:
-    """What the user has set stays, and so does the environment where CUDA has begun or is not there."""
+    """What the user has set stays.
+
+    The environment stays too, where CUDA has begun or is not there.
+    """
     asked = driver_that_returns(monkeypatch, result)
     monkeypatch.delenv(launch_queue.VARIABLE, raising=False)
     if before is not None:

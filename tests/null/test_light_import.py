@@ -12,7 +12,10 @@ HEAVY = ("torch", "sympy", "deepspeed", "matplotlib")
 
 
 def loaded_after(code: str) -> set[str]:
-    """Which heavy packages a fresh interpreter has loaded once `code` has run; its last line of output tells."""
+    """Which heavy packages a fresh interpreter has loaded after it has run `code`.
+
+    The last line of its output tells.
+    """
     told = f"{code}\nimport json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     run = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     return set(json.loads(run.stdout.splitlines()[-1]))
@@ -24,7 +27,10 @@ def loaded_after(code: str) -> set[str]:
     "import hytrain_fx.explain.plan.text, hytrain_fx.explain.graphs.dump_folder",
 ])
 def test_importing_loads_nothing_heavy(code: str) -> None:
-    """`import hytrain_fx`, the command line and what prints saved plans and dump folders need no torch."""
+    """`import hytrain_fx`, the command line, and printing plans and dumps need no torch.
+
+    The plans and dump folders are saved ones.
+    """
     assert loaded_after(code) == set()
 
 

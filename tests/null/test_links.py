@@ -1,4 +1,7 @@
-"""The links `passes` and `cost_model` at the top level lead to the packages and are no packages themselves."""
+"""The links `passes` and `cost_model` at the top level lead to the packages.
+
+They are no packages themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ LINKS = ("passes", "cost_model")
 
 @pytest.mark.parametrize("name", LINKS)
 def test_a_link_leads_to_the_package_of_its_name(name: str) -> None:
-    """`passes` and `cost_model` show the same folders as `hytrain_fx/passes` and `hytrain_fx/cost_model`."""
+    """`passes` and `cost_model` show the folders of these names in `hytrain_fx`."""
     link = ROOT / name
     assert link.is_symlink()
     assert link.resolve() == ROOT / "hytrain_fx" / name

@@ -48,7 +48,10 @@ def page() -> str:
 
 
 def test_the_page_has_every_cell_of_every_table(page: str) -> None:
-    """Tables are those of the Markdown, in order; the placement of every unit is listed with its reason."""
+    """Tables are those of the Markdown, in order.
+
+    The placement of every unit is listed with its reason.
+    """
     parser = Cells()
     parser.feed(page)
     assert parser.cells == [cell for table in tables(REPORT) for line in (table.heads, *table.rows) for cell in line]
@@ -56,7 +59,7 @@ def test_the_page_has_every_cell_of_every_table(page: str) -> None:
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
-    """No script, no style sheet, no picture and no font is loaded: links in it lead into the page."""
+    """No script, style sheet, picture or font is loaded: all links lead into the page."""
     parser = Cells()
     parser.feed(page)
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in parser.tags}

@@ -1,4 +1,7 @@
-"""Pieces of a plan: where parameters may be cut, and how exactly a bound on resident states is filled."""
+"""Pieces of a plan: where parameters may be cut.
+
+Also how exactly a bound on resident states is filled.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_without_a_grain_parameters_are_whole(profile: Profile) -> None:
 
 @given(profile=streaming_profiles(), grain=GRAINS, data=st.data())
 def test_pieces_give_the_plan_back(profile: Profile, grain: int, data: st.DataObject) -> None:
-    """Where parameters may be cut, the pieces of a unit joined again are its shares, wherever these end."""
+    """Where parameters may be cut, a unit's joined pieces are its shares, wherever they end."""
     of = with_grain(profile, grain).units[0]
     cuts = sorted({0, of.params, *data.draw(st.lists(st.integers(0, of.params), max_size=3))})
     places = data.draw(st.permutations(list(Placement)))
@@ -82,7 +85,7 @@ def test_a_negative_grain_is_refused() -> None:
 
 
 def test_units_keep_their_grain_as_json() -> None:
-    """A saved profile says where parameters may be cut; one saved before says that they are whole."""
+    """A saved profile says where parameters may be cut; in an older one they are whole."""
     profile = profile_of([replace(unit(0, params=8), param_numels=(8,), grain_params=4)])
     assert Profile.from_json(profile.to_json()) == profile
     assert Profile.from_json(profile.to_json().replace('"grain_params": 4', '"grain_params": 0')).units[0].grain_params == 0

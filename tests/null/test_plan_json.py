@@ -66,7 +66,7 @@ def test_bad_profile_text_is_refused(text: str) -> None:
 
 
 def test_bad_figures_in_a_profile_are_refused() -> None:
-    """A negative time, a unit without parameters and a gap in the numbering are errors that name the unit."""
+    """A negative time, a unit without parameters, or a gap in the numbers names the unit."""
     with pytest.raises(PlanError, match="forward_us=-1"):
         unit(0, forward=-1.0)
     with pytest.raises(PlanError, match="stream_in_us=-1"):
@@ -108,7 +108,7 @@ def test_overlap_and_absence_are_refused() -> None:
 
 
 def test_names_and_k_must_agree() -> None:
-    """A plan made for a model with other layer names, or whose k contradicts its rows, is an error."""
+    """A plan with other layer names, or with a k that contradicts its rows, is an error."""
     profile = uniform(2)
     plan = prefix(profile, 1)
     with pytest.raises(PlanError, match="made for another model"):

@@ -35,7 +35,10 @@ def test_every_plan_fits_model_and_budget(profile: Profile, rule: Rule, budget: 
 @given(profile=streaming_profiles(), budget=st.integers(0, 100_000), stream=st.sampled_from([0.0, 0.4, "auto"]))
 @settings(deadline=None)
 def test_a_bound_on_resident_states_is_filled_with_parameters(profile: Profile, budget: int, stream: Stream) -> None:
-    """Beside whole units the next one's largest parameters that fit are on the device, within the bound, and only where that is faster."""
+    """Beside whole units, the next unit's largest parameters that fit are on the device.
+
+    They stay within the bound, and are there only where that is faster.
+    """
     p = plan(profile, budget_bytes=budget, stream=stream, budget_counts_streamed=False)
     validate(p, profile.units)
     assert p.predicted["gpu_states_bytes"] <= budget + 1e-6
@@ -94,7 +97,10 @@ def test_k_grows_with_the_guard(n: int, cpu: float, guard: float, more: float, r
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_guard_counts(rule: Rule) -> None:
-    """Planning with CPU times half as long again puts more units on the device, and a note says how times were taken."""
+    """Planning with CPU times half as long again puts more units on the device.
+
+    A note says how times were taken.
+    """
     profile = uniform(20, forward=10.0, backward=20.0, cpu=60.0)
     exact, guarded = plan(profile, rule=rule, guard=1.0), plan(profile, rule=rule, guard=1.5)
     assert guarded.k > exact.k
@@ -103,7 +109,10 @@ def test_the_guard_counts(rule: Rule) -> None:
 
 
 def test_first_unit_goes_to_the_device_where_the_seed_sees_no_need() -> None:
-    """With a long backward the balance gives k=0, the windows give k=1: nothing hides the update of the unit whose gradient is last."""
+    """With a long backward the balance gives k=0, the windows give k=1.
+
+    Nothing hides the update of the unit whose gradient is last.
+    """
     profile = uniform(10, forward=50.0, backward=100.0, cpu=40.0, gpu=1.0)
     seed, windowed = plan(profile, rule="seed"), plan(profile, rule="windowed")
     assert (seed.k, windowed.k) == (0, 1)
@@ -112,7 +121,10 @@ def test_first_unit_goes_to_the_device_where_the_seed_sees_no_need() -> None:
 
 
 def test_windowed_needs_fewer_units_than_the_seed_when_the_forward_hides_updates() -> None:
-    """The next forward hides updates too, so windows put fewer units on the device and take no longer."""
+    """The next forward hides updates too, so windows put fewer units on the device.
+
+    The step takes no longer.
+    """
     profile = uniform(24, forward=10.0, backward=20.0, cpu=45.0, gpu=1.0)
     seed, cotrain, windowed = (plan(profile, rule=rule, discipline=Discipline(chunk_params=20)) for rule in RULES)
     assert cotrain.k < windowed.k < seed.k
@@ -129,7 +141,10 @@ def test_memory_caps_k_and_says_so() -> None:
 
 
 def test_host_memory_raises_k_or_fails() -> None:
-    """A host that holds 4 of 10 units gives k >= 6; when the device does not hold the other 6, no plan fits."""
+    """A host that holds 4 of 10 units gives k >= 6.
+
+    If the device does not hold the other 6, no plan fits.
+    """
     profile = uniform(10, cpu=1.0)
     p = plan(profile, host_budget_bytes=4 * 14_000)
     assert p.k == 6
@@ -148,7 +163,10 @@ def test_given_k_is_taken() -> None:
 
 
 def test_cotrain_is_the_seeds_rule_with_an_alpha_of_one() -> None:
-    """Where the device updates as slowly as the CPU both rules give the same k; where it is faster the seed's gives more."""
+    """Where the device updates as slowly as the CPU, both rules give the same k.
+
+    Where it is faster, the seed's rule gives more.
+    """
     profile = uniform(10, backward=5.0, cpu=30.0, gpu=1.0)
     slow_device = uniform(10, backward=5.0, cpu=30.0, gpu=30.0)
     assert plan(slow_device, rule="seed").inputs["alpha"] == pytest.approx(1.0)
@@ -185,7 +203,7 @@ def test_compare_gives_all_plans(profile: Profile) -> None:
 
 
 def test_inputs_name_what_was_used() -> None:
-    """The inputs hold the terms of the equation, the guard and the budget; unknown ones are left out."""
+    """The inputs hold the equation's terms, the guard and the budget; unknown ones are absent."""
     inputs = plan(replace(uniform(4), tokens=512, steps=5), budget_bytes=10**6).inputs
     assert (inputs["t_bwd_us"], inputs["t_upd_cpu_us"], inputs["budget_bytes"], inputs["tokens"]) == (80.0, 120.0, 1e6, 512.0)
     assert "tokens" not in plan(uniform(4)).inputs

@@ -27,7 +27,10 @@ H200 = find_device("h200")
 
 
 def test_systems_keep_their_order() -> None:
-    """For 7 G parameters in 8k tokens: no overlap is slowest, then CoTrain, HyTrainDNN, windows and streaming, each at least as fast."""
+    """For 7 G parameters and 8k tokens each system is at least as fast as the one before it.
+
+    No overlap is slowest, then come CoTrain, HyTrainDNN, windows and streaming.
+    """
     r = report("llama-7b", "h200", 8192, sequence=2048, sweep=False)
     steps = [row.step_us for row in r.rows[:6]]
     assert [row.system for row in r.rows] == [system.name for system in SYSTEMS]
@@ -53,7 +56,10 @@ def test_markdown_and_json_carry_the_same_figures() -> None:
 
 
 def test_what_does_not_fit_is_shown_as_such() -> None:
-    """10 G parameters fit neither on the device alone nor with all states on that host, but split between both."""
+    """10 G parameters fit neither on the device alone nor with all states on that host.
+
+    Split between both they fit.
+    """
     fits = {row.system: row.fits for row in report("llama-10b", "h200", 8192, sequence=2048, sweep=False).rows}
     assert not fits["all on the device"]
     assert not fits["ZeRO-Offload, no overlap"]
@@ -62,7 +68,10 @@ def test_what_does_not_fit_is_shown_as_such() -> None:
 
 
 def test_tokens_that_hide_all_updates() -> None:
-    """From the stated micro-batch on, equal layers stall only for what the first and last of them cannot hide."""
+    """From the stated micro-batch on, equal layers hardly stall.
+
+    They stall only for what the first and last of them cannot hide.
+    """
     r = report(SHAPE, H200, 8192, sweep=False)
     tokens = int(1.1 * r.hidden_from_tokens["waits per layer"])
     assert tokens == pytest.approx(1.1 * 525e12 / 5.9e9 / 6, rel=1e-3)
@@ -85,10 +94,10 @@ def test_budget_is_obeyed() -> None:
 @given(k=st.integers(0, 34), tokens=st.integers(1, 1 << 15), recompute=st.booleans(), share=st.floats(0, 1))
 @settings(deadline=None)
 def test_every_state_rests_in_one_tier(k: int, tokens: int, recompute: bool, share: float) -> None:
-    """12 bytes of states a parameter, on one side or the other; 2 bytes of weights on the device whatever k is.
+    """12 bytes of states a parameter rest on one side or the other.
 
-    A streamed parameter has no slot on the host and its gradient on the device; the staging slots
-    come on top.
+    On the device there are 2 bytes of weights whatever k is. A streamed parameter has no slot on
+    the host and its gradient on the device; the staging slots come on top.
     """
     m = footprint(SHAPE, tokens, k, recompute)
     streamed = int(share * sum(u.params for u in SHAPE.units[k:]))
@@ -114,7 +123,10 @@ def test_the_budget_fits_the_device(tokens: int, memory: int) -> None:
 
 
 def test_gradients_come_as_activations_go() -> None:
-    """The device is fullest where the backward begins with many tokens, and where it ends with few: never with all of both."""
+    """With many tokens the device is fullest where the backward begins, with few where it ends.
+
+    It never holds all activations and all gradients at once.
+    """
     n = len(SHAPE.units)
     many, few = footprint(SHAPE, 32768, n), footprint(SHAPE, 16, n)
     assert many.gradients_bytes == 2 * SHAPE.units[-1].params
@@ -125,14 +137,17 @@ def test_gradients_come_as_activations_go() -> None:
 
 @pytest.mark.parametrize(("k", "streamed", "device_gb"), [(0, 0.29, 29.9), (7, 0.28, 39.2), (28, 0.0, 66.7)])
 def test_memory_of_the_measured_model(k: int, streamed: float, device_gb: float) -> None:
-    """3.14 G parameters and 8192 tokens on the H200: peaks of device memory within 2% of those measured."""
+    """3.14 G parameters and 8192 tokens on the H200: device peaks within 2% of measured ones."""
     shape = read_shape("llama-3.1b")
     on_host = sum(u.params for u in shape.units[k:])
     assert footprint(shape, 8192, k, streamed_params=int(streamed * on_host)).device_bytes / 1e9 == pytest.approx(device_gb, rel=0.02)
 
 
 def test_idle_shares_are_those_of_the_schedule() -> None:
-    """Each resource is idle for a share of the step; all on the device leaves host and link idle, the chosen plan uses both."""
+    """Each resource is idle for a share of the step.
+
+    All on the device leaves host and link idle; the chosen plan uses both.
+    """
     r = report(SHAPE, H200, 8192, budget_bytes=0, sweep=False)
     assert all(0 <= share <= 1 for row in r.rows for share in row.idle_shares.values())
     assert set(r.ours.idle_shares) == {"gpu", "cpu", "d2h", "h2d", "host_memory"}
@@ -143,7 +158,10 @@ def test_idle_shares_are_those_of_the_schedule() -> None:
 
 
 def test_interleaving_after_the_backward() -> None:
-    """As Deep Optimizer States: nothing is updated beside computing, so the step is longer than ours and shorter than without overlap."""
+    """In Deep Optimizer States nothing is updated while the device computes.
+
+    So the step is longer than ours, and shorter than without overlap.
+    """
     rows = {row.system: row for row in report(SHAPE, H200, 8192, budget_bytes=0, sweep=False).rows}
     after = rows["Deep Optimizer States, after the backward"]
     assert rows[OURS].step_us < after.step_us < rows["ZeRO-Offload, no overlap"].step_us
@@ -151,7 +169,10 @@ def test_interleaving_after_the_backward() -> None:
 
 
 def test_without_a_sweep_there_are_no_points() -> None:
-    """The sweep has the report's own case among its points, predicted within 3% of it, and can be left out."""
+    """The sweep has the report's own case among its points, predicted within 3% of it.
+
+    It can be left out.
+    """
     r = report(SHAPE, H200, 8192, sequence=2048)
     for points in (r.sweep.tokens, r.sweep.sizes):
         (own,) = [p for p in points if (p.tokens, p.params) == (8192, SHAPE.params)]
@@ -163,7 +184,10 @@ def test_without_a_sweep_there_are_no_points() -> None:
 
 
 def test_largest_models() -> None:
-    """Split states hold the most: the host's share and, in what the weights leave of the device, another."""
+    """Split states hold the most.
+
+    That is the host's share, and another in what the weights leave of the device.
+    """
     sizes = largest_params(H200, 10_000_000_000)
     assert sizes["split"] > max(sizes["host"], sizes["device"])
     assert sizes["host"] == pytest.approx(0.85 * 128 * 2**30 / 14)
@@ -181,7 +205,10 @@ def test_figures_as_text(text: str, expected: str) -> None:
 
 
 def test_autocast_keeps_fp32_gradients_where_they_stay() -> None:
-    """Fp32 weights under autocast have 16 bits on the device, as 16-bit ones; slots and gradients that stay there have 2 bytes more."""
+    """Fp32 weights under autocast have 16 bits on the device, as 16-bit weights have.
+
+    Slots, and gradients that stay there, have 2 bytes more.
+    """
     cast, n = replace(SHAPE, autocast=True), len(SHAPE.units)
     by_cpu, resident = footprint(cast, 16, 0), footprint(cast, 16, n)
     assert by_cpu.weights_bytes == footprint(SHAPE, 16, 0).weights_bytes

@@ -22,7 +22,10 @@ def test_figures_of_a_schedule() -> None:
 
 
 def test_one_resource_twice_at_once_is_refused() -> None:
-    """Two intervals that overlap on one resource are an error naming both tasks; on two resources they are fine."""
+    """Two intervals that overlap on one resource are an error that names both tasks.
+
+    On two resources they are fine.
+    """
     first, second = Interval(BACKWARD, Resource.GPU, 0.0, 40.0), Interval(TaskId(TaskKind.FORWARD, 0), Resource.GPU, 39.0, 50.0)
     with pytest.raises(PlanError, match=r"forward\(0\).*backward\(0\)"):
         Schedule((first, second), 50.0, (0.0,))

@@ -27,7 +27,7 @@ def setup_env(tree: Path, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def make_foreign_venv(folder: Path, torch: str) -> None:
-    """A virtual environment that the script did not make, with a pip and a torch that are stand-ins."""
+    """A virtual environment that the script did not make; its pip and torch are stand-ins."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder), "platbase": str(folder)}))
     (packages / "pip").mkdir()
@@ -40,7 +40,10 @@ def make_foreign_venv(folder: Path, torch: str) -> None:
 
 @pytest.mark.parametrize("name", [".venv", "elsewhere"])
 def test_an_environment_that_it_did_not_make_is_used_and_kept(tmp_path: Path, name: str) -> None:
-    """What is missing is installed into it, once; torch is there and not installed again. Of pip's output nothing is shown."""
+    """What is missing is installed into it once; torch is there and is not installed again.
+
+    Nothing of pip's output is shown.
+    """
     make_foreign_venv(tmp_path / name, torch="2.12.1")
     first, second = (setup_env(tmp_path, **({} if name == ".venv" else {"VENV": name})) for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr

@@ -41,7 +41,7 @@ def test_units_of_a_model() -> None:
 
 
 def test_tied_projection_is_the_embeddings() -> None:
-    """A tied output projection adds no parameters to the head but keeps its matrix product there."""
+    """A tied output projection adds no parameters to the head, but its matrix product."""
     free, tied = read_shape(LLAMA), read_shape({**LLAMA, "tie_word_embeddings": True})
     assert tied.units[0].params == free.units[0].params == 6400
     assert (free.units[-1].params, tied.units[-1].params) == (6464, 64)
@@ -67,7 +67,7 @@ def test_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
-    """An unknown name, a broken file, a missing key, another family and experts are errors that say which."""
+    """An unknown name, a broken file, a missing key, another family, experts: errors say which."""
     with pytest.raises(ConfigError, match="neither a file 'llama-8t' nor a shape"):
         read_shape("llama-8t")
     broken = tmp_path / "config.json"

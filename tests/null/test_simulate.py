@@ -32,17 +32,20 @@ def step_us(profile: Profile, plan: Plan, barrier: Barrier = "none", commit_at: 
 
 
 def chunk_us(profile: Profile) -> float:
-    """One finest chunk through all three stages, and one on the device: what whole chunks may cost at a gate."""
+    """One finest chunk through all three stages, and one on the device.
+
+    So much may whole chunks cost at a gate.
+    """
     return max(u.d2h_us + u.cpu_update_us + u.h2d_us + u.gpu_update_us for u in profile.units) / FINE
 
 
 @given(profile=profiles(), discipline=DISCIPLINES, data=st.data())
 @settings(deadline=None)
 def test_every_schedule_keeps_the_rules(profile: Profile, discipline: Discipline, data: st.DataObject) -> None:
-    """Resources do all their work, once; the step is work plus stalls; no forward starts before its own new weights are there.
+    """Resources do all their work once, and the step is work plus stalls.
 
-    (That no resource works twice at once is checked by Schedule itself.) The last fact makes one
-    period the steady state.
+    No forward starts before its own new weights are there. (That no resource works twice at once is
+    checked by Schedule itself.) The last fact makes one period the steady state.
     """
     on_device = data.draw(st.sets(st.sampled_from(range(len(profile.units)))))
     s = simulate(profile, subset(profile, on_device), discipline)
@@ -63,7 +66,10 @@ def test_every_schedule_keeps_the_rules(profile: Profile, discipline: Discipline
 @given(n=st.integers(1, 8), data=st.data())
 @settings(deadline=None)
 def test_longest_path_without_contention(n: int, data: st.DataObject) -> None:
-    """With equal layers whose copies and updates fit in one layer's backward no queue forms: the step is the DAG's longest path."""
+    """With equal layers that fit one layer's backward, the step is the DAG's longest path.
+
+    Their copies and updates fit in it, so no queue forms.
+    """
     short = st.integers(1, 20).map(float)
     cpu, d2h, h2d = data.draw(st.tuples(short, short, short))
     profile = profile_of([unit(i, forward=data.draw(short), backward=20.0, cpu=cpu, d2h=d2h, h2d=h2d) for i in range(n)])
@@ -81,7 +87,10 @@ def test_longest_path_without_contention(n: int, data: st.DataObject) -> None:
 def test_windows_closed_form_on_equal_layers(
     n: int, cpu: float, gpu: float, forward: float, backward: float, data: st.DataObject
 ) -> None:
-    """The simulated step is at least t_f + t_b + max(A_k, worst overrun), and above it by no more than a few chunks."""
+    """The simulated step is at least t_f + t_b + max(A_k, worst overrun).
+
+    It is above that by no more than a few chunks.
+    """
     profile = uniform(n, forward=forward, backward=backward, cpu=cpu, gpu=gpu, d2h=1.0, h2d=1.0)
     k = data.draw(st.integers(0, n))
     fluid = profile.forward_us + profile.backward_us + windows_of(
@@ -107,7 +116,10 @@ def test_deferred_windows_closed_form(n: int, cpu: float, forward: float, backwa
        data=st.data())
 @settings(deadline=None)
 def test_early_updates_closed_form(n: int, cpu: float, forward: float, backward: float, late: float, data: st.DataObject) -> None:
-    """Updates that begin before the commit have the whole backward: they are over no later, and no new weight leaves before the commit."""
+    """Updates that begin before the commit have the whole backward, so they end no later.
+
+    No new weight leaves before the commit.
+    """
     profile = replace(uniform(n, forward=forward, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=0.1), commit_us=late * n * backward)
     plan = prefix(profile, data.draw(st.integers(0, n)))
     early, late_plan = (simulate(profile, plan, Discipline(chunk_params=1000 // FINE, early_updates=begin)) for begin in (True, False))
@@ -124,9 +136,10 @@ def test_early_updates_closed_form(n: int, cpu: float, forward: float, backward:
 @settings(deadline=None)
 def test_launching_beside_updates_by_the_cpu_is_hidden(n: int, cpu: float, backward: float, launching: float, measured: float,
                                                        data: st.DataObject) -> None:
-    """A thread that runs ahead commits between the backward's begin and when launching is over; at its begin where updates last as long.
+    """A thread that runs ahead commits between the backward's begin and the end of launching.
 
-    The time of the commit that was measured, under another plan, says nothing then.
+    It commits at the begin where updates last as long. The time of the commit that was measured,
+    under another plan, says nothing then.
     """
     plain = uniform(n, forward=5.0, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=0.1)
     profile = replace(plain, launching_us=launching * n * backward, commit_us=measured * n * backward)
@@ -143,7 +156,10 @@ def test_launching_beside_updates_by_the_cpu_is_hidden(n: int, cpu: float, backw
 @settings(deadline=None)
 def test_early_weights_travel_while_the_factor_is_on_its_way(n: int, cpu: float, backward: float, h2d: float, late: float,
                                                              data: st.DataObject) -> None:
-    """Weights of early updates leave between the call of step() and the backward's end too, and the step is no longer for it."""
+    """Weights of early updates also leave between the call of step() and the backward's end.
+
+    The step is no longer for it.
+    """
     profile = replace(uniform(n, forward=5.0, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=h2d), commit_us=late * n * backward)
     plan = prefix(profile, data.draw(st.integers(0, n - 1)))
     ahead, behind = (simulate(profile, plan, Discipline(chunk_params=1000 // FINE, commit_at="backward_end", early_updates=True,
@@ -159,7 +175,10 @@ def test_early_weights_travel_while_the_factor_is_on_its_way(n: int, cpu: float,
 @given(n=st.integers(1, 8), more_cpu=st.floats(0, 100), backward=st.floats(1, 40), gpu=st.floats(0, 30), data=st.data())
 @settings(deadline=None)
 def test_one_barrier_is_the_seed_equation(n: int, more_cpu: float, backward: float, gpu: float, data: st.DataObject) -> None:
-    """With one barrier and a CPU that stays busy, the step is t_f + max(t_bwd + A_k, C - C_k + the wait for the first gradient)."""
+    """With one barrier and a busy CPU, the step is t_f + max(t_bwd + A_k, C - C_k + first wait).
+
+    The first wait is for the first gradient.
+    """
     profile = uniform(n, backward=backward, cpu=backward + more_cpu, gpu=gpu, d2h=1.0, h2d=1.0)
     k = data.draw(st.integers(0, n - 1))
     balance = max(n * backward + gpu * k, backward + (backward + more_cpu) * (n - k))
@@ -170,7 +189,7 @@ def test_one_barrier_is_the_seed_equation(n: int, more_cpu: float, backward: flo
 @given(profile=profiles())
 @settings(deadline=None)
 def test_no_overlap_is_a_sum(profile: Profile) -> None:
-    """ZeRO-Offload without overlap takes forward, backward, all copies and all CPU updates one after the other."""
+    """ZeRO-Offload without overlap is a sum: forward, backward, all copies, all CPU updates."""
     found = simulate(profile, prefix(profile, 0), Discipline(barrier="zero_offload")).makespan_us
     assert found == pytest.approx(
         profile.forward_us + profile.backward_us + profile.d2h_us + profile.cpu_update_us + profile.h2d_us)
@@ -180,7 +199,10 @@ def test_no_overlap_is_a_sum(profile: Profile) -> None:
        size=st.integers(0, 6))
 @settings(deadline=None, max_examples=40)
 def test_the_prefix_is_the_best_set_of_its_size(n: int, forward: list[float], cpu: float, gpu: float, size: int) -> None:
-    """No other set of as many equal-sized units on the device gives a shorter step than the leading ones (up to a few chunks)."""
+    """The leading units give the shortest step of all sets of as many equal-sized units.
+
+    This holds up to a few chunks.
+    """
     profile = profile_of([unit(i, forward=f, backward=2 * f, cpu=cpu, gpu=gpu) for i, f in enumerate(forward[:n])])
     best = step_us(profile, prefix(profile, min(size, n)))
     for other in combinations(range(n), min(size, n)):

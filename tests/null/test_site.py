@@ -1,4 +1,7 @@
-"""The documentation site: mkdocs.yml, docs/ and the docstrings make one, and it needs nothing from elsewhere."""
+"""The documentation site: mkdocs.yml, docs/ and the docstrings make one.
+
+It needs nothing from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ FETCHED = re.compile(r"""<(?:script|img|iframe|link)[^>]*(?:src|href)=["']?(?:ht
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built with warnings as errors: broken links, pages out of the navigation, names that the reference does not find."""
+    """The site, built with warnings as errors.
+
+    Warnings are for broken links, pages out of the navigation, and names that the reference does
+    not find.
+    """
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="needs the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
@@ -35,7 +42,10 @@ def test_every_page_of_docs_is_in_the_site(site: Path) -> None:
 
 
 def test_the_reference_has_the_public_names_and_their_options(site: Path) -> None:
-    """Every name of `hytrain_fx.__all__` has an entry, and the aligned list of Config's docstring is a list."""
+    """Every name of `hytrain_fx.__all__` has an entry.
+
+    The aligned list of Config's docstring is a list.
+    """
     import hytrain_fx
 
     html = (site / "api.html").read_text()

@@ -29,7 +29,10 @@ REWRITTEN = '''class GraphModule(torch.nn.Module):
 
 
 def test_a_text_is_read_as_arguments_nodes_and_return() -> None:
-    """Arguments are lines of their own; comments become the origin of the lines below; what frees a value is left out."""
+    """Arguments are lines of their own, and comments become the origin of the lines below.
+
+    What frees a value is left out.
+    """
     assert code_lines(CAPTURED) == [
         CodeLine("primals_1", 'primals_1: "f32[8, 4]"', "", True),
         CodeLine("s0", 's0: "Sym(s0)"', "", True),

@@ -25,7 +25,10 @@ class Time:
 
 
 def test_each_phase_has_its_own_time() -> None:
-    """A session of two warm-up steps: every second is in one phase, that of an inner phase not in the outer one."""
+    """In a session of two warm-up steps every second is in one phase.
+
+    A second of an inner phase does not count for the outer one.
+    """
     time = Time()
     clock = StartupClock(time)
     time.spend(1)

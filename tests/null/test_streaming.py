@@ -53,9 +53,10 @@ def work_us(profile: Profile, plan: Plan, *parts: tuple[str, Placement]) -> floa
 @given(profile=streaming_profiles(), discipline=DISCIPLINES, share=SHARES, data=st.data())
 @settings(deadline=None)
 def test_every_streamed_schedule_keeps_the_rules(profile: Profile, discipline: Discipline, share: float, data: st.DataObject) -> None:
-    """All work is done once; a streamed unit is updated behind its gradient and before its forward; the step is work plus stalls.
+    """All work is done once, and the step is work plus stalls.
 
-    Only copies of states back to the host may run on beyond the step.
+    A streamed unit is updated after its gradient and before its forward. Only copies of states back
+    to the host may run on beyond the step.
     """
     p = stream_plan(profile, data.draw(st.integers(0, len(profile.units))), share)
     s = simulate(profile, p, discipline)
@@ -77,7 +78,10 @@ def test_every_streamed_schedule_keeps_the_rules(profile: Profile, discipline: D
 
 
 def test_a_slot_is_taken_until_the_states_are_back() -> None:
-    """With one slot chunks of 2 us follow in, update, out; the first is fetched ahead, ten are updated 4.2 us apart."""
+    """With one slot, chunks of 2 us follow: in, update, out.
+
+    The first is fetched ahead, and ten are updated 4.2 us apart.
+    """
     profile = uniform(1, backward=10.0, forward=10.0, gpu=2.0, stream=20.0)
     p = stream_plan(profile, 0, 1.0)
     one = simulate(profile, p, Discipline(staging_params=100, staging_slots=1))
@@ -87,7 +91,10 @@ def test_a_slot_is_taken_until_the_states_are_back() -> None:
 
 
 def test_states_are_fetched_ahead_highest_unit_first_and_then_lowest_gradient_first() -> None:
-    """Before a gradient is there the last unit's states come in; with all gradients there the first unit goes first."""
+    """Before a gradient is there, the last unit's states come in.
+
+    With all gradients there, the first unit goes first.
+    """
     profile = profile_of([unit(i, backward=20.0, stream=30.0, gpu=1.0) for i in range(3)])
     discipline = Discipline(staging_params=500, staging_slots=2)
     ahead = simulate(profile, stream_plan(profile, 0, 1.0), discipline)
@@ -104,7 +111,10 @@ def test_states_are_fetched_ahead_highest_unit_first_and_then_lowest_gradient_fi
 def test_windows_bound_the_streamed_step(
     n: int, cpu: float, stream: float, share: float, forward: float, backward: float, data: st.DataObject
 ) -> None:
-    """The simulated step is not shorter than capacities allow: T >= t_f + t_b + max(A, C of the CPU - windows)."""
+    """The simulated step is not shorter than capacities allow.
+
+    T >= t_f + t_b + max(A, C of the CPU - windows).
+    """
     numels = (10,) * 100
     profile = profile_of([unit(i, cpu=cpu, stream=stream, forward=forward, backward=backward, gpu=0.5, numels=numels) for i in range(n)])
     p = stream_plan(profile, data.draw(st.integers(0, n - 1)), share)
@@ -118,7 +128,10 @@ def test_windows_bound_the_streamed_step(
 @given(profile=streaming_profiles(), k=st.integers(0, 7))
 @settings(deadline=None)
 def test_no_other_share_exposes_less(profile: Profile, k: int) -> None:
-    """The chosen share is within 1.2% of the step of the best of a grid; it is 0 only where no share shortens the step by 1%."""
+    """The chosen share is within 1.2% of the step of the best of a grid.
+
+    It is 0 only where no share shortens the step by 1%.
+    """
     k = min(k, len(profile.units))
     compute_us = profile.forward_us + profile.backward_us
     windows = windows_of(profile, guard=1.0, chunk_params=100, updates_in_backward=True)
@@ -132,7 +145,10 @@ def test_no_other_share_exposes_less(profile: Profile, k: int) -> None:
 
 @given(profile=streaming_profiles(), share=SHARES)
 def test_every_prefix_streams_near_the_share(profile: Profile, share: float) -> None:
-    """After each unit the streamed parameters are within half of the largest parameter of the share, small parameters left out."""
+    """After each unit the streamed parameters are near the share.
+
+    They are within half of the largest parameter, with small parameters left out.
+    """
     wanted, streamed, small, largest = 0.0, 0, 0, 0
     for of_unit, ranges in zip(profile.units, ranges_of(profile.units, share), strict=True):
         biggest = max(of_unit.param_numels)
@@ -145,7 +161,10 @@ def test_every_prefix_streams_near_the_share(profile: Profile, share: float) -> 
 
 @given(profile=streaming_profiles(), share=SHARES, k=st.integers(0, 7))
 def test_ranges_are_whole_parameters(profile: Profile, share: float, k: int) -> None:
-    """Every boundary is one between parameters, neighbours differ in placement, and the plan fits the model; 0 streams nothing."""
+    """Every boundary is one between parameters, neighbours differ in placement, the plan fits.
+
+    A share of 0 streams nothing.
+    """
     p = stream_plan(profile, min(k, len(profile.units)), share)
     validate(p, profile.units)
     for u in profile.units:
@@ -165,7 +184,10 @@ def test_all_but_small_parameters_are_streamed_with_a_share_of_one() -> None:
 @given(profile=streaming_profiles(), budget=st.one_of(st.none(), st.integers(0, 200_000)), rule=st.sampled_from(RULES))
 @settings(deadline=None)
 def test_streaming_is_never_predicted_to_lose(profile: Profile, budget: int | None, rule: Rule) -> None:
-    """A solved share shortens the simulated step by 1% or is 0; resident states, streamed gradients and staging slots fit the budget."""
+    """A solved share shortens the simulated step by 1%, or is 0.
+
+    Resident states, streamed gradients and staging slots fit the budget.
+    """
     discipline = Discipline(chunk_params=100, staging_params=100)
     without, solved = (plan(profile, rule=rule, budget_bytes=budget, stream=stream, discipline=discipline) for stream in STREAMS)
     validate(solved, profile.units)
@@ -185,7 +207,10 @@ def test_streaming_is_never_predicted_to_lose(profile: Profile, budget: int | No
 @given(profile=streaming_profiles(), share=SHARES, k=st.integers(0, 7))
 @settings(deadline=None)
 def test_bytes_of_a_given_share(profile: Profile, share: float, k: int) -> None:
-    """On the host 14 bytes a parameter that the CPU updates and 12 for a streamed one, of which 10 cross the link each way."""
+    """The host has 14 bytes a parameter that the CPU updates, and 12 for a streamed one.
+
+    Of the 12, 10 cross the link each way.
+    """
     p = plan(profile, k=min(k, len(profile.units)), stream=share)
     by_cpu, streamed = p.numel(Placement.CPU), p.numel(Placement.STREAM)
     assert p.predicted["host_bytes"] == pytest.approx(14 * by_cpu + 12 * streamed)
@@ -216,7 +241,10 @@ def test_the_measured_machine_gains_what_the_theory_says(tokens: int, without: f
 
 
 def test_compare_shows_both_where_states_can_be_streamed() -> None:
-    """The plan with streaming stands beside the one without; profiles without streaming times have no such entry."""
+    """The plan with streaming stands beside the one without.
+
+    Profiles without streaming times have no such entry.
+    """
     slow = profile_of([unit(i, cpu=200.0, stream=60.0, numels=(100,) * 10) for i in range(6)])
     plans = compare(slow, 24_000)
     assert list(plans) == ["seed", "cotrain", "windowed", STREAMED, "k=0", "k=n"]
@@ -226,7 +254,10 @@ def test_compare_shows_both_where_states_can_be_streamed() -> None:
 
 @given(profile=profiles(), share=st.floats(0.001, 1))
 def test_streaming_without_its_times_is_refused(profile: Profile, share: float) -> None:
-    """A given share needs times for streaming; a solved one is 0 without; shares outside 0..1 are errors."""
+    """A given share needs times for streaming; without them a solved share is 0.
+
+    Shares outside 0..1 are errors.
+    """
     with pytest.raises(PlanError, match="no times for streaming"):
         plan(profile, stream=share)
     assert plan(profile, stream="auto").inputs["stream_share"] == 0
@@ -235,7 +266,10 @@ def test_streaming_without_its_times_is_refused(profile: Profile, share: float) 
 
 
 def test_what_cannot_be_streamed_is_refused() -> None:
-    """A share that no barrier of the plain offload allows, units without sizes, and gradients that do not fit are errors."""
+    """A share under the plain offload's barrier, and gradients that do not fit, are errors.
+
+    So are units without sizes.
+    """
     profile = uniform(1, stream=5.0)
     streamed = Plan((PlanRow(0, "layer.0", 0, 1000, Placement.STREAM, ""),), 0, "test")
     with pytest.raises(PlanError, match="nothing is streamed under the barrier"):
@@ -245,7 +279,10 @@ def test_what_cannot_be_streamed_is_refused() -> None:
 
 
 def test_a_page_tells_the_streamed_share() -> None:
-    """The headline has the share of what is not resident, a unit the sizes of its parts, each once."""
+    """The headline has the share of what is not resident.
+
+    A unit has the sizes of its parts, each once.
+    """
     units = [unit(i, params=1000, stream=1.0, numels=(100, 300, 100, 500)) for i in range(3)]
     p = stream_plan(profile_of(units), 1, 0.4)
     assert "k = 1 of 3 units (the first k are updated on the device), 40% of the rest is streamed" in headline(p)
@@ -261,7 +298,10 @@ def with_slow_cpu(profile: Profile) -> Profile:
        guard=st.floats(1, 1.5))
 @settings(deadline=None)
 def test_whether_another_k_is_due_needs_no_simulation(profile: Profile, budget: int, host: int, guard: float) -> None:
-    """Wherever the solved plan streams, its k is the one that the windows alone give; where they give no share, it does not stream."""
+    """Wherever the solved plan streams, its k is the one that the windows alone give.
+
+    Where they give no share, it does not stream.
+    """
     within = {"budget_bytes": budget, "host_budget_bytes": host, "state_bytes_per_param": 12.0, "host_state_bytes_per_param": 12.0,
               "budget_counts_streamed": False, "guard": guard, "discipline": Discipline(commit_at="backward_start")}
     try:

@@ -1,4 +1,7 @@
-"""The task DAG of one step: what is in it, what waits for what, and that a played step keeps to it."""
+"""The task DAG of one step: what is in it, and what waits for what.
+
+A played step keeps to it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ def streamed(profile: Profile) -> Plan:
 @given(step=steps())
 @settings(deadline=None)
 def test_a_layer_has_the_tasks_of_its_placements(step: Step) -> None:
-    """Without a circle: backward, forward and wait of every layer, and of each way of updating those tasks that some share of it takes."""
+    """Every layer has backward, forward and wait, and the tasks of each way its shares take.
+
+    There is no circle.
+    """
     profile, plan, discipline = step
     dag = step_graph(profile, plan, discipline).dag
     assert nx.is_directed_acyclic_graph(dag)
@@ -58,7 +64,10 @@ def test_a_layer_has_the_tasks_of_its_placements(step: Step) -> None:
 @given(step=steps())
 @settings(deadline=None)
 def test_figures_are_those_of_the_shares(step: Step) -> None:
-    """Parameters and times of a kind of task sum to those of the shares that go its way; so do the pieces'."""
+    """Parameters and times of a kind of task sum to those of the shares that go its way.
+
+    So do those of the pieces.
+    """
     profile, plan, discipline = step
     graph = step_graph(profile, plan, discipline)
     for kind in {task.kind for task in graph.dag} - {BACKWARD, FORWARD, WAIT}:
@@ -72,7 +81,10 @@ def test_figures_are_those_of_the_shares(step: Step) -> None:
 
 
 def test_nodes_carry_sizes_and_flops() -> None:
-    """A copy moves the gradient's bytes, an update 28 bytes a parameter, a wait stands on the device; flops are the units'."""
+    """A copy moves the gradient's bytes, an update 28 bytes a parameter.
+
+    A wait stands on the device, and flops are the units'.
+    """
     profile = profile_of([replace(unit(0, params=100), grad_bytes=200)])
     units = (Unit(0, "layer.0", 100, ("layer.0.weight",), 200, 1.0, 2.0),)
     graph = step_graph(profile, prefix(profile, 0), Discipline(), units)
@@ -85,7 +97,10 @@ def test_nodes_carry_sizes_and_flops() -> None:
 
 
 def test_before_anything_is_measured_nothing_takes_time() -> None:
-    """The graph of a plan without a profile has every task, size and edge, streamed ones too, and no time."""
+    """The graph of a plan without a profile has every task, size and edge, and no time.
+
+    Streamed tasks are in it too.
+    """
     units = tuple(Unit(i, f"layer.{i}", 1000, (), 2000) for i in range(3))
     profile = unmeasured(units)
     graph, timed = (step_graph(of, streamed(profile), Discipline(), units) for of in (profile, uniform(3, stream=1.0)))
@@ -100,7 +115,7 @@ def test_before_anything_is_measured_nothing_takes_time() -> None:
 @given(n=st.integers(2, 12), data=st.data())
 @settings(deadline=None)
 def test_order_of_a_step(n: int, data: st.DataObject) -> None:
-    """Backward runs down, forward up, and an update follows its own gradient but no lower layer's."""
+    """Backward runs down and forward up; an update needs its own gradient but no lower layer's."""
     profile = uniform(n)
     dag = step_graph(profile, prefix(profile, 0), Discipline()).dag
     low, high = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=2, max_size=2)))
@@ -111,7 +126,10 @@ def test_order_of_a_step(n: int, data: st.DataObject) -> None:
 
 
 def test_each_way_leads_from_the_gradient_to_the_next_forward() -> None:
-    """The CPU's way is copy, update, copy; a resident layer is updated in place; states of a streamed one come first and go home after."""
+    """The CPU's way is copy, update, copy, and a resident layer is updated in place.
+
+    States of a streamed layer come first and go home after.
+    """
     profile = uniform(3, stream=1.0)
     rows = tuple(PlanRow(u.index, u.name, 0, u.params, place, "") for u, place in zip(profile.units, Placement, strict=True))
     graph = step_graph(profile, Plan(rows, 1, "test"), Discipline())
@@ -126,7 +144,10 @@ def test_each_way_leads_from_the_gradient_to_the_next_forward() -> None:
 
 @pytest.mark.parametrize("barrier", ["before_forward", "zero_offload"])
 def test_under_one_barrier_the_first_forward_waits_for_all(barrier: Barrier) -> None:
-    """And without overlap every copy waits for the whole backward, every update for all copies, every copy back for all updates."""
+    """Without overlap every copy also waits for the whole backward.
+
+    Every update waits for all copies, and every copy back for all updates.
+    """
     profile = uniform(3)
     graph = step_graph(profile, prefix(profile, 0), Discipline(barrier=barrier))
     assert preds(graph, FORWARD, 0) == {TaskId(BACKWARD, 0), *(TaskId(WAIT, i) for i in range(3))}
@@ -137,7 +158,10 @@ def test_under_one_barrier_the_first_forward_waits_for_all(barrier: Barrier) -> 
 
 
 def test_updates_wait_for_the_commit() -> None:
-    """It comes with the layer whose backward ends then: layers above wait for it, those below for their own gradient alone."""
+    """The commit comes with the layer whose backward ends then, and layers above wait for it.
+
+    Layers below wait only for their own gradient.
+    """
     profile = replace(uniform(4, backward=10.0, stream=1.0), commit_us=15.0)  # in the backward of layer 2
     graph = step_graph(profile, prefix(profile, 0), Discipline())
     assert [TaskId(BACKWARD, 2) in preds(graph, CPU_UPDATE, i) for i in range(4)] == [False, False, False, True]
@@ -158,7 +182,10 @@ def test_units_must_be_numbered_in_order(indices: list[int]) -> None:
 @given(profile=profiles(), commit=st.floats(0, 1))
 @settings(deadline=None)
 def test_windows_are_lengths_of_paths_in_it(profile: Profile, commit: float) -> None:
-    """A layer's window is what the device computes on the way from its backward, or from the commit, to its next forward."""
+    """A layer's window is what the device computes on the way to its next forward.
+
+    The way begins at its backward, or at the commit.
+    """
     commit_us = commit * profile.backward_us
     graph = step_graph(profile, prefix(profile, 0), Discipline())
     found = window_lengths([u.forward_us for u in profile.units], [u.backward_us for u in profile.units], commit_us)
@@ -183,7 +210,10 @@ def pieces_of(graph: TaskGraph, task: TaskId, first: int) -> Iterator[tuple[tupl
 @given(step=steps())
 @settings(deadline=None, max_examples=200)
 def test_a_played_step_respects_every_edge(step: Step) -> None:
-    """No piece starts before what its task's edges name is over, and all pieces are played; no lane runs two at once."""
+    """No piece starts before what its task's edges name is over, and all pieces are played.
+
+    No lane runs two pieces at once.
+    """
     profile, plan, discipline = step
     graph = steady_step(profile, plan, discipline).graph
     arrays = compiled(graph)
@@ -212,7 +242,10 @@ def test_a_played_step_respects_every_edge(step: Step) -> None:
 @given(step=steps())
 @settings(deadline=None, max_examples=200)
 def test_no_step_is_shorter_than_the_longest_path(step: Step) -> None:
-    """A task takes its own time after what it waits for: all of that, its first pieces, or at least one where both go piece by piece."""
+    """A task takes its own time after what it waits for.
+
+    That is all of it, its first pieces, or at least one piece where both go piece by piece.
+    """
     profile, plan, discipline = step
     found = steady_step(profile, plan, discipline)
     dag = found.graph.dag
@@ -235,7 +268,10 @@ def test_no_step_is_shorter_than_the_longest_path(step: Step) -> None:
 @given(step=steps())
 @settings(deadline=None)
 def test_the_schedule_is_that_of_the_graph(step: Step) -> None:
-    """Playing the graph that comes with a schedule gives the schedule, also where the launching thread runs ahead."""
+    """Playing the graph that comes with a schedule gives that schedule.
+
+    This also holds where the launching thread runs ahead.
+    """
     profile, plan, discipline = step
     found = steady_step(profile, plan, discipline)
     assert played(found.graph, bytes_per_us(profile)) == found.schedule
