@@ -35,7 +35,7 @@ Counts = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Counter:
-    """`count()` now, in units of `joules`; behind `modulus` - 1 it starts again at 0."""
+    """`count()` now, in units of `joules`; after `modulus` - 1 it starts again at 0."""
 
     count: Callable[[], int]
     joules: float

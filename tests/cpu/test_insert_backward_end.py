@@ -1,4 +1,4 @@
-"""insert_backward_end: the last node of a backward graph, behind everything."""
+"""insert_backward_end: the last node of a backward graph, after everything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_it_comes_after_outputs_and_tokens() -> None:
 
 
 def test_a_graph_without_managed_rows_stays_as_it_is() -> None:
-    """The pair of a loss behind a graph break has no row: no node is inserted."""
+    """The graphs of a loss after a graph break have no row: no node is inserted."""
     ctx = context(GraphKind.BACKWARD)
     empty = type(ctx)(type(ctx.graph)(5, 1, GraphKind.BACKWARD, ctx.graph.module, {}, ctx.graph.outputs), ctx.units, SESSION)
     before = str(ctx.graph.module.graph)

@@ -1,4 +1,4 @@
-"""insert_grad_offload: one node for each unit, right behind its last gradient."""
+"""insert_grad_offload: one node for each unit, right after its last gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_it_stands_right_behind_the_last_gradient() -> None:
 
 
 def test_the_tied_embedding_goes_at_its_summed_gradient() -> None:
-    """The embedding's row is offloaded once, behind the sum of both its uses, at the very end."""
+    """The embedding's row is offloaded once, after the sum of both its uses, at the very end."""
     ctx = context(GraphKind.BACKWARD)
     apply(ctx, annotate_units, insert_grad_offload)
     last = calls(ctx, GRAD_OFFLOAD)[-1]

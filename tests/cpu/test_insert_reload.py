@@ -1,4 +1,4 @@
-"""insert_reload: one reload behind each unit's updates."""
+"""insert_reload: one reload after each unit's updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""insert_steps: cpu_step and gpu_step in a chain behind each offload."""
+"""insert_steps: cpu_step and gpu_step in a chain after each offload."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_chain_behind_each_token() -> None:
 
 
 def test_nothing_to_do_without_offloads() -> None:
-    """A graph without offloads stays as it is."""
+    """A graph without offloads does not change."""
     ctx = context(GraphKind.BACKWARD)
     before = str(ctx.graph.module.graph)
     assert apply(ctx, annotate_units, insert_steps) == ("updates armed after 0 offloads",)

@@ -91,7 +91,7 @@ def test_the_picture_has_a_box_for_each_task_and_a_line_for_each_edge(found: Ins
 
 
 def test_files_are_written_by_suffix(found: Inspection, tmp_path: Path) -> None:
-    """The text is that of the method; another suffix is refused."""
+    """The file has the method's text; another suffix is refused."""
     makers = {"a.json": found.to_json, "a.html": found.to_html, "a.svg": found.to_svg, "a.txt": found.to_text}
     for name, make in makers.items():
         assert found.save(tmp_path / name) == tmp_path / name

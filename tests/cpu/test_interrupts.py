@@ -71,7 +71,7 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 def run(model: Any, optimizer: Any, batches: Batches, without: Callable[[str, Callable[[], Any]], bool], zeroed: bool) -> Result:
     """Five steps; `without` makes the calls of the third, and is True where one was interrupted.
 
-    The rest of that step is then left out.
+    The rest of that step is then skipped.
     """
     losses = []
     for step in range(5):

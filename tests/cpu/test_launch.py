@@ -87,7 +87,7 @@ def test_without_a_readable_topology_the_affinity_counts(monkeypatch: pytest.Mon
 def test_an_engine_s_threads_run_on_the_gpu_s_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that has cores for all workers, and the launching thread runs where it did."""
     here, *elsewhere = sorted(os.sched_getaffinity(0))
-    near = [here, *range(100_000, 100_004)]  # those that are not there are left out by the system
+    near = [here, *range(100_000, 100_004)]  # the system ignores those that are not there
     cpus = tuple(LogicalCpu(number, number, int(number in near)) for number in (*near, *elsewhere))
     monkeypatch.setattr(launch, "read_topology", lambda device: Topology(cpus, gpu_node=1))
     before, own = set(os.listdir("/proc/self/task")), os.sched_getaffinity(0)

@@ -82,7 +82,7 @@ def test_the_kernel_is_the_plain_step(dtype: torch.dtype, variant: str, kind: st
 def test_the_cuda_kernel_has_the_bits_of_the_cpus(run_rows: Run, number: int, dtype: torch.dtype, kind: str) -> None:
     """The kernel as C++: vectors and tails, also off 16 bytes.
 
-    Infinite gradients leave the row's mark, and a row left out stays.
+    Infinite gradients leave the row's mark, and a skipped row stays.
     """
     scalars = LionScalars.of(GROUP, factors=(0.3,))
     for start, skip, infinite in ((0, 0.0, False), (1, 0.0, False), (0, 1.0, False), (0, 0.0, True)):
@@ -114,7 +114,7 @@ def clipped(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 def scaled(model: Any, optimizer: Any, batches: Batches) -> None:
-    """The second step overflows, and is left out."""
+    """The second step overflows, and is skipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         loss = model(*batches[step % 3]).float().square().mean()

@@ -197,7 +197,7 @@ def test_a_scheduler_is_no_watcher(twins: Twins) -> None:
 
 
 def test_two_steps_without_gradients_of_one_are_counted_apart(twins: Twins) -> None:
-    """A parameter without a gradient in a step left out keeps its count, as do the others."""
+    """A parameter without a gradient in a skipped step keeps its count, as do the others."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)

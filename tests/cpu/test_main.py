@@ -47,7 +47,7 @@ def test_explain_prints_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_build_says_where_the_engine_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """The path is that of the library that the engine loads."""
+    """The path leads to the library that the engine loads."""
     path = build.library(SOURCES)
     assert output(capsys, "build") == f"{path}\n"
     assert json.loads(output(capsys, "build", "--json")) == {"library": str(path)}

@@ -50,7 +50,7 @@ class Dropped(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """Weights whose order of memory is not that of their dimensions."""
+    """Weights whose memory has another order than their dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

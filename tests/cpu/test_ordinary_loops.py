@@ -217,7 +217,7 @@ def in_groups(model: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("options", PLACES.values(), ids=PLACES)
 def test_groups_with_their_own_rates_decay_and_betas(options: dict[str, Any]) -> None:
-    """Three groups, one changed and one frozen in mid-run, a scheduler with a rate for each."""
+    """Three groups, one changed and one frozen midway; a scheduler with a rate for each."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scheduler = lrs.LambdaLR(optimizer, [lambda n: 0.9**n, lambda n: 1.0, lambda n: 1 / (n + 1)])
@@ -266,9 +266,9 @@ def test_freezing_with_gradients_kept_or_dropped(set_to_none: bool) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning", "ignore:The epoch parameter:UserWarning")
 def test_schedulers_in_any_use(twins: Twins, name: str, every: int, skipped: set[int], reset: int | None) -> None:
-    """Any scheduler, stepped now and then or made again in mid-run, gives the plain loop's bits.
+    """Any scheduler, stepped now and then or made again midway, gives the plain loop's bits.
 
-    Rates are the plain loop's too, also where some optimizer steps are left out.
+    Rates are the plain loop's too, also where some optimizer steps are skipped.
     """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:

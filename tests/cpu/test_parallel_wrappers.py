@@ -1,4 +1,7 @@
-"""A model that is spread over processes or devices is refused at `compile`, by name, with the way out."""
+"""A model that is spread over processes or devices is refused at `compile`.
+
+The error names it and the way out.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("inside", [False, True], ids=["model", "submodule"])
 def test_a_wrapped_model_is_refused(name: str, inside: bool) -> None:
-    """Where it is, what it is, what is expected, the module to hand over and plain torch.compile; no thread is started."""
+    """The error says where and what it is, what is expected, and two ways out; no thread starts.
+
+    The ways out are the module to hand over, and plain torch.compile.
+    """
     wrap, message = WRAPPED[name]
     wrapped = wrap(nn.Linear(4, 4))
     model = nn.Sequential(nn.Linear(4, 4), wrapped) if inside else wrapped
@@ -71,14 +77,17 @@ def test_a_wrapped_model_is_refused(name: str, inside: bool) -> None:
 
 
 def test_a_parameter_that_is_split_is_refused() -> None:
-    """Tensor parallelism leaves the modules what they were; their parameters are DTensors, trained or not."""
+    """Tensor parallelism keeps the modules, but their parameters are DTensors, trained or not."""
     model = nn.Sequential(nn.Linear(4, 4), split_by_columns(nn.Linear(4, 4).requires_grad_(False)))
     with pytest.raises(errors.UnsupportedError, match=r"^model\.1\.weight is a DTensor; expected .* one process .*torch.compile"):
         hytrain_fx.compile(model, adamw(model[0]))
 
 
 def test_the_module_inside_trains_as_the_message_says() -> None:
-    """After the refusal `compile(model.module, optimizer)` has the bits of the plain loop, compiled by torch."""
+    """After the refusal `compile(model.module, optimizer)` has the bits of the plain loop.
+
+    That is a loop on a model compiled by torch.
+    """
     torch._dynamo.reset()
     (plain, batches), (model, _) = seeded_mlp(), seeded_mlp()
     plain.compile()

@@ -158,7 +158,7 @@ def test_no_measured_step_is_an_error() -> None:
 
 
 class Clock:
-    """Stands for the host's clock; `mark` moves it on by so many microseconds first."""
+    """Stands for the host's clock; `mark` first moves it on by `after_us`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_us, self.marks = 0.0, StepMarks(torch.device("cpu"))
@@ -312,7 +312,7 @@ class FakeEvent:
 
 
 def test_times_are_read_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that the device has not finished are left out.
+    """Steps that the device has not finished are ignored.
 
     Only if it has finished none, the first is waited for.
     """

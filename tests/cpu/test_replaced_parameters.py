@@ -147,7 +147,7 @@ def tied(model: Any) -> None:
 
 
 def taken_out(model: Any) -> None:
-    """A layer is left out from now on."""
+    """A layer is skipped from now on."""
     model.body[2] = nn.Identity()
 
 

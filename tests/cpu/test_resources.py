@@ -87,7 +87,7 @@ def test_it_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_estimated_for_nobody() -> None:
-    """Without a listener no text is made; explain has the estimate all the same."""
+    """Without a listener no text is made; explain still has the estimate."""
     with compiled(wide, k=2) as (model, _):
         assert hytrain_fx.explain(model).memory.estimate is not None
 
@@ -118,7 +118,7 @@ def test_the_estimate_is_right_within_5_per_cent(options: dict[str, Any]) -> Non
 
 
 def test_the_estimate_follows_the_plan() -> None:
-    """After the states have moved it is that of their new placement."""
+    """After the states have moved, the estimate is for their new placement."""
     with compiled(wide, k=0) as (model, step):
         step()
         session = session_of(model)

@@ -197,9 +197,9 @@ def test_freezing_a_group_in_mid_run_by_its_rate(twins: Twins) -> None:
 
 
 def test_a_parameter_frozen_in_mid_run_keeps_its_weight() -> None:
-    """requires_grad_(False) in mid-run stops gradient and update.
+    """requires_grad_(False) midway stops gradient and update.
 
-    True again: the moments go on from where they were.
+    With True again, the moments go on from where they were.
     """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:

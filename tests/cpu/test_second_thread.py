@@ -342,7 +342,7 @@ def test_a_call_that_comes_while_the_model_is_closed_is_one_of_the_plain_model()
 
 
 def test_an_evaluation_in_another_thread_takes_no_marks_from_a_backward() -> None:
-    """A step that it overlaps is measured all the same."""
+    """A step that it overlaps is still measured."""
     model, optimizer = _compile(_net(), engine="native")
     session = find_session(model)
     assert session is not None

@@ -201,7 +201,7 @@ def test_rows_change_their_place_between_steps(halves: bool, sends_weight: bool)
 
 
 def test_the_torch_engine_says_that_it_does_not_stream() -> None:
-    """Asked for all the same, it is an error that names the engine that does."""
+    """Asking for it is an error that names the engine that does."""
     engine = TorchEngine(torch.device("cpu"), 40 << 20, 20.0)
     try:
         assert not engine.can_stream

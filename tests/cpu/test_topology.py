@@ -86,7 +86,7 @@ def test_the_thread_of_a_core_that_is_allowed_is_taken() -> None:
 
 
 def test_the_node_of_the_gpu_comes_first() -> None:
-    """Two nodes: workers fill that of the GPU, then go on to the other."""
+    """Of two nodes, workers fill the GPU's, then go on to the other."""
     topology = Topology(host(16, nodes=2), gpu_node=1, calling_cpu=0)
     assert pick_workers(topology, 8) == tuple(range(8, 16))
     assert pick_workers(topology, 10) == (*range(8, 16), 2, 3)

@@ -123,7 +123,7 @@ def test_every_option_of_adam_has_the_stated_bits(name: str, k: int) -> None:
 
 
 def test_two_groups_keep_their_own_rates_and_decay() -> None:
-    """Matrices with decay and vectors without, at different rates; one changes in mid-run."""
+    """Matrices with decay and vectors without, at different rates; one changes midway."""
     results = []
     for ours in (False, True):
         torch._dynamo.reset()

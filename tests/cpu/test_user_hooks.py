@@ -83,7 +83,7 @@ def test_a_gradient_hook_registered_before_compile(k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_gradient_hook_registered_in_mid_run(k: int) -> None:
-    """A hook that comes when the graphs are compiled already is not left out in silence."""
+    """A hook that comes when the graphs are already compiled is not silently ignored."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)
@@ -164,7 +164,7 @@ def test_a_post_accumulate_hook(k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_post_accumulate_hook_registered_in_mid_run(k: int) -> None:
-    """As above; left out in silence it would be the worst kind of loss."""
+    """A hook that were silently ignored would be the worst kind of loss."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)

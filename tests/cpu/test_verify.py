@@ -42,20 +42,20 @@ def set_arg(node: fx.Node, position: int, value: object) -> None:
 
 
 def duplicate(graph: fx.Graph, node: fx.Node) -> None:
-    """Insert the same call once more behind it."""
+    """Insert the same call once more after it."""
     with graph.inserting_after(node):
         graph.call_function(node.target, node.args).meta["val"] = node.meta["val"]  # type: ignore[arg-type]
 
 
 def write_to_a_weight(graph: fx.Graph, captured: CapturedGraph) -> None:
-    """A node that fills a weight behind its first reader."""
+    """A node that fills a weight after its first reader."""
     weight = next(iter(captured.weights.values()))
     with graph.inserting_after(next(iter(weight.users))):
         graph.call_function(torch.ops.aten.zero_.default, (weight,))
 
 
 def move_wait_to_the_end(graph: fx.Graph, _: CapturedGraph) -> None:
-    """A wait behind the readers of its weights."""
+    """A wait after the readers of its weights."""
     graph.output_node().prepend(find(graph, ops.WAIT))
 
 

@@ -60,5 +60,5 @@ def test_on_the_host_it_is_the_same_update(name: str) -> None:
 
 
 def test_states_move_while_training() -> None:
-    """Plans solved anew move states between host and device; training goes on within rounding."""
+    """Plans solved again move states between host and device; training goes on within rounding."""
     torch.testing.assert_close(trained("SGD nesterov", warmup_steps=2, replan_every=2), trained("SGD nesterov"), rtol=1e-3, atol=1e-4)

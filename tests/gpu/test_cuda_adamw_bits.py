@@ -216,7 +216,7 @@ def test_factors_are_mul_on_cuda(dtype: torch.dtype) -> None:
 
 
 def test_long_run_from_cpu_to_gpu_and_back() -> None:
-    """Moving the states between the devices in mid-training changes no bit."""
+    """Moving the states between the devices during training changes no bit."""
     stays, moves = operands(4099, 9, "normal"), operands(4099, 9, "normal")
     for step in range(1, 21):
         scalars = AdamScalars.of(GROUP, step, decoupled=True, torch_cuda=True)
@@ -233,7 +233,7 @@ def test_long_run_from_cpu_to_gpu_and_back() -> None:
 
 
 def test_launch_follows_the_current_stream() -> None:
-    """The launch is ordered behind what torch's current stream was given before."""
+    """The launch comes after what torch's current stream was given before."""
     side = torch.cuda.Stream(DEVICE)
     scalars = AdamScalars.of(GROUP, 2, decoupled=True, torch_cuda=True)
     late, early = (moved(operands(1 << 20, 10, "normal"), DEVICE) for _ in range(2))

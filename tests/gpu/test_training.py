@@ -120,7 +120,7 @@ def test_a_step_is_a_transaction_while_the_gpu_is_behind() -> None:
     for _ in range(3):
         torch.cuda._sleep(200_000_000)
         loss_of(model, next(data)).backward()
-        before = [p.detach().clone() for p in model.parameters()]  # queued behind the backward
+        before = [p.detach().clone() for p in model.parameters()]  # queued after the backward
         sums = torch.stack([p.detach().float().sum() for p in model.parameters()])
         optimizer.step()
         after = [p.detach().clone() for p in model.parameters()]

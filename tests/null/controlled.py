@@ -68,7 +68,7 @@ class Program:
             predicted_us=predicted_us, all_on_device_us=all_us)))
 
     def steps(self, count: int, us: float = 1000.0, *, works: Discipline = USUAL, streams: bool = False) -> None:
-        """So many steps alike."""
+        """`count` equal steps."""
         for _ in range(count):
             self.step(us, works=works, streams=streams)
 

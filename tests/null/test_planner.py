@@ -155,7 +155,7 @@ def test_host_memory_raises_k_or_fails() -> None:
 
 
 def test_given_k_is_taken() -> None:
-    """A given k is used as it is, named as the source and as every unit's reason."""
+    """A given k is used unchanged, and named as the source and as every unit's reason."""
     p = plan(uniform(5), k=2)
     assert (p.k, p.source) == (2, "fixed k")
     assert [row.placement for row in p.rows] == [Placement.GPU] * 2 + [Placement.CPU] * 3
