@@ -1,4 +1,7 @@
-"""Hides the optimizer update behind training: `model, optimizer = hytrain_fx.compile(model, optimizer)`."""
+"""Hides the optimizer update behind training.
+
+The one line to add is `model, optimizer = hytrain_fx.compile(model, optimizer)`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,16 +24,19 @@ _HOME = {  # of the others: hytrain_fx.api
     "graph_pass": "hytrain_fx.passes.base",
 }
 
-# The package `explain` puts itself here when it is imported; done now and taken out, it cannot
+# The package `explain` puts itself here when it is imported. Done now and taken out, it cannot
 # cover the function of that name later.
 import_module("hytrain_fx.explain")
 globals().pop("explain")
 
-ask_for_long_queue()  # compile() would be too late: the model is on the GPU by then
+ask_for_long_queue()  # compile() is too late: the model is on the GPU by then
 
 
 def __getattr__(name: str) -> Any:
-    """The functions and passes, at first use: they import torch, which reports and `--help` do without."""
+    """Import the functions and passes at first use.
+
+    They import torch, which reports and `--help` do without.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME.get(name, "hytrain_fx.api")), name)

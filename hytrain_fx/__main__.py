@@ -1,4 +1,5 @@
-"""`python -m hytrain_fx`: reports without a GPU, saved plans, graphs of a script, the native engine.
+"""`python -m hytrain_fx`: reports without a GPU, saved plans, a script's graphs, the engine's
+build.
 
     report     what a model would cost on a machine, for each way of placing the updates (nothing is
                run)
@@ -42,7 +43,7 @@ the script closes them, or when it ends. Nothing else of the script changes; wha
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, or 1 when it failed with an error of this library (told on stderr)."""
+    """Run one command. Returns 0, or 1 after an error of this library (printed on stderr)."""
     own, behind = split_arguments(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(own, argparse.Namespace(script_arguments=behind))
@@ -106,7 +107,10 @@ def add_inspect(commands: Any) -> None:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first `--` and what behind it: argparse cannot have both options and a rest behind a positional."""
+    """Split at the first `--`.
+
+    argparse cannot have both options and a rest after a positional.
+    """
     given = list(arguments)
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]
@@ -121,7 +125,10 @@ class Witness:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Stand in for `compile` and `close`, under both names they can be imported by. At the end what is still open is inspected."""
+        """Stand in for `compile` and `close`, under both names they can be imported by.
+
+        At the end what is still open is inspected.
+        """
         import hytrain_fx
         from hytrain_fx import api
 
@@ -156,7 +163,9 @@ class Witness:
 
 
 def inspect_script(script: Path, arguments: Sequence[str] = ()) -> tuple[Inspection, ...]:
-    """Run `script` as `python script arguments...` would, and inspect every model that it compiled, in the order of closing.
+    """Run `script` as `python script arguments...` would, and inspect every model that it compiled.
+
+    The models come in the order of closing.
 
     Raises ConfigError where it compiled none, and whatever the script raises (its SystemExit only
     with a status other than 0).
@@ -194,7 +203,10 @@ def _inspect(args: argparse.Namespace) -> str:
 
 
 def _shown(args: argparse.Namespace, number: int, found: Inspection) -> str:
-    """What is printed of one model; files are written, those of a second model with its number before the suffix."""
+    """What is printed of one model.
+
+    Files are written; those of a second model have its number before the suffix.
+    """
     from hytrain_fx.explain.graphs.json import nodes_json
 
     search = args.parameter or args.layer

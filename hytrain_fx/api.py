@@ -120,7 +120,9 @@ def compile(
 
 
 def close(model: nn.Module) -> None:
-    """Finish committed updates, stop the threads and free what they used; the weights stay as trained, and the model is a plain one.
+    """Finish committed updates, stop the threads and free what they used.
+
+    The weights stay as trained, and the model is a plain one.
 
     The optimizer's states can be read as long as the optimizer is kept, and are freed with it.
     Raises UnsupportedError for a model that is not compiled.
@@ -141,7 +143,9 @@ def settle(model: nn.Module) -> None:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """The plan in force with its reasons, predicted beside measured. `print` it, or take `to_json()`.
+    """The plan in force with its reasons, predicted next to measured times.
+
+    `print` it, or take `to_json()`.
 
     Before times are measured it shows where the updates run meanwhile. On a GPU it waits for the
     device. Raises UnsupportedError for a model that is not compiled.
@@ -183,7 +187,9 @@ def _explanation(session: Session) -> Explanation:
 
 
 def inspect(model: nn.Module) -> Inspection:
-    """Every graph captured so far, before and after each pass, with times as `explain` has them, and the layer-level task graph.
+    """Every graph captured so far, before and after each pass, and the layer-level task graph.
+
+    Times are those of `explain`.
 
     `print` it, ask it (`diff`, `annotated`, `find`, `counts`), or `save` it as .html, .json, .txt
     or .svg. On a GPU it waits for the device. Raises UnsupportedError for a model that is not
@@ -209,12 +215,11 @@ def _inspection(session: Session) -> Inspection:
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recording]:
-    """Record every copy and update of the steps inside the block; the plan stays as it is meanwhile.
-
+    """Record every copy and update of the steps inside the block; meanwhile the plan stays.
         with hytrain_fx.record(model) as recording:
             ...two or three steps...
-        print(recording)                            # the last step, the predicted one under it
-        recording.save("steps.json")                # all of them, for Perfetto or VizTracer's viewer; or .png
+        print(recording)                        # the last step, the predicted one under it
+        recording.save("steps.json")            # all of them, for Perfetto or VizTracer; or .png
 
     The lanes of the launching thread and of the device hold the last 9 steps at most. Raises
     UnsupportedError for a model that is not compiled, and while the times for the first plan are
@@ -228,8 +233,8 @@ def record(model: nn.Module) -> Iterator[Recording]:
             f"the times for the first plan are still being measured ({session.steps_done} steps are done, it takes "
             f"{session.planning.steps_to_measure}); record once explain(model) shows a solved plan"
         )
-    session.drain()  # updates of the step before are not of the block
-    session.engine.take_records()  # of steps before
+    session.drain()  # the previous step's updates are not of the block
+    session.engine.take_records()  # of earlier steps
     schedule = explain(model).schedule
     names = tuple(unit.name for unit in session.planning.units())
     recording = Recording(from_schedule(schedule, names) if schedule else None)
@@ -263,7 +268,10 @@ def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Time
 
 
 def _measured(session: Session) -> Measured | None:
-    """Times under the plan in force. Its first step is left out of the wall time: the states moved in it."""
+    """Times under the plan in force.
+
+    Its first step is left out of the wall time: the states moved in it.
+    """
     if session.marks.steps == 0:
         return None
     units = session.planning.units()

@@ -18,46 +18,46 @@ Planner = Literal["seed", "cotrain", "windowed"]
 
 @dataclass(frozen=True)
 class Config:
-    """Options of `compile`. Raises ConfigError naming the option, what was found and what is accepted.
+    """Options of `compile`.
 
+    Raises ConfigError, which names the option, what was found and what is accepted.
     k              units updated on the device, at most all of them: "auto" solves it from measured
                    times, 0 = every unit on the CPU
     plan           a saved Plan to obey instead of solving one
     planner        which rule solves k: "windowed" (each layer's own window), "seed" (HyTrainDNN's
                    equation) or "cotrain"
-    stream         share 0..1 of the parameters not resident on the device whose states are brought
-                   there each step instead of being updated by the CPU; "auto" solves it on CUDA
-                   together with k (planner "windowed"), and is 0 with the model on the CPU
+    stream         share 0..1 of the parameters not resident on the device whose states visit it
+                   each step to be updated there, not by the CPU; "auto" solves it on CUDA together
+                   with k (planner "windowed"), and is 0 with the model on the CPU
     gpu_states     what may rest on the device: "auto" (what is free, by whole units), a fraction
                    0..1 of the states, or bytes
     host_memory    bytes the states may take on the host, None = what the host has available;
                    `shadow_memory` comes on top
-    speculate      whether updates by the CPU may begin before step(): "auto" where the loop waits
-                   for the GPU between backward() and step() (loss.item(), a norm that is printed)
-                   or scales gradients by a factor that can be guessed (clipping), and has done the
-                   same for some steps; True in every backward, False in none. The training is the
-                   same; native engine, bf16 and fp32 parameters
-    shadow_memory  bytes of host memory for states beside the old ones, in updates on a guess: those
-                   that begin before step(), and those whose gradients' factors (clipping, loss
-                   scale) are still unknown; 12 bytes a parameter, with amsgrad 16. None = half of
-                   what is available when there is first such an update, 0 = no update begins so
-    replan_every   steps within which a change of their length is followed: times are measured anew
+    speculate      whether updates by the CPU may begin before step(). "auto": where the loop has
+                   for some steps waited for the GPU between backward() and step() (loss.item(),
+                   a norm that is printed), or scaled gradients by a factor that can be guessed
+                   (clipping). True: in every backward. False: in none. The training is the same;
+                   native engine, bf16 and fp32 parameters
+    shadow_memory  bytes of host memory for new states next to the old ones, in updates on a guess:
+                   those that begin before step(), and those whose gradients' factors (clipping,
+                   loss scale) are still unknown; 12 bytes a parameter, with amsgrad 16. None = half
+                   of what is available at the first such update, 0 = no update begins on a guess
+    replan_every   steps within which a change of their length is followed: times are measured again
                    and states move where that pays; 0 = the plan made after the warm-up stays
     warmup_steps   steps measured before a plan is solved
     engine         which engine runs the updates of Adam and AdamW; other optimizers run on "torch"
-    workers        CPU update threads, None = physical cores less the launching threads; more than
-                   there are cores is a warning. Those that fit on the GPU's socket stay there, with
-                   the host's states; else all sockets are used
-    pin_workers    keep each CPU update thread on a core of its own, where cores are known and free.
-                   Off: where other threads want those cores too, one held-up worker holds up its
-                   unit (8% of a step on a virtual machine of 16 cores)
+    workers        CPU update threads, None = physical cores less the launching threads; more
+                   than there are cores is a warning. If they fit on the GPU's socket they stay
+                   there, with the host's states; else all sockets are used
+    pin_workers    keep each CPU update thread on its own core, where cores are known and free.
+                   Off by default: where other threads want those cores too, one late worker delays
+                   its unit (8% of a step on a virtual machine of 16 cores)
     ring_bytes     device memory for gradients on their way to the host, None = the least of four of
                    the largest gradients, twice all of them, and 640 MB (338 MB where states are
                    streamed)
-    autocast_copies  fp32 weights that a model under autocast reads in bf16 alone rest on the device
-                     as bf16 copies; their fp32 memory is
-                   there only while the loop looks at them, weights and gradients travel in 16 bits,
-                   no bit of training changes
+    autocast_copies  fp32 weights that a model under autocast reads in bf16 only rest on the device
+                   as bf16 copies. Their fp32 memory exists only while the loop looks at them,
+                   weights and gradients travel in 16 bits, and no bit of training changes
     timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
     passes         list of graph passes to run instead of `hytrain_fx.DEFAULT_PASSES`, ours and your
                    own; None = the default ones
@@ -68,7 +68,7 @@ class Config:
     mode           handed on to torch.compile; "reduce-overhead" is refused (CUDA graphs are not
                    shown to work)
 
-    Numbers may be numpy's. `compile` checks besides what only the model and the installed torch can
+    Numbers may be numpy's. `compile` also checks what only the model and the installed torch can
     tell.
     """
 

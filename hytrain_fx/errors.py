@@ -36,7 +36,10 @@ class CaptureError(HytrainError, RuntimeError):
 
 
 class GraphInvariantError(HytrainError, RuntimeError):
-    """A pass failed, or left a graph that is invalid or breaks a rule stated in `passes.verify`; the message names the pass."""
+    """A pass failed, or left a graph that is invalid or breaks a rule of `passes.verify`.
+
+    The message names the pass.
+    """
 
 
 class PlanError(HytrainError, ValueError):
@@ -56,11 +59,14 @@ class DroppedNodeError(EngineError):
 
 
 class NonFiniteGradientError(EngineError):
-    """`step()` was given a gradient with NaN or infinite values; the weights after it would all be NaN."""
+    """`step()` was given a gradient with NaN or infinities; all weights would become NaN."""
 
 
 class StatesError(HytrainError, RuntimeError):
-    """Loading optimizer states ended in an error half-way; they cannot be trained with or saved until they are loaded again."""
+    """Loading optimizer states ended in an error half-way.
+
+    They cannot be trained with or saved until they are loaded again.
+    """
 
 
 class GradientConsumedError(HytrainError, RuntimeError):

@@ -1,7 +1,8 @@
-"""The torch.compile backend of one model: stock Inductor, with each graph handed to a rewrite on the way.
+"""The torch.compile backend of one model: stock Inductor, with a rewrite of each graph on the way.
 
-    torch.compile -> backend(gm, example_inputs) -> compile_fx (stock: AOTAutograd, decompositions, partitioner)
-                        -> inner_compile(graph): CapturedGraph -> rewrite -> compile_fx_inner (stock)
+    torch.compile -> backend(gm, example_inputs)
+                  -> compile_fx (stock: AOTAutograd, decompositions, partitioner)
+                  -> inner_compile(graph): CapturedGraph -> rewrite -> compile_fx_inner (stock)
 
 Example inputs are the real Parameters, so a graph's placeholders and gradient outputs map to rows
 by identity, through `meta["desc"]`. A backward graph is compiled at the first backward, long after
@@ -48,7 +49,10 @@ R = TypeVar("R")
 
 @dataclass
 class _Pair:
-    """What a forward graph leaves for its backward graph: the rows of the example inputs, and saved views by output name."""
+    """What a forward graph leaves for its backward graph.
+
+    These are the rows of the example inputs, and saved views by output name.
+    """
 
     number: int
     row_of_input: dict[int, int]
@@ -98,7 +102,10 @@ class Capture(Generic[R]):
 
     @property
     def unit_order(self) -> tuple[int, ...]:
-        """Numbers of all units in the order of first use in the forward graphs so far; units not seen yet come last."""
+        """All units in the order of their first use in the forward graphs so far.
+
+        Units not seen yet come last.
+        """
         return tuple({**self._used, **{unit.number: None for unit in self.units}})
 
     def backend(
@@ -109,10 +116,15 @@ class Capture(Generic[R]):
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compile one Dynamo graph; `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it."""
+        """Compile one Dynamo graph.
+
+        `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it.
+        """
         patches = {**(mode_options(mode) if mode else {}), **(options or {})}
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
-        alive = self._alive  # torch keeps what it is given here for as long as the code lives: a model that was dropped must not
+        # torch keeps what it is given here as long as the code lives. A model that was dropped must
+        # not live on because of it.
+        alive = self._alive
         return by_parameters(gm, example_inputs, lambda: alive()._row_of, lambda: partial(alive()._compile, patches=patches))
 
     def _compile(
@@ -130,7 +142,7 @@ class Capture(Generic[R]):
                 captured = alive()._on_graph(graph, pair, _kind(kwargs))
             with tensors.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
                 compiled = tensors.compile_fx_inner(graph, inputs, **kwargs)
-            # What a compiled backward reads of weights is no touch by the user. And the nodes of
+            # A compiled backward reads weights, which is not a touch by the user. The nodes of
             # every graph are counted.
             index, backward = captured.index, captured.kind is GraphKind.BACKWARD
 
@@ -151,7 +163,10 @@ class Capture(Generic[R]):
 
     @property
     def _alive(self) -> Callable[[], Capture[R]]:
-        """A function that gives this capture without keeping it alive. It raises EngineError once the model is closed or gone."""
+        """A function that gives this capture without keeping it alive.
+
+        It raises EngineError once the model is closed or gone.
+        """
         found = weakref.ref(self)
 
         def alive() -> Capture[R]:
@@ -232,7 +247,7 @@ def _traced_with(inputs: Sequence[Any], copies: Mapping[int, torch.Tensor]) -> S
 
 
 def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:
-    """Units in the order in which a forward graph first reads any of their weights."""
+    """The units in the order in which a forward graph first reads any of their weights."""
     order = dataflow.Order.of(graph.module.graph)
     first: dict[int, int] = {}
     for row, holder in graph.weights.items():
@@ -244,7 +259,9 @@ def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[i
 
 
 def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, float]:
-    """Floating-point operations of each unit in this graph, by torch's own formulas (`torch.utils.flop_counter`).
+    """Floating-point operations of each unit in this graph, by torch's formulas.
+
+    The formulas are in `torch.utils.flop_counter`.
 
     A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the
     unit of the node before it. Nodes before the first such node belong to the first unit met.
@@ -272,14 +289,20 @@ def has_user_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _saved_views(graph: CapturedGraph) -> dict[str, int]:
-    """Outputs of a forward graph that are views of a weight, by name: the backward's placeholder has the same name."""
+    """Outputs of a forward graph that are views of a weight, by name.
+
+    The backward's placeholder has the same name.
+    """
     row_of = {node: row for row, node in graph.weights.items()}
     values = (v for v in graph.outputs if isinstance(v, fx.Node) and v not in row_of)
     return {v.name: row_of[base] for v in values if (base := dataflow.view_base(v)) in row_of}
 
 
 def _may_move_weights(graph: CapturedGraph) -> bool:
-    """Whether Inductor's layout optimization could copy a weight ahead of its `wait`: it takes 4-dimensional values only."""
+    """Whether Inductor's layout optimization could copy a weight before its `wait`.
+
+    It takes 4-dimensional values only.
+    """
     forward = graph.kind is not GraphKind.BACKWARD
     return forward and any(node.meta["val"].dim() == 4 for node in graph.weights.values())
 

@@ -1,4 +1,4 @@
-"""A graph of torch.compile with the managed parameters in it, and what is kept of it when compiled."""
+"""A graph of torch.compile with the managed parameters in it, and what stays of it once compiled."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CapturedGraph:
 
 @dataclass(frozen=True)
 class CompiledGraph(Generic[R]):
-    """What is kept of a captured graph: its place, FLOPs of each unit, and the rewrite's own result."""
+    """What is kept of a captured graph: its place, each unit's FLOPs, and the rewrite's result."""
 
     index: int
     pair: int

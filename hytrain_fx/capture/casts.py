@@ -1,9 +1,11 @@
-"""Which fp32 weights a traced graph reads in bf16 alone, so that a bf16 copy in their place changes no bit.
+"""Which fp32 weights a traced graph reads in bf16 only.
+
+A bf16 copy instead of such a weight changes no bit.
 
     primals_5: f32[16, 8]
-    cast: bf16[16, 8] = convert_element_type(primals_5, bfloat16)         its one reader
-    mm(..., permute(cast)), mm(..., cast)                                 calls: they read rounded values, whatever is fused around them
-    grad: f32[16, 8] = convert_element_type(permute(mm_9), float32)       its gradient: one bf16 result of a call, widened
+    cast: bf16[16, 8] = convert_element_type(primals_5, bfloat16)      its one reader
+    mm(..., permute(cast)), mm(..., cast)         calls: they read rounded values, whatever is fused
+    grad: f32[16, 8] = convert_element_type(permute(mm_9), float32)    one bf16 result, widened
 
 Two casts of one weight have two gradients that are added in fp32. A cast that a pointwise kernel
 reads (a bias), or a gradient that one makes, is never rounded to bf16 there: Inductor computes such
@@ -29,7 +31,7 @@ _MAKERS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torc
 
 @dataclass(frozen=True, slots=True)
 class CastRows:
-    """Of the rows that are inputs of one graph.
+    """For the rows that are inputs of one graph.
 
     in_bf16    read through one cast to bf16 alone; with a gradient that is a widened bf16 result,
                or none
@@ -41,7 +43,10 @@ class CastRows:
 
 
 def cast_rows(graph: fx.GraphModule, row_of_input: Mapping[int, int]) -> CastRows:
-    """Look at a forward graph, or at forward and backward in one; `row_of_input` by position among the inputs."""
+    """Look at a forward graph, or at forward and backward in one.
+
+    `row_of_input` goes by position among the inputs.
+    """
     holders = {plain_input(node.meta.get("desc")): node for node in graph.graph.find_nodes(op="placeholder")}
     output = graph.graph.output_node()
     grads = _gradients(output)
@@ -81,13 +86,13 @@ def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
     return node.op == "call_function" and node.target in _CASTS and isinstance(value, torch.Tensor) and value.dtype == dtype
 
 
-# ---- A compiled graph that was traced with bf16 copies, called with the fp32 parameters that Dynamo knows ----
+# ---- A graph traced with bf16 copies, called with the fp32 parameters that Dynamo knows ----
 #
-#     run([x, p0, p1])  ->  graph([x, q0, p1])        q0 in autograd's graph behind p0
+#     run([x, p0, p1])  ->  graph([x, q0, p1])        q0 comes after p0 in autograd's graph
 #
 # Autograd finds the parameters where it looks for them: accumulation, hooks and torch.autograd.grad
-# see p0. A gradient that comes back for q0 is widened, which is exact; those that our nodes take
-# come back as None.
+# see p0. A gradient that comes back for q0 is widened, which is exact. Gradients that our nodes
+# take come back as None.
 
 
 class _Copies(torch.autograd.Function):
@@ -96,7 +101,8 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, copies: Sequence[torch.Tensor], *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(copy.detach() for copy in copies)  # shares the version counter: what saves one is told when it was updated
+        # A copy shares the version counter, so whoever saves one learns when it was updated.
+        return tuple(copy.detach() for copy in copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -117,7 +123,10 @@ class InputCopies:
 
 
 def with_copies(compiled: Callable[..., Any], read: InputCopies) -> Callable[..., Any]:
-    """What a torch.compile backend has made, called with copies instead of parameters. The call itself holds none."""
+    """What a torch.compile backend has made, called with copies instead of parameters.
+
+    The call itself holds no copies.
+    """
     positions, copies_now = tuple(read.copies), read.now
 
     def exchanged(args: Sequence[Any]) -> list[Any]:

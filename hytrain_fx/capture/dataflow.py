@@ -79,7 +79,10 @@ def aliases(roots: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def readers(roots: Iterable[fx.Node], ignore: frozenset[object] = frozenset()) -> tuple[fx.Node, ...]:
-    """Nodes that are no view and take an alias of `roots`, in no order; the output node counts, targets in `ignore` do not."""
+    """Nodes that are not views and take an alias of `roots`, in no order.
+
+    The output node counts; targets in `ignore` do not.
+    """
     found: dict[fx.Node, None] = {}
     for alias in aliases(roots):
         found.update(dict.fromkeys(u for u in alias.users if not is_view(u) and u.target not in ignore))
@@ -87,7 +90,10 @@ def readers(roots: Iterable[fx.Node], ignore: frozenset[object] = frozenset()) -
 
 
 def standalone_readers(roots: Iterable[fx.Node], ignore: frozenset[object] = frozenset()) -> tuple[fx.Node, ...] | None:
-    """The calls whose results show that `roots` have been read, or None where a reader may be inlined into a later kernel."""
+    """The calls whose results show that `roots` have been read.
+
+    None where a reader may be inlined into a later kernel.
+    """
     found: dict[fx.Node, None] = {}
     queue = list(roots)
     while queue:
@@ -103,7 +109,7 @@ def standalone_readers(roots: Iterable[fx.Node], ignore: frozenset[object] = fro
 
 
 def result_tensor(node: fx.Node) -> fx.Node | None:
-    """A node that holds a tensor made by `node`: itself, or one of the items of its tuple; None where it has neither."""
+    """A node that holds a tensor made by `node`: itself, or an item of its tuple; else None."""
     if isinstance(node.meta.get("val"), torch.Tensor):
         return node
     items = (u for u in node.users if u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor))
@@ -120,7 +126,10 @@ def _stands_alone(node: fx.Node, alias_set: set[fx.Node]) -> bool:
 
 @dataclass(frozen=True)
 class Order:
-    """Positions and ancestors of a graph's nodes, taken once; `ancestors[n]` is a bit set over positions, `n` itself included."""
+    """Positions and ancestors of a graph's nodes, taken once.
+
+    `ancestors[n]` is a bit set over positions, `n` itself included.
+    """
 
     position: dict[fx.Node, int]
     ancestors: dict[fx.Node, int]
@@ -155,11 +164,11 @@ class Order:
         return tuple(reversed(kept))
 
 
-# ---- Floating-point operations of one FX node, by the formulas of `torch.utils.flop_counter` on the shapes in `meta["val"]` ----
+# ---- Floating-point operations of one FX node, from the shapes in `meta["val"]` ----
 
 
 def node_flops(node: fx.Node) -> float:
-    """FLOPs of a node (a multiply-add is two); 0 for ops without a formula: they are bound by memory.
+    """FLOPs of a node (a multiply-add is two); 0 for ops without a formula: memory bounds them.
 
     A symbolic size counts as the size it had while tracing.
     """
@@ -173,7 +182,7 @@ def node_flops(node: fx.Node) -> float:
 
 
 def _traced(value: Any) -> Any:
-    """A meta tensor of the traced shape in place of a node; a plain number in place of a symbolic one."""
+    """A meta tensor of the traced shape for a node; a plain number for a symbolic one."""
     value = value.meta.get("val") if isinstance(value, fx.Node) else value
     if isinstance(value, (list, tuple)):
         return type(value)(_traced(v) for v in value)

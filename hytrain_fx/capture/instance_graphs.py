@@ -1,7 +1,10 @@
-"""One Dynamo graph for several sets of parameters: each set has compiled graphs of its own, with the nodes of its own rows.
+"""One Dynamo graph for several sets of parameters.
 
-    for block in self.blocks:          Dynamo captures the forward of the block's class once, after a graph break, say,
-        x = block(x)                   and runs that graph with each block's parameters: they are inputs of it
+Each set has its own compiled graphs, with the nodes of its own rows.
+
+    for block in self.blocks:     Dynamo captures the forward of the block's class once, after a
+        x = block(x)              graph break, say. It runs that graph with each block's
+                                  parameters: they are inputs of it.
 
 Ours have nodes for certain rows, so a call with other parameters goes to graphs that are compiled
 for these. A parameter that is not managed (another model's, a clone) has no row: calls that differ
@@ -25,7 +28,9 @@ Compile = Callable[[fx.GraphModule, Sequence[Any], RowsOfInputs], Callable[..., 
 def by_parameters(
     gm: fx.GraphModule, example_inputs: Sequence[Any], row_of: Callable[[], Mapping[int, int]], compile_for: Callable[[], Compile]
 ) -> Callable[..., Any]:
-    """What a backend gives for `gm`: calls the graphs of the parameters it is called with, which it compiles when they first come.
+    """What a backend gives for `gm`: it calls the graphs of the parameters that it is called with.
+
+    They are compiled when these parameters first come.
 
     row_of         gives, by `id`, the row of each managed parameter
     compile_for    gives what compiles a graph for such example inputs and rows; `gm` itself is

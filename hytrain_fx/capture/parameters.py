@@ -1,4 +1,6 @@
-"""Which parameters are managed, checked before anything is allocated: row numbers, names, optimizer groups.
+"""Which parameters are managed, checked before anything is allocated.
+
+Here they get row numbers, names and optimizer groups.
 
 A managed parameter requires grad, is in the optimizer, and has elements. Rows count them in
 `model.named_parameters()` order, so the same model gives the same numbers in every process.
@@ -40,7 +42,10 @@ class ParameterTable:
 
 
 def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterTable:
-    """Number the managed parameters of a model. Raises UnsupportedError naming what was found and what to do."""
+    """Number the managed parameters of a model.
+
+    Raises UnsupportedError, which says what was found and what to do.
+    """
     _check_kinds(model, optimizer)
     named = dict(model.named_parameters())
     if not named:
@@ -79,7 +84,7 @@ def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise UnsupportedError("differentiable=True needs the update inside autograd; make the optimizer without it")
-        if update is not None:  # a step that nobody takes: an option that no step can take is known now
+        if update is not None:  # a dry step: an option that no step can take shows now
             update.scalars({**optimizer.defaults, **group}, 1, False)
 
 

@@ -1,4 +1,6 @@
-"""Groups parameters into units, the layers that the planner places together, from the module tree alone.
+"""Groups parameters into units from the module tree alone.
+
+Units are the layers that the planner places together.
 
 A unit is the outermost child of a container (ModuleList, Sequential, ModuleDict) that is not itself
 a container: a decoder layer, a residual block, one Linear of a Sequential. A parameter outside
@@ -32,9 +34,9 @@ class Unit:
 
 
 def group_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
-    """Units of the parameters `names` (row = position) of `model`, numbered in the order of their first rows.
+    """Units of the parameters `names` of `model`, numbered in the order of their first rows.
 
-    Every row is in exactly one unit. Raises UnsupportedError for a name that is no parameter of the
+    A row is a position in `names`. Every row is in exactly one unit. Raises UnsupportedError for a name that is no parameter of the
     model.
     """
     rows: dict[str, list[int]] = {}

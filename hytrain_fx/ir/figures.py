@@ -37,7 +37,10 @@ def _three_digits(value: float) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0,)) -> str:
-    """Lines of equal columns under their heads; columns in `words` are aligned to the left, the others to the right."""
+    """Lines of equal columns under their heads.
+
+    Columns in `words` are aligned to the left, the others to the right.
+    """
     widths = [max(len(line[column]) for line in (heads, *rows)) for column in range(len(heads))]
 
     def joined(line: Sequence[str]) -> str:

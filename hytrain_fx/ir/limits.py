@@ -1,5 +1,6 @@
-"""Limits that more than one room keeps, each stated once; those in `IN_CPP` are what the C++ and
-CUDA builds get.
+"""Limits that more than one room keeps, each stated once.
+
+The C++ and CUDA builds get those in `IN_CPP`.
 
     python hytrain_fx/ir/limits.py  ->  -DHYTRAIN_FX_CHUNK_PARAMS=4194304 ...
 
@@ -16,15 +17,15 @@ from typing import Final
 
 # Parameters in one copy or one CPU task: the grain at which urgent work passes other work.
 CHUNK_PARAMS: Final = 4 << 20
-# Parameters one worker takes at a time: a chunk occupies all workers, and a piece is long beside
-# taking it from the queue.
+# Parameters one worker takes at a time. A chunk occupies all workers, and a piece takes long
+# compared with fetching it from the queue.
 GRANULE_PARAMS: Final = 256 << 10
-# A row of fewer is not worth other memory for its states, which an update on a guess needs.
+# A smaller row is not worth other memory for its states, which an update on a guess needs.
 LEAST_GUESSED_PARAMS: Final = 64 << 10
 # A gradient may carry this many logged multiplications; more are made on the real tensor.
 MAX_FACTORS: Final = 4
-# Of a unit's largest parameter: smaller ones (norms, biases) are not worth a staging slot and stay
-# where they are.
+# Share of a unit's largest parameter. Smaller ones (norms, biases) are not worth a staging slot and
+# stay where they are.
 SMALL_PARAMETER_SHARE: Final = 1 / 1024
 
 # ---- Device memory that things pass through ----
@@ -32,19 +33,18 @@ SMALL_PARAMETER_SHARE: Final = 1 / 1024
 # Chunks of streamed states on the device at once: one being filled, one updated, one emptied, and
 # as many again against hiccups.
 STAGING_SLOTS: Final = 6
-# Gradients on their way out (the ring) and streamed states (the staging slots) together: with so
-# much there is room for fragments below the 1 GB that training may add to a GPU's peak.
+# Gradients on their way out (the ring) and streamed states (the staging slots) together. This
+# leaves room for fragments below the 1 GB that training may add to a GPU's peak.
 TRANSIT_BYTES: Final = 640_000_000
 
 # ---- Bytes of a parameter ----
 
 HALF_BYTES: Final = 2  # bf16, fp16
 FP32_BYTES: Final = 4
-# A cache line of the host, as wide as the widest vector register: what memory of the host is
-# aligned to.
+# A cache line of the host, as wide as the widest vector register. Host memory is aligned to it.
 CACHE_LINE_BYTES: Final = 64
-# Arrays a multiple of 4 KiB apart would meet in the same sets of a cache: each array of a shadow
-# slot begins so much later.
+# Arrays a multiple of 4 KiB apart would meet in the same sets of a cache, so each array of a shadow
+# slot begins this much later.
 SHADOW_APART_BYTES: Final = 17 * CACHE_LINE_BYTES
 
 # ---- Launches on a CUDA device ----
@@ -60,13 +60,13 @@ PARTS_PER_GATHER: Final = 32
 
 # ---- Times and gains ----
 
-# Waits of this length, 31 years, have an end that clocks can hold. Of a longer one it would
+# Clocks can hold the end of a wait of this length, 31 years. The end of a longer one would
 # overflow, into the past.
 LONGEST_WAIT_S: Final = 1e9
-# Of the step: below that a plan's gain is lost to copies that come in another order than planned,
-# and is not told from a flat optimum.
+# Share of the step. A smaller gain is lost to copies that come in another order than planned, and
+# cannot be told from a flat optimum.
 LEAST_GAIN_SHARE: Final = 0.01
-# In one copy whose rate is measured: a chunk of an fp32 array, what the engine copies.
+# Bytes of one copy whose rate is measured: a chunk of an fp32 array, as the engine copies.
 TIMED_COPY_BYTES: Final = FP32_BYTES * CHUNK_PARAMS
 
 IN_CPP: Final = (

@@ -1,4 +1,7 @@
-"""What passes leave of a graph: a note for each node, a record for each pass. Texts and numbers only, no graph."""
+"""What passes leave of a graph: a note for each node, a record for each pass.
+
+Texts and numbers only, no graph.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ Notes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class NodeNote:
-    """What is known of a node. Rows are in ascending order.
+    """What is known of a node. Rows ascend.
 
     unit       the unit whose work the node is (None before the first unit's)
     holds      row whose weight, or a saved view of it, this placeholder holds
@@ -36,7 +39,10 @@ class NodeNote:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did to one graph. `before` and `after` are the graph's Python text, `added` counts new nodes by operator."""
+    """What one pass did to one graph.
+
+    `before` and `after` are the graph's Python text, `added` counts new nodes by operator.
+    """
 
     name: str
     notes: Notes
@@ -49,7 +55,10 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """What the passes did to one graph, in their order, and what is noted of each node after the last, by name in graph order."""
+    """What the passes did to one graph, in their order.
+
+    `nodes` has the note of each node after the last pass, by name in graph order.
+    """
 
     passes: tuple[PassRecord, ...]
     nodes: Mapping[str, NodeNote] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class Placement(enum.StrEnum):
 
     GPU = "gpu"  # states rest on the device, updated there
     CPU = "cpu"  # states rest in host memory, updated by CPU workers
-    STREAM = "stream"  # states rest in host memory, brought to the device, updated there, written back
+    STREAM = "stream"  # states rest in host memory and visit the device to be updated
 
     @property
     def rests_on_device(self) -> bool:
@@ -45,12 +45,17 @@ class Placement(enum.StrEnum):
 
 
 CUT_ALIGN_PARAMS = 64
-"""Parameters are cut at multiples of so many elements: memory of every dtype is aligned to cache lines then."""
+"""Parameters are cut at multiples of so many elements.
+
+Memory of every dtype is aligned to cache lines then.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """The grain of ownership, placement and update: elements `begin..end` of one parameter, in the order of its memory.
+    """The grain of ownership, placement and update.
+
+    It is the elements `begin..end` of one parameter, in the order of its memory.
 
     parameter   its number in the table of parameters
     rank        the process that updates it
@@ -135,7 +140,7 @@ class Plan:
 
 
 def _require_kinds(plan: Plan) -> None:
-    """Raise TypeError where a number of a text is none."""
+    """Raise TypeError where a text holds something else instead of a number."""
     for name, value in (("k", plan.k), *((name, getattr(row, name)) for row in plan.rows for name in ("unit", "begin", "end"))):
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
@@ -145,7 +150,10 @@ def _require_kinds(plan: Plan) -> None:
 
 
 class PlannedUnit(Protocol):
-    """What a plan must know of a unit; `ir.task_graph.Unit` and `ir.profile.UnitProfile` both have it."""
+    """What a plan must know of a unit.
+
+    `ir.task_graph.Unit` and `ir.profile.UnitProfile` both have it.
+    """
 
     @property
     def index(self) -> int: ...
@@ -156,7 +164,9 @@ class PlannedUnit(Protocol):
 
 
 def validate(plan: Plan, units: Sequence[PlannedUnit]) -> None:
-    """Check that the plan's rows tile every unit, and only these units. Raises PlanError naming the first misfit.
+    """Check that the plan's rows tile every unit, and only these units.
+
+    Raises PlanError naming the first misfit.
 
     `k` must be the number of leading units that are wholly on the device.
     """
@@ -190,7 +200,8 @@ def pieces_of_unit(
         ends = [] if is_whole(parameter) else [share.end - at for share in shares if at < share.end < at + numel]
         cuts = sorted({0, numel, *(end - end % CUT_ALIGN_PARAMS for end in ends)})
         for begin, end in pairwise(cuts):
-            tells = at if end - begin == numel else at + end - 1  # a cut was moved down, into the share before it
+            # a cut was moved down, into the share before it
+            tells = at if end - begin == numel else at + end - 1
             of = next(share for share in shares if share.begin <= tells < share.end)
             last = placed[-1] if begin else None
             if last is not None and (last.placement, last.piece.rank) == (of.placement, of.rank):

@@ -1,4 +1,4 @@
-"""What each unit costs on one machine: the measured (or estimated) numbers that a plan is solved from."""
+"""What each unit costs on one machine: the measured or estimated numbers behind a plan."""
 
 from __future__ import annotations
 
@@ -85,16 +85,21 @@ class UnitProfile:
 class Profile:
     """The units of a model in forward order with their costs, and where the numbers come from.
 
-    `tokens` is the size of one micro-batch where known; `peak_bytes` the highest device memory in
-    use while measuring, `free_device_bytes` what was left then for optimizer states; `steps` counts
-    the steps measured, 0 = estimated. `host_memory_gb_per_s` is the bandwidth of the host's memory
-    in 10^9 bytes a second, None = not known: then times are taken as they are, and only what was
-    measured in place counts what copies and updates take from one another. `commit_us` is how long
-    after the begin of the backward on the device the launching thread ended `step()`: it launches
-    the backward first. `launching_us` is what it takes for that from the forward's last wait on, 0
-    = not known; where it can run ahead of updates, this and the plan say when the next commit
-    comes. Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that
-    is not positive.
+    `tokens` is the size of one micro-batch where known. `peak_bytes` is the highest device memory
+    in use while measuring, `free_device_bytes` what was left then for optimizer states. `steps`
+    counts the steps measured; 0 = estimated.
+
+    `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second. None = not
+    known: then times stand as measured, and only times measured in place include what copies and
+    updates take from one another.
+
+    `commit_us` is how long after the begin of the backward on the device the launching thread ended
+    `step()`: it launches the backward first. `launching_us` is the time it takes from the forward's
+    last wait to there; 0 = not known. Where this thread can run ahead of updates, `launching_us`
+    and the plan say when the next commit comes.
+
+    Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not
+    positive.
     """
 
     units: tuple[UnitProfile, ...]
@@ -170,7 +175,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read `to_json`'s text back. Raises PlanError where it is not such a text."""
+        """Read the text of `to_json`. Raises PlanError where it is not such a text."""
         try:
             raw: dict[str, Any] = dict(json.loads(text))
             units = tuple(_unit_of(unit) for unit in raw.pop("units"))

@@ -2,7 +2,8 @@
 
     compile():   setup | engine | host memory, masters
     the loop:    before the first forward
-    steps:       compile forward, passes, compile backward | warm-up steps | plan | moving states | first full-speed step
+    steps:       compile forward, passes, compile backward | warm-up steps | plan |
+                 moving states | first full-speed step
 
 At any moment the clock is in one phase. A phase within another takes its time out of it.
 """
@@ -87,17 +88,22 @@ class Startup:
 
     @property
     def own_us(self) -> float:
-        """What this library adds: all but torch.compile's own time, the loop's, and the first full-speed step."""
+        """What this library adds.
+
+        That is all except torch.compile's own time, the loop's, and the first full-speed step.
+        """
         return self.total_us - self.compile_forward_us - self.compile_backward_us - self.loop_us - self.first_step_us
 
     @property
     def pinned_gb_per_s(self) -> float:
-        """10^9 bytes made and registered in a second; 0 where none were."""
+        """10^9 bytes made and registered in a second; 0 where there were none."""
         return self.pinned_bytes / self.host_memory_us / 1e3 if self.pinned_bytes and self.host_memory_us else 0.0
 
 
 class StartupClock:
-    """Adds up the phases until the first full-speed step has ended; from then on every call returns at once.
+    """Adds up the phases until the first full-speed step has ended.
+
+    From then on every call returns at once.
 
     The backward is compiled on a thread of autograd, while the launching thread waits for it: calls
     never overlap.

@@ -1,4 +1,6 @@
-"""What each native update keeps of a parameter: the one table that memory, estimates, checkpoints, kernels and the cost model read.
+"""What each native update keeps of a parameter.
+
+One table that memory, estimates, checkpoints, kernels and the cost model read.
 
     ADAMW.under({"amsgrad": False})     the states that rows of a group with these options have
 
@@ -19,7 +21,10 @@ _ITEM_BYTES = {"float32": FP32_BYTES}  # what kernels take
 
 
 class Kernel(IntEnum):
-    """The update of a row; mirrors Kernel in csrc/update_scalars.h. NONE: another optimizer's own step, of whole tensors."""
+    """The update of a row; mirrors Kernel in csrc/update_scalars.h.
+
+    NONE: another optimizer's own step, of whole tensors.
+    """
 
     NONE = -1
     ADAMW = 0
@@ -72,12 +77,15 @@ class StateTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the states."""
+        """The names of the states."""
         return tuple(state.name for state in self.states)
 
     @property
     def tie(self) -> int | None:
-        """Which state's signs are part of a master in two halves; None: masters are whole, wherever they rest."""
+        """Which state's signs are part of a master in two halves.
+
+        None: masters are whole, wherever they rest.
+        """
         return next((number for number, state in enumerate(self.states) if state.marks_ties), None)
 
     @property
@@ -87,7 +95,7 @@ class StateTable:
 
     @property
     def bytes_per_param(self) -> int:
-        """Master and states; `own_bytes` apart."""
+        """Master and states, without `own_bytes`."""
         return FP32_BYTES + sum(state.itemsize for state in self.states)
 
 
@@ -122,18 +130,22 @@ class StateTraffic:
     halves: bool = True
 
     def streamed_bytes(self, params: int, grad_bytes: int) -> int:
-        """Of states that cross the link each way when so many parameters are streamed: the half of
-        a master that is the weight stays on the device.
+        """Bytes of states that cross the link each way when so many parameters are streamed.
+
+        The half of a master that is the weight stays on the device.
         """
         return round(self.bytes_per_param * params) - (grad_bytes if self.halves and self._narrow(params, grad_bytes) else 0)
 
     def updated_bytes(self, params: int, grad_bytes: int) -> int:
-        """Of host memory in an update by the CPU: gradients read, states read and written, weights apart from their masters written."""
+        """Bytes of host memory that an update by the CPU touches.
+
+        Gradients are read, states read and written, weights apart from their masters written.
+        """
         apart = grad_bytes if not self.halves and self._narrow(params, grad_bytes) else 0
         return round(2 * self.bytes_per_param * params) + grad_bytes + apart
 
     def device_bytes(self, params: int) -> int:
-        """Of device memory in an update there of 16-bit parameters."""
+        """Bytes of device memory in an update of 16-bit parameters on the device."""
         return round((2 * self.bytes_per_param + 2 * HALF_BYTES) * params)
 
     @staticmethod

@@ -1,5 +1,4 @@
-"""The task DAG of one steady training step, layer by layer: what runs, on which lane, for how long,
-after what.
+"""The task DAG of one steady training step: what runs on which lane, for how long, after what.
 
     backward(n-1) -> ... -> backward(0) -> forward(0) -> ... -> forward(n-1)    of the next step
     by the CPU      backward(l) -> d2h(l) -> cpu_update(l) -> h2d(l) -> wait(l) -> forward(l)
@@ -97,8 +96,7 @@ class TaskId:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a task runs on one range of its layer's parameters, from `begin` on: in `pieces` equal
-    pieces.
+    """How a task runs on one range of its layer's parameters, from `begin` on: in equal pieces.
 
     us           each piece takes, with its lane and the host's memory to itself
     host_bytes   each piece reads and writes of host memory

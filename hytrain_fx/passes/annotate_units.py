@@ -1,4 +1,4 @@
-"""Say of each node which rows it holds, reads and makes the gradient of, and whose unit's work it is.
+"""Say of each node which rows it holds, reads and makes the gradient of, and of which unit it is.
 
     Before:  primals_5;  mm_9 = aten.mm(view_24, permute_21);  mm_10 = aten.mm(permute_22, view)
     After:   primals_5   # unit 1, holds 3
@@ -22,7 +22,10 @@ from hytrain_fx.passes.node_notes import NOTE_KEY, note
 
 @graph_pass(needs=(), gives=Fact.ANNOTATED)
 def annotate_units(module: fx.GraphModule, context: PassContext) -> str:
-    """Set `node.meta["hytrain_fx"]`, a `NodeNote`, on every node, in graph order; change nothing else."""
+    """Set `node.meta["hytrain_fx"]`, a `NodeNote`, on every node, in graph order.
+
+    Nothing else changes.
+    """
     holds = {holder: row for row in context.graph.held_rows for holder in context.graph.holders(row)}
     reads = _rows_read(context)
     makes = _rows_made(context)

@@ -28,7 +28,10 @@ from hytrain_fx.ir.pass_record import Notes
 
 
 class Fact(StrEnum):
-    """What holds of a graph once some pass has run. A contract may name other facts too, as text."""
+    """What holds of a graph once some pass has run.
+
+    A contract may also name other facts, as text.
+    """
 
     ANNOTATED = "nodes are annotated"
     GRADS_OFFLOADED = "every managed gradient is offloaded"
@@ -42,7 +45,7 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True)
 class PassContract:
-    """Facts that must hold before a pass, facts that it makes true, and the kinds of graph it is for."""
+    """Facts that must hold before a pass, facts that it makes true, and its kinds of graph."""
 
     needs: frozenset[str] = frozenset({Fact.ANNOTATED})
     gives: frozenset[str] = frozenset()
@@ -51,7 +54,10 @@ class PassContract:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a pass may ask: the captured graph, the units, the session whose number the nodes carry."""
+    """What a pass may ask for.
+
+    The captured graph, the units, and the session whose number the nodes carry.
+    """
 
     graph: CapturedGraph
     units: tuple[Unit, ...]
@@ -69,7 +75,10 @@ Edit = Callable[[fx.GraphModule, PassContext], object]
 
 @dataclass(frozen=True)
 class GraphPass:
-    """A rewrite of one graph, in place, with its name and contract. A call returns what was done, for people."""
+    """A rewrite of one graph, in place, with its name and contract.
+
+    A call returns what was done, for people.
+    """
 
     name: str
     contract: PassContract
@@ -105,7 +114,9 @@ def graph_pass(
 
 
 def as_pass(given: Any, contract: PassContract | None = None) -> GraphPass:
-    """A pass of what a list of passes holds: a pass, a function, or an object that is called like one.
+    """Make a pass of what a list of passes holds.
+
+    That may be a pass, a function, or an object that is called like one.
 
     An object may state its `contract`. Raises ConfigError for anything else.
     """
@@ -131,6 +142,6 @@ def _takes_module_and_context(edit: Callable[..., Any]) -> bool:
         inspect.signature(edit).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # a function of C that does not say what it takes
+    except ValueError:  # a C function that does not say what it takes
         return True
     return True

@@ -14,7 +14,8 @@ from torch import fx
 from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 
 _POSITIONS = "user_visible_output_idxs"  # positions of outputs whose strides Inductor must keep
-_PER_OUTPUT = ("output_stack_traces", "original_output_strides")  # one entry for each output; "desc" keeps its entries: it tells callers
+# an entry for each output; "desc" keeps its entries: callers are told by it
+_PER_OUTPUT = ("output_stack_traces", "original_output_strides")
 
 
 @graph_pass(needs={Fact.GRADS_OFFLOADED, Fact.BACKWARD_ENDED}, gives=Fact.OUTPUTS_DROPPED, kinds="backward")

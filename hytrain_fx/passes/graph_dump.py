@@ -18,7 +18,10 @@ from hytrain_fx.errors import ConfigError
 
 
 class GraphDump:
-    """Writes texts into a folder, which is made if it is missing. Raises ConfigError where it cannot be written."""
+    """Writes texts into a folder, which is made if it is missing.
+
+    Raises ConfigError where the folder cannot be written.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self._ended = False

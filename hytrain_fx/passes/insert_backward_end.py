@@ -1,7 +1,8 @@
 """End a backward graph with one node that runs after everything else and releases what is left.
 
     Before:  ...;  return (tangent_of_input, sum_15, mm_10)
-    After:   ...;  backward_end = hytrain_fx.backward_end([tangent_of_input, gpu_step, gpu_step_1], 0, 1, [0, 2])
+    After:   ...;  backward_end = hytrain_fx.backward_end(
+                 [tangent_of_input, gpu_step, gpu_step_1], 0, 1, [0, 2])
              return (tangent_of_input, sum_15, mm_10)
 
 Whatever a backward graph computes ends in an output or in an operator whose result nobody takes;
@@ -22,7 +23,10 @@ from hytrain_fx.passes.ops import BACKWARD_END, GPU_STEP, RELEASE
 
 @graph_pass(needs={Fact.RELEASED, Fact.STEPS_INSERTED, Fact.RELOADS_INSERTED}, gives=Fact.BACKWARD_ENDED, kinds="backward")
 def insert_backward_end(module: fx.GraphModule, context: PassContext) -> str:
-    """Insert one `backward_end` before the output node; a graph without managed rows stays unchanged."""
+    """Insert one `backward_end` before the output node.
+
+    A graph without managed rows stays unchanged.
+    """
     rows = released_rows(context)
     early = {row for node in module.graph.find_nodes(op="call_function", target=RELEASE) for row in rows_of(node)}
     left = [row for row in rows if row not in early]
@@ -35,7 +39,10 @@ def insert_backward_end(module: fx.GraphModule, context: PassContext) -> str:
 
 
 def _last_nodes(graph: fx.Graph, context: PassContext) -> list[fx.Node]:
-    """Tensors whose making comes after everything: the outputs that stay, the last tokens, and results that nobody takes."""
+    """Tensors that are made after everything.
+
+    These are the outputs that stay, the last tokens, and results that nobody takes.
+    """
     offloaded = set(context.graph.grads.values())
     stay = [node for i, node in enumerate(context.graph.outputs) if isinstance(node, fx.Node) and i not in offloaded]
     tokens = graph.find_nodes(op="call_function", target=GPU_STEP)
@@ -45,6 +52,6 @@ def _last_nodes(graph: fx.Graph, context: PassContext) -> list[fx.Node]:
 
 
 def _any_tensor(graph: fx.Graph) -> fx.Node:
-    """Something to hold on to in a graph whose outputs are all inputs: there is nothing to come after."""
+    """Something to hold on to in a graph whose outputs are all inputs; nothing is made there."""
     tensors: list[fx.Node] = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     return tensors[0]

@@ -1,4 +1,4 @@
-"""Hand a unit's gradients over at the node that makes the last of them: one `grad_offload` for each unit.
+"""Offload a unit's gradients at the node that makes the last of them: one `grad_offload` a unit.
 
     Before:  mm_8 = aten.mm(permute_18, view_2);  view_22 = aten.view(sum_11, [8]);  mul_27 = ...
     After:   mm_8 = aten.mm(permute_18, view_2);  view_22 = aten.view(sum_11, [8])
@@ -30,7 +30,10 @@ def insert_grad_offload(module: fx.GraphModule, context: PassContext) -> str:
 
 
 def offloading_calls(module: fx.GraphModule) -> tuple[tuple[int, ...], ...]:
-    """The rows of each `grad_offload` of a rewritten graph, in the order of its nodes, which generated code has as a rule."""
+    """The rows of each `grad_offload` of a rewritten graph, in the order of its nodes.
+
+    Generated code keeps this order as a rule.
+    """
     return tuple(rows_of(node) for node in module.graph.nodes if node.target is GRAD_OFFLOAD)
 
 

@@ -20,12 +20,13 @@ from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 from hytrain_fx.passes.node_notes import after_last, by_unit, insert, note
 from hytrain_fx.passes.ops import BACKWARD_END, GRAD_OFFLOAD, RELEASE
 
-NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END})  # they take tensors for order only
+# they take tensors for order only
+NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END})
 
 
 @graph_pass(needs=Fact.GRADS_OFFLOADED, gives=Fact.RELEASED, kinds="backward")
 def insert_release(module: fx.GraphModule, context: PassContext) -> str:
-    """Insert one `release` for each unit with rows that can be released before the backward ends."""
+    """Insert one `release` for each unit with rows that can be released before the end."""
     tokens = {note(node).unit: node for node in module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)}
     order = dataflow.Order.of(module.graph)
     rows = released_rows(context)

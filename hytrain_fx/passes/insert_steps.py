@@ -1,8 +1,11 @@
-"""Arm the updates after each offload; which of a unit's rows each one updates is read from the plan at run time.
+"""Arm the updates after each offload.
+
+Which of a unit's rows each update takes is read from the plan at run time.
 
     Before:  grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6])
     After:   grad_offload = hytrain_fx.grad_offload([mm_8, view_22], 0, [5, 6])
-             cpu_step = hytrain_fx.cpu_step(grad_offload, 0, [5, 6]);  gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6])
+             cpu_step = hytrain_fx.cpu_step(grad_offload, 0, [5, 6])
+             gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6])
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from hytrain_fx.passes.ops import CPU_STEP, GPU_STEP, GRAD_OFFLOAD, RELOAD
 
 @graph_pass(needs=Fact.GRADS_OFFLOADED, gives=Fact.STEPS_INSERTED, kinds="backward")
 def insert_steps(module: fx.GraphModule, context: PassContext) -> str:
-    """Insert a `cpu_step` and a `gpu_step` after each `grad_offload`, one token through all three."""
+    """Insert a `cpu_step` and a `gpu_step` after each `grad_offload`; one token links them."""
     offloads = module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)
     for offload in offloads:
         token, rows, unit = offload, list(rows_of(offload)), note(offload).unit
@@ -29,7 +32,8 @@ def insert_steps(module: fx.GraphModule, context: PassContext) -> str:
 # ---- Arm the copy of new weights to the device after each unit's updates ----
 #
 #     Before:  gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6])
-#     After:   gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6]);  reload = hytrain_fx.reload(gpu_step, 0, [5, 6])
+#     After:   gpu_step = hytrain_fx.gpu_step(cpu_step, 0, [5, 6])
+#              reload = hytrain_fx.reload(gpu_step, 0, [5, 6])
 #
 # The copy itself starts when the rows are updated and released.
 

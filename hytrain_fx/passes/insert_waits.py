@@ -1,8 +1,10 @@
-"""Wait for a unit's new weights before the first node that reads any of them: one `wait` for each unit.
+"""Wait for a unit's new weights before the first node that reads any of them: one `wait` a unit.
 
-    Before:  mul_1 = aten.mul(mul, primals_3);  ...;  permute = aten.permute(primals_5, [1, 0]);  addmm = ...
+    Before:  mul_1 = aten.mul(mul, primals_3);  ...
+             permute = aten.permute(primals_5, [1, 0]);  addmm = ...
     After:   wait = hytrain_fx.wait([primals_3, primals_5], 0, [1, 3])
-             mul_1 = aten.mul(mul, primals_3);  ...;  permute = aten.permute(primals_5, [1, 0]);  addmm = ...
+             mul_1 = aten.mul(mul, primals_3);  ...
+             permute = aten.permute(primals_5, [1, 0]);  addmm = ...
 
 `wait` says that it writes the weights; that alone keeps every reader after it. It may say so only
 because it comes before every reader, views included: Inductor compiles a write after a pointwise
@@ -21,7 +23,10 @@ from hytrain_fx.passes.ops import WAIT
 
 @graph_pass(gives=Fact.WAITS_INSERTED, kinds=("forward", "inference"))
 def insert_waits(module: fx.GraphModule, context: PassContext) -> str:
-    """Insert one `wait` for each unit whose weights the graph reads or hands on, before the first reader or view."""
+    """Insert one `wait` for each unit whose weights the graph reads or hands on.
+
+    It comes before the first reader or view.
+    """
     holder = {row: node for node in module.graph.find_nodes(op="placeholder") if (row := note(node).holds) is not None}
     read = [row for row, node in holder.items() if dataflow.readers([node])]
     groups = by_unit(read, context.unit_of)

@@ -1,4 +1,6 @@
-"""What the pipeline does for the nodes that a pass has inserted: checks what they call, gives fake results, notes who made them.
+"""What the pipeline does for the nodes that a pass has inserted.
+
+It checks what they call, gives fake results, and notes who made them.
 
     Before:  mul = aten.mul(add, 2)     # meta: {}
     After:   mul = aten.mul(add, 2)     # meta: val f32[2, 4], "unit 1, made by my_pass"
@@ -24,7 +26,10 @@ from hytrain_fx.torch_private.tensors import fake_result, operator_name
 
 @dataclass(frozen=True)
 class Before:
-    """What a pass found: the graph's nodes, those whose results nobody took, its inputs, how many outputs it had."""
+    """What a pass found.
+
+    The graph's nodes, those whose results nobody took, its inputs, how many outputs it had.
+    """
 
     nodes: frozenset[fx.Node]
     unused: frozenset[fx.Node]
@@ -38,7 +43,10 @@ class Before:
 
 
 def finish_new_nodes(graph: fx.Graph, before: Before, made_by: str) -> Counter[str]:
-    """Complete what is new in the graph and count it by operator. Raises GraphInvariantError for what a pass may not do."""
+    """Complete what is new in the graph and count it by operator.
+
+    Raises GraphInvariantError for what a pass may not do.
+    """
     inputs, outputs = tuple(graph.find_nodes(op="placeholder")), _output_count(graph)
     if inputs != before.inputs:
         raise GraphInvariantError(f"its inputs are {list(inputs)}, expected those captured, {list(before.inputs)}")
@@ -58,7 +66,10 @@ def finish_new_nodes(graph: fx.Graph, before: Before, made_by: str) -> Counter[s
 
 
 def _drop_unused(graph: fx.Graph, before: Before) -> None:
-    """Inductor leaves out what nobody uses. Captured nodes may become so; a new one would be lost without a word."""
+    """Remove captured nodes that nobody uses any more; complain of new ones that nobody uses.
+
+    Inductor leaves out what nobody uses, so a new node would be lost without a word.
+    """
     unused = _unused(graph) - before.unused
     for node in unused - before.nodes:
         raise GraphInvariantError(f"nobody uses the result of node {node.name}, so Inductor leaves it out; expected a use of it, or a "

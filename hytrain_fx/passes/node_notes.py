@@ -1,4 +1,7 @@
-"""Nodes as passes see them: the note of each, the rows of ours, and how a node of ours gets into a graph."""
+"""Nodes as passes see them.
+
+The note of each, the rows of ours, and how a node of ours gets into a graph.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def by_unit(rows: Sequence[int], unit_of: Mapping[int, int]) -> dict[int, tuple[
 
 
 def insert(graph: fx.Graph, target: Any, args: tuple[Any, ...], unit: int | None, value: torch.Tensor | None = None) -> fx.Node:
-    """Call `target` at the graph's insertion point. `value` is the fake result, None for an operator without one."""
+    """Call `target` at the graph's insertion point.
+
+    `value` is the fake result, None for an operator without one.
+    """
     node = graph.call_function(target, args)
     node.meta["val"] = value
     node.meta[NOTE_KEY] = NodeNote(unit)

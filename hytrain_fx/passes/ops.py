@@ -1,6 +1,7 @@
-"""The operators that the passes insert: schema, fake and real; what they do is up to `StepNodes`.
+"""The operators that the passes insert: schema, fake and real. `StepNodes` says what they do.
 
-    backward   grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor       token: 0 elements, orders what follows
+    backward   grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor    a token: it has 0
+                                                                 elements and orders what follows
                cpu_step(Tensor token, int session, int[] rows) -> Tensor
                gpu_step(Tensor token, int session, int[] rows) -> Tensor
                reload(Tensor token, int session, int[] rows) -> ()
@@ -28,10 +29,16 @@ NAMESPACE = "hytrain_fx"
 
 
 class StepNodes(Protocol):
-    """What the operators call. Rows are integers of the session's parameter table, one call per inserted node."""
+    """What the operators call.
+
+    Rows are integers of the session's parameter table. There is one call for each inserted node.
+    """
 
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take each row's gradient (the parameter's shape, any strides). A row's second gradient of a backward is added."""
+        """Take each row's gradient (the parameter's shape, any strides).
+
+        A row's second gradient of a backward is added.
+        """
 
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of the rows placed there."""
@@ -43,7 +50,10 @@ class StepNodes(Protocol):
         """Arm the copy of the new weights to the device."""
 
     def release(self, rows: Sequence[int]) -> None:
-        """Everything of this backward graph that reads these weights is in the stream. A later call for a row replaces it."""
+        """Everything of this backward graph that reads these weights is in the stream.
+
+        A later call for a row replaces it.
+        """
 
     def backward_end(self, graph: int, rows: Sequence[int]) -> None:
         """The backward graph number `graph` is wholly in the stream; releases `rows`."""
@@ -64,7 +74,9 @@ class NodeRegistry:
     def register(
         self, nodes: StepNodes, parameters: Sequence[torch.Tensor] = (), copies: Mapping[int, torch.Tensor] = MappingProxyType({})
     ) -> int:
-        """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls of this process.
+        """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls.
+
+        Each process counts on its own.
 
         With `parameters` (by row), each `wait` checks that it was given these or `copies`, and not
         tensors made of them ahead of it.
@@ -83,7 +95,10 @@ class NodeRegistry:
         self._copies.pop(session, None)
 
     def check_uncopied(self, session: int, rows: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
-        """Raise EngineError where a `wait` holds a copy of a parameter: what reads the copy would see the old weight."""
+        """Raise EngineError where a `wait` holds a copy of a parameter.
+
+        What reads the copy would see the old weight.
+        """
         parameters, copies = self._parameters[session], self._copies[session]
         for row, weight in zip(rows, weights, strict=True) if parameters else ():
             if row in copies and weight.data_ptr() == copies[row].data_ptr():

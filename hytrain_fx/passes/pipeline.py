@@ -1,4 +1,6 @@
-"""The passes in their order, and the one loop that runs them: contract, pass, fake results, lint, rules, record.
+"""The passes in their order, and the one loop that runs them.
+
+For each pass: contract, pass, fake results, lint, rules, record.
 
     backward              annotate_units -> insert_grad_offload -> insert_steps -> insert_reload ->
                           insert_release -> insert_backward_end -> drop_grad_outputs
@@ -47,7 +49,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
 
 
 def chosen_passes(given: Sequence[Any] | None) -> tuple[GraphPass, ...]:
-    """The passes that a user chose, checked for every kind of graph; without a choice the default ones.
+    """The passes that a user chose, checked for every kind of graph; else the default ones.
 
     Raises ConfigError for what is no pass, where a pass would not find what it needs, and where the
     list lacks a pass without which a graph would train wrongly.

@@ -1,4 +1,6 @@
-"""The rules of a rewritten graph, each small and named; one that does not hold is a GraphInvariantError with its name.
+"""The rules of a rewritten graph, each small and named.
+
+A rule that does not hold is a GraphInvariantError with its name.
 
 A rule says which facts must have been given before it can be asked, so that the pipeline asks it
 after each pass from then on. The rules look at the graph itself and at what capture found in it,
@@ -48,7 +50,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named rule: in which graphs it is asked, which facts must be given first, and its complaints."""
+    """A named rule.
+
+    In which graphs it is asked, which facts must be given first, and its complaints.
+    """
 
     name: str
     kinds: frozenset[GraphKind]
@@ -57,7 +62,10 @@ class Rule:
 
 
 def verify(module: fx.GraphModule, context: PassContext, facts: Iterable[str]) -> tuple[str, ...]:
-    """Ask every rule whose needs are among `facts`; returns their names. Raises GraphInvariantError."""
+    """Ask every rule whose needs are among `facts`, and return their names.
+
+    Raises GraphInvariantError.
+    """
     scene = Scene(context, module, dataflow.Order.of(module.graph))
     asked = [rule for rule in RULES if context.graph.kind in rule.kinds and rule.needs <= set(facts)]
     for rule in asked:
