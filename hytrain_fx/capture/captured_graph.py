@@ -1,4 +1,4 @@
-"""A graph of torch.compile with the managed parameters in it, and what stays of it once compiled."""
+"""A graph of torch.compile with the managed parameters in it, and what remains once compiled."""
 
 from __future__ import annotations
 

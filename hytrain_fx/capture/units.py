@@ -36,8 +36,8 @@ class Unit:
 def group_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
     """Units of the parameters `names` of `model`, numbered in the order of their first rows.
 
-    A row is a position in `names`. Every row is in exactly one unit. Raises UnsupportedError for a name that is no parameter of the
-    model.
+    A row is a position in `names`. Every row is in exactly one unit. Raises UnsupportedError for a
+    name that is no parameter of the model.
     """
     rows: dict[str, list[int]] = {}
     for row, name in enumerate(names):

@@ -1,17 +1,18 @@
 """CPU and streamed updates that end together: the streamed share, moved by what running steps show.
 
 Where both kinds of update work without a pause from their first one on, a step is shortest where
-neither ends before the other. How fast each is beside the other no profile of single stages tells
-(they share host memory and the link), but when each ended is seen in every step:
+neither ends before the other. No profile of single stages tells how fast each is next to the other,
+since they share host memory and the link. But every step shows when each ended:
 
     y' = y + (t_cpu - t_streamed) / (w_cpu / (1 - y) + (1 - r) w_streamed / (y + (1 - y) r))
 
 is where both would end together at the rates that they had: t is when each ended, w the time for
-which it worked. y is the streamed share of the parameters that rest on the host. Streamed states
-travel to the device on one lane with the new weights of what the CPU updates, of r times as many
-bytes: what is streamed more sends fewer of those. They may stand there after new weights that the
-CPU has not updated: then they end with the CPU, whatever the share, and how long they stood is what
-they would have ended earlier.
+which it worked. y is the streamed share of the parameters that rest on the host.
+
+Streamed states travel to the device on one lane with the new weights of what the CPU updates. These
+have r times as many bytes, so more streaming sends fewer weights. Streamed states may stand there
+after new weights that the CPU has not updated. Then they end with the CPU, whatever the share, and
+without that wait they would have ended earlier by as long as they stood.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from hytrain_fx.ir.task_graph import Unit
 
 TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
-_SURE = 2.0  # standard errors: ends that differ by less may be noise, and every move holds a step up
-_DAMPING = 0.7  # of the way: rates change with the share
+# Standard errors. Ends that differ by less may be noise, and every move holds a step up.
+_SURE = 2.0
+_DAMPING = 0.7  # share of the way: rates change with the share
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Of one step, in microseconds from its commit.
+    """The ends of one step, in microseconds from its commit.
 
-    cpu_us       when the last update by the CPU ended
-    streamed_us  when the last streamed states were on the device
-    held_us      of that: for how long they stood after new weights that the CPU had not updated
-    begun_us     when the first update by the CPU began
+        cpu_us       when the last update by the CPU ended
+        streamed_us  when the last streamed states were on the device
+        held_us      of that, how long they stood after new weights that the CPU had not updated
+        begun_us     when the first update by the CPU began
     """
 
     cpu_us: float
@@ -55,15 +57,15 @@ class Ends:
 
 
 def streamed_share(plan: Plan) -> float:
-    """The streamed share of the parameters whose states rest on the host; 0 where there are none.
-    """
+    """The streamed share of the parameters whose states rest on the host; 0 without any."""
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
     return streamed / (streamed + by_cpu) if streamed else 0.0
 
 
 def weights_ratio(units: Sequence[Unit]) -> float:
-    """r: bytes of new weights over those of streamed states of as many parameters, on the lane to
-    the device.
+    """r: bytes of new weights over bytes of streamed states, on the lane to the device.
+
+    Both are of as many parameters.
     """
     states = sum(unit.stream_bytes for unit in units)
     return sum(unit.grad_bytes for unit in units) / states  # a weight has its gradient's dtype
@@ -72,12 +74,12 @@ def weights_ratio(units: Sequence[Unit]) -> float:
 def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: float, tolerance: float = TOLERANCE) -> float | None:
     """The share under which both kinds of update end together; None where they do already.
 
-    share      the share 0 < y < 1 of the steps that were seen
-    ends       of each step
-    step_us    length of a step
-    ratio      0 <= r < 1, of `weights_ratio`
-    tolerance  share of a step by which the ends may differ; they may by what the steps' scatter
-               explains, too
+        share      the share 0 < y < 1 of the steps that were seen
+        ends       of each step
+        step_us    length of a step
+        ratio      0 <= r < 1, of `weights_ratio`
+        tolerance  share of a step by which the ends may differ; they may also differ by what the
+                   scatter of the steps explains
     """
     seen = _median(ends)
     noise_us = standard_error([step.late_us for step in ends], len(ends))
@@ -90,14 +92,15 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
 
 
 def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
-    """The plan with few pieces moved between CPU and STREAM, so that of every prefix of
-    units about `share` is streamed.
+    """The plan with few pieces moved between CPU and STREAM.
+
+    Afterwards about `share` of every prefix of units is streamed.
 
     units   with the sizes of their parameters, in forward order
     why     the reason of the rows that are moved
     """
     rows: list[PlanRow] = []
-    missing = 0.0  # parameters that should be streamed among the units so far and are not
+    missing = 0.0  # parameters of the units so far that should be streamed and are not
     for unit in units:
         pieces = pieces_of(plan, unit)
         hosted = [i for i, piece in enumerate(pieces) if not piece.placement.rests_on_device]
@@ -123,15 +126,17 @@ def _median(ends: Sequence[Ends]) -> Ends:
 
 
 def _worked_us(end_us: float, begun_us: float) -> float:
-    """From the first update on; at least a quarter of the time: which kind begins first is not
-    known, and a move too far costs two.
+    """The time from the first update on, at least a quarter of all.
+
+    Which kind begins first is not known, and a move too far costs two.
     """
     return max(end_us - begun_us, end_us / 4)
 
 
 def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
-    """The parameter whose move brings the streamed part nearest to what is wanted; None where none
-    brings it nearer.
+    """The parameter whose move brings the streamed part nearest to what is wanted.
+
+    None where no move brings it nearer.
     """
     source = Placement.CPU if missing > 0 else Placement.STREAM
     least = SMALL_PARAMETER_SHARE * max(piece.numel for piece in pieces)

@@ -1,8 +1,11 @@
-"""What the two memories hold: the most leading units with their states on the device, the fewest that leave the rest to the host.
+"""What the two memories hold.
+
+The most leading units with their states on the device, and the fewest that leave the host enough
+room.
 
     per parameter    device                                  host
     resident         states                                  -
-    updated by CPU   - (gradients pass through a ring)       states + slot (gradient in, new weight out)
+    updated by CPU   - (gradients pass through a ring)       states + slot (gradient in, weight out)
     streamed         its gradient until it is updated        states
 """
 
@@ -21,7 +24,7 @@ from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for optimizer states by tier, None = no limit, and what a parameter takes on each.
+    """Bytes for optimizer states by tier, None = no limit, and the bytes of a parameter on each.
 
     device_state_bytes    per resident parameter
     host_state_bytes      per parameter updated by the CPU or streamed, slot not counted
@@ -44,9 +47,11 @@ class Budget:
                             f"{self.host_bytes} bytes on the host at {self.host_state_bytes}, expected all >= 0")
 
     def most_units(self, profile: Profile, share: float, discipline: Discipline) -> int:
-        """k_mem: how many leading units rest on the device beside the gradients and staging slots of a streamed share of the others.
+        """k_mem: how many leading units rest on the device.
 
-        -1 where even with no unit there those of the streamed share do not fit.
+        Next to them are the gradients and staging slots of a streamed share of the others.
+
+        -1 where the streamed share does not even fit without a unit there.
         """
         if self.device_bytes is None:
             return len(profile.units)
@@ -69,11 +74,14 @@ class Budget:
         return discipline.staging_slots * min(discipline.staging_params, largest) * self.host_state_bytes
 
 
-# ---- What a plan tells of what it was solved from: sums of the profile, and the memory it had to fit in ----
+# ---- What a plan says of its origin: sums of the profile, and the memory it had to fit in ----
 
 
 def inputs_of(profile: Profile, guard: float) -> dict[str, float]:
-    """What a plan tells of the profile that it was solved from: sums over units in microseconds, sizes, the guard."""
+    """What a plan says of the profile that it was solved from.
+
+    Sums over units in microseconds, sizes, the guard.
+    """
     inputs = {
         "units": float(len(profile.units)),
         "params": float(profile.params),

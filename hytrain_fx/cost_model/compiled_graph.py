@@ -1,5 +1,6 @@
-"""A task graph as arrays that can be played fast: every piece of every task has a number, and with
-it what it needs and what it frees.
+"""A task graph as arrays that can be played fast.
+
+Every piece of every task has a number, and with it what it needs and what it frees.
 
 Two kinds of waiting are kept apart, so that an edge costs one entry and not one for each pair of
 pieces. A piece waits for pieces (`waits`: the same piece of another task, or the one before it in
@@ -26,8 +27,9 @@ _COMPUTES = (TaskKind.BACKWARD, TaskKind.FORWARD)
 
 @dataclass
 class CompiledGraph:
-    """Pieces of task t are numbers `first[t]` to `first[t + 1]`; tasks and pieces have the order of
-    the graph's nodes.
+    """The pieces of task t are the numbers `first[t]` to `first[t + 1]`.
+
+    Tasks and pieces have the order of the graph's nodes.
 
     task_of, lane_of, us, host_bytes    of each piece; a lane is an index into LANES
     rank, piece_at      of each piece, lower goes first; the piece of a rank
@@ -108,7 +110,10 @@ def _wait(made: CompiledGraph, before: int, after: int) -> None:
 
 
 def _ranges(graph: TaskGraph, task: TaskId, piece: int) -> Iterator[tuple[Cut, int]]:
-    """A task's cuts with the number of the first piece of each; `piece` is that of the task."""
+    """A task's cuts with the number of the first piece of each.
+
+    `piece` is the task's own first piece.
+    """
     for cut in graph.dag.nodes[task]["cuts"]:
         yield cut, piece
         piece += cut.pieces

@@ -1,4 +1,7 @@
-"""How the runtime orders, gates and cuts the work: what a prediction must know of it besides the plan."""
+"""How the runtime orders, gates and cuts the work.
+
+A prediction must know this besides the plan.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ class Discipline:
     staging_slots   slots; each is taken from the load of a chunk until its states are back on the
                     host
     early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their
-                    weights travel behind it all the same
-    early_weights   with commit_at "backward_end", which is then when the factors are known, as
-                    those of clipping: weights of early updates travel from when step() is called,
-                    at the profile's time
-    runs_ahead      the launching thread need not wait for updates, but for gradients to be on the
+                    weights still travel after it
+    early_weights   with commit_at "backward_end", the time when factors such as clipping's are
+                    known: weights of early updates travel from the call of step() on, at the
+                    profile's time
+    runs_ahead      the launching thread does not wait for updates, only for gradients to be on the
                     host: the step is committed when that and the profile's `launching_us` are over
     """
 

@@ -1,4 +1,5 @@
-"""HyTrainDNN's balance: the first k layers are updated on the device so that both sides end together.
+"""HyTrainDNN's balance: the first k layers are updated on the device so that both sides end
+together.
 
     t_bwd + t_upd_gpu(k) = t_upd_cpu(n) - t_upd_cpu(k)             alpha = t_upd_gpu / t_upd_cpu
 
@@ -6,7 +7,7 @@ Equal layers give a closed form (sympy states and solves it). Unequal layers nee
 with A_k = sum_{l<k} gpu_l, C_k = sum_{l<k} cpu_l, C = C_n,
 
     phi(k)   = t_bwd + A_k - (C - C_k)          grows with k: one crossing
-    T_upd(k) = max(t_bwd + A_k, C - C_k)        smallest at the crossing: the better of its two neighbours
+    T_upd(k) = max(t_bwd + A_k, C - C_k)        smallest at the crossing: the better neighbour
 
 CoTrain's separation distance is the same equation with alpha = 1.
 """
@@ -43,7 +44,10 @@ class UniformEquation:
 
 @functools.cache
 def uniform_equation() -> UniformEquation:
-    """State the equation, solve it for k and differentiate the solution. About 0.3 s the first time: sympy is imported here."""
+    """State the equation, solve it for k and differentiate the solution.
+
+    About 0.3 s the first time: sympy is imported here.
+    """
     import sympy
 
     symbols = n, t_bwd, t_cpu, alpha = sympy.symbols("n t_bwd t_cpu alpha", positive=True)
@@ -58,7 +62,10 @@ def uniform_equation() -> UniformEquation:
 
 
 def uniform_k(n: int, t_bwd_us: float, t_cpu_us: float, alpha: float) -> float:
-    """The closed form for n equal layers, as a real number in 0..n: 0 when the backward hides every CPU update."""
+    """The closed form for n equal layers, as a real number in 0..n.
+
+    0 when the backward hides every CPU update.
+    """
     if t_bwd_us >= t_cpu_us:
         return 0.0
     if t_bwd_us <= 0.0:  # the symbols are positive; the limit is the same formula
@@ -67,7 +74,10 @@ def uniform_k(n: int, t_bwd_us: float, t_cpu_us: float, alpha: float) -> float:
 
 
 def uniform_sensitivities(n: int, t_bwd_us: float, t_cpu_us: float, alpha: float) -> dict[str, float]:
-    """dk/dt_bwd and dk/dt_cpu (layers per microsecond) and dk/dalpha (layers) at this point; all 0 where k = 0."""
+    """dk/dt_bwd and dk/dt_cpu (layers per microsecond) and dk/dalpha (layers) at this point.
+
+    All are 0 where k = 0.
+    """
     functions = uniform_equation().evaluate_sensitivity
     if t_bwd_us >= t_cpu_us:
         return dict.fromkeys(functions, 0.0)
@@ -76,7 +86,7 @@ def uniform_sensitivities(n: int, t_bwd_us: float, t_cpu_us: float, alpha: float
 
 @dataclass(frozen=True)
 class Balance:
-    """The equation for unequal layers. `cpu_us[l]` and `gpu_us[l]` are the two update times of layer l.
+    """The equation for unequal layers; `cpu_us[l]` and `gpu_us[l]` are the two times of layer l.
 
     Raises PlanError when the two differ in length or a time is negative or not finite.
     """
@@ -114,7 +124,10 @@ class Balance:
         return max(self.gpu_side_us(k), self.cpu_side_us(k))
 
     def solve(self) -> int:
-        """The k in 0..n with the smallest T_upd, the smaller one on a tie: binary search for the first phi >= 0."""
+        """The k in 0..n with the smallest T_upd, the smaller one on a tie.
+
+        It is found by a binary search for the first phi >= 0.
+        """
         crossing = bisect_left(range(self.n + 1), 0.0, key=self.phi_us)
         return cheapest(min(crossing, self.n), self.update_us)
 
@@ -128,8 +141,9 @@ class Balance:
 
 
 def cheapest(crossing: int, cost_us: Callable[[int], float]) -> int:
-    """Where a cost that does not rise before `crossing` and does not fall behind it is least; of
-    equals the first, which needs the least device memory.
+    """Where a cost that does not rise before `crossing` and does not fall after it is least.
+
+    Of equals the first, which needs the least device memory.
     """
     best = min(range(max(crossing - 1, 0), crossing + 1), key=cost_us)
     least_us = cost_us(best)

@@ -2,8 +2,8 @@
 
     bytes a parameter of AdamW  16-bit parameters                          fp32 parameters
     gradient to the host        2  written by the copy                     4
-    update by the CPU           2  gradient read, 24 states read and       4 + 24; the new weight is the master itself
-                                   written, the new weight among them
+    update by the CPU           2  gradient read, 24 states read and       4 + 24; the new weight is
+                                   written, the new weight among them      the master itself
     new weight to the device    2  read by the copy                        4
     sum                         30                                         36
     streamed                    10 states read, 10 written: 20             24
@@ -20,7 +20,7 @@ from hytrain_fx.ir.task_graph import TaskKind
 
 
 def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
-    """What one task of the whole unit reads and writes of host memory."""
+    """What one task of the whole unit reads and writes in host memory."""
     if kind in (TaskKind.D2H, TaskKind.H2D):
         return unit.grad_bytes
     if kind in (TaskKind.STREAM_IN, TaskKind.STREAM_OUT):

@@ -2,11 +2,11 @@
 
     whole parameters   where nothing else is known, and of optimizers whose update is not
                        elementwise
-    a remainder        what a bound on resident states leaves is filled to a chunk, inside a
-                       parameter
+    a remainder        what a bound on resident states leaves is filled, to a chunk, with a part of
+                       a parameter
 
-Shares between CPU and streaming end between parameters: what the CPU updates of a cut parameter
-leaves only at `step()`.
+Shares between CPU and streaming end between parameters: the CPU's part of a cut parameter leaves
+only at `step()`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from hytrain_fx.ir.task_graph import Unit
 
 
 def pieces_of(plan: Plan, unit: Unit | UnitProfile) -> list[PlanRow]:
-    """One row for each parameter of the unit, cut where a share of the plan ends in one that may be cut.
+    """One row for each parameter of the unit.
+
+    It is cut where a share of the plan ends in a parameter that may be cut.
 
     Where parameters are whole, each has placement and reason of the share that holds its first
     element.
@@ -49,12 +51,13 @@ def joined(pieces: Sequence[PlanRow]) -> list[PlanRow]:
 
 
 def with_more_on_device(plan: Plan, unit: Unit | UnitProfile, free_bytes: float, state_bytes: float, why: str) -> Plan:
-    """The plan with parameters of `unit`, the first that is not wholly on the device, there too:
-    the largest that fit `free_bytes`, and of the smallest that does not as many chunks as do, where
-    it may be cut.
+    """The plan with parameters of `unit`, the first that is not wholly on the device, there too.
 
-    `state_bytes` are those of a parameter on the device, gradient included. The same plan where
-    nothing fits, and where all of it would. Nothing is predicted for another.
+    These are the largest that fit `free_bytes`. Of the smallest that does not fit, as many chunks
+    as fit go there, where it may be cut.
+
+    `state_bytes` are the bytes of a parameter on the device, gradient included. The plan stays the
+    same where nothing fits, and where all of it would. Nothing is predicted for another plan.
     """
     pieces, left_bytes = pieces_of(plan, unit), free_bytes
     ends = list(accumulate(unit.param_numels or (unit.params,)))
@@ -91,7 +94,9 @@ def _is_off_device(pieces: Sequence[PlanRow], begin: int, end: int) -> bool:
 
 
 def _part_that_fits(rest: Collection[Span], unit: Unit | UnitProfile, left_bytes: float, state_bytes: float) -> tuple[Span, ...]:
-    """As many chunks of the smallest of these parameters as fit; () where none does, or parameters are whole.
+    """As many chunks of the smallest of these parameters as fit.
+
+    () where none fits, or parameters are whole.
 
     The gradient of a cut parameter stays on the device as a whole.
     """
@@ -105,7 +110,7 @@ def _part_that_fits(rest: Collection[Span], unit: Unit | UnitProfile, left_bytes
 
 
 def _moved(pieces: Sequence[PlanRow], span: Span, why: str) -> list[PlanRow]:
-    """The pieces with what lies in the span on the device; one that ends beyond it is cut there."""
+    """The pieces with the span on the device; a piece that ends beyond the span is cut there."""
     moved: list[PlanRow] = []
     for piece in pieces:
         if piece.end <= span.begin or span.end <= piece.begin:

@@ -1,13 +1,15 @@
-"""From a profile to a plan: how many leading units are updated on the device, what of the rest is streamed, and why.
+"""From a profile to a plan.
+
+It says how many leading units are updated on the device, what of the rest is streamed, and why.
 
     seed      HyTrainDNN's balance of both sides (equation.py)
     cotrain   the same with alpha = 1
     windowed  each layer's own window, from its gradient to its next use (windows.py), with or
               without streaming (streaming.py)
 
-Too small a k costs 1/alpha (15 to 80) times as much as one that is too large by the same amount, so
-CPU times are multiplied by a guard before solving. What is predicted is simulated with the times as
-they are. A plan that streams is made only where the simulator, too, finds it faster.
+A k that is too small costs 1/alpha (15 to 80) times as much as one that is too large by the same
+amount, so CPU times are multiplied by a guard before solving. Predictions are simulated with the
+unguarded times. A plan that streams is made only where the simulator, too, finds it faster.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from hytrain_fx.ir.task_graph import Resource, TaskKind, Unit
 Rule = Literal["seed", "cotrain", "windowed"]
 Stream = float | Literal["auto"]
 GUARD = 1.05
-# Of the share that is best by capacities alone: a little less often ends earlier, as copies of
+# Shares of the best one by capacities alone. A little less often ends earlier, since copies of
 # states yield to gradients and weights.
 _SHARES_TRIED = (1.0, 0.93)
 # Where copies and updates share the host's memory, both are slower than the rates that the share
@@ -57,7 +59,10 @@ STREAMED = "windowed, streamed"  # the name of that plan in `compare`
 
 @dataclass(frozen=True)
 class _Solution:
-    """The k a rule wants and the share y beside it, the reasons it gives once both are settled, and what it notes besides."""
+    """The k a rule wants with the share y, and why.
+
+    The reasons it gives once both are settled, and its further notes.
+    """
 
     k: int
     reason: Callable[[int, int], str]
@@ -80,8 +85,7 @@ def plan(
     guard: float = GUARD,
     discipline: Discipline | None = None,
 ) -> Plan:
-    """Solve k by `rule`, or take the `k` given, bring it within both memories, and predict the step.
-
+    """Solve k by `rule`, or take the given `k`; bring it within both memories, predict the step.
     budget_bytes           device memory for optimizer states, None = no limit
     host_budget_bytes      host memory for states and slots, None = no limit
     state_bytes_per_param  what rests on the device for each parameter updated there
@@ -113,7 +117,9 @@ def streamed_k(
     guard: float,
     discipline: Discipline,
 ) -> int | None:
-    """The k of `plan(profile, stream="auto", ...)` where that streams, by the windows alone; None where they give no share to streaming.
+    """The k of `plan(profile, stream="auto", ...)` where that streams, by the windows alone.
+
+    None where the windows give no share to streaming.
 
     For whoever looks often whether another plan is due: no step is simulated, which is most of what
     a plan costs. Raises PlanError as `plan` does.
@@ -133,7 +139,9 @@ def compare(
     budget_counts_streamed: bool = True,
     discipline: Discipline | None = None,
 ) -> dict[str, Plan]:
-    """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget ("k=n" is capped by it too).
+    """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget.
+
+    The budget caps "k=n" too.
 
     The rules stream nothing; where the profile has times for streaming, "windowed, streamed" is the
     plan with k and share solved.
@@ -160,7 +168,7 @@ class _Maker:
     budget: Budget
 
     def solution(self, share: float) -> _Solution:
-        """What the rule wants beside a share y that is given."""
+        """What the rule wants with a share y that is given."""
         if self.k is not None:
             return _Solution(self.k, fixed_reason, share=share)
         if self.rule == "windowed":
@@ -173,7 +181,7 @@ class _Maker:
         return _Solution(balance.solve(), lambda unit, k: balance_reason(balance, unit, k), notes, share)
 
     def best(self) -> Plan:
-        """The plan without streaming or, where that shortens the predicted step by 1%, the one with."""
+        """The plan without streaming; with it, where that shortens the predicted step by 1%."""
         without = self.settle(self.solution(0.0))
         if self.k is not None or self.rule != "windowed" or not self.profile.can_stream:
             return without
@@ -192,9 +200,12 @@ class _Maker:
         return replace(without, notes=(*without.notes, note))
 
     def mix(self, k: int) -> tuple[int, float]:
-        """k and y by the windows. The k that fits shrinks with y, so y is solved again beside it; y = 0 where nothing is gained."""
-        # Streaming too much costs as much as streaming too little, so the share is solved with CPU
-        # times as they are.
+        """k and y by the windows; y = 0 where nothing is gained.
+
+        The k that fits shrinks with y, so y is solved again with it.
+        """
+        # Streaming too much costs as much as streaming too little, so the share is solved with
+        # unguarded CPU times.
         compute_us, windows = self.profile.forward_us + self.profile.backward_us, self._windows(guard=1.0)
         least = self.budget.least_units(self.profile, 0.0)
         while True:
@@ -212,7 +223,10 @@ class _Maker:
         return _Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
 
     def fitted(self, solution: _Solution) -> tuple[int, int, int]:
-        """The solution's k within both memories; the most units that fit the device, the fewest that the host needs there."""
+        """The solution's k within both memories.
+
+        Also the most units that fit the device, and the fewest that the host needs there.
+        """
         units = len(self.profile.units)
         fit = self.budget.most_units(self.profile, solution.share, self.discipline)
         least = self.budget.least_units(self.profile, solution.share)
@@ -226,7 +240,7 @@ class _Maker:
         return max(min(solution.k, fit), least), fit, least
 
     def settle(self, solution: _Solution) -> Plan:
-        """The solution within both memories, as a plan with its reasons and what is predicted for it."""
+        """The solution within both memories, as a plan with its reasons and its prediction."""
         wanted, units = solution.k, len(self.profile.units)
         k, fit, least = self.fitted(solution)
         verdict = "was given" if self.k is not None else "would be best"
@@ -250,8 +264,10 @@ class _Maker:
         return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
 
     def filled(self, made: Plan) -> Plan:
-        """The plan with what a bound on resident states leaves beside whole units given to pieces
-        of the next, where that is predicted to be faster.
+        """The plan with the room that whole units leave given to pieces of the next unit.
+
+        That is the rest of a bound on resident states. It happens only where the prediction is
+        faster.
 
         Not where the bound is what the device has free: what whole units leave of that is room for
         what no estimate knows.
@@ -282,7 +298,9 @@ def prefix_plan(
     share: float = 0.0,
     streamed_reason: Callable[[int], str] | None = None,
 ) -> Plan:
-    """A plan with the first `k` units wholly on the device and the others on the CPU, nothing predicted.
+    """A plan with the first `k` units wholly on the device and the others on the CPU.
+
+    Nothing is predicted.
 
     With a `share` whole parameters of the others are streamed, about that much of every leading
     part of them; the units must be `Unit` or `UnitProfile`. It needs no profile, so it also serves
@@ -313,8 +331,8 @@ def predict(
 
     `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a
     slot for their gradients (in) and new weights (out). `stream_bytes` cross the link in each
-    direction in a step. Of host memory is told how much of its bandwidth is left where the profile
-    knows it.
+    direction in a step. Where the profile knows the bandwidth of host memory, the share of it that
+    is left is predicted too.
     """
     step = steady_step(profile, plan, discipline or Discipline())
     graph, schedule = step.graph, step.schedule

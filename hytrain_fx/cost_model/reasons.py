@@ -8,11 +8,12 @@ from hytrain_fx.ir.figures import bytes_text, time_text
 
 RESOURCE_WORDS = {"cpu": "CPU updates", "d2h": "gradient copies to the host", "h2d": "weight copies to the device",
                   "host_memory": "reads and writes of host memory"}
-STREAMED_WORDS = {**RESOURCE_WORDS, "d2h": "copies to the host", "h2d": "copies to the device"}  # states cross the link too
+# states cross the link too
+STREAMED_WORDS = {**RESOURCE_WORDS, "d2h": "copies to the host", "h2d": "copies to the device"}
 
 
 def balance_reason(balance: Balance, unit: int, k: int) -> str:
-    """The reason for `unit` when the first `k` are updated on the device by the balance of both sides."""
+    """The reason for `unit` when the balance of both sides puts the first `k` on the device."""
     if unit < k:
         return (f"on the device: with only the {unit} units before it there, CPU updates last {time_text(balance.cpu_side_us(unit))} "
                 f"while backward and device updates last {time_text(balance.gpu_side_us(unit))}")
@@ -23,7 +24,7 @@ def balance_reason(balance: Balance, unit: int, k: int) -> str:
 
 
 def windows_reason(windows: Windows, unit: int, k: int) -> str:
-    """The reason for `unit` when the first `k` are updated on the device by the rule of windows."""
+    """The reason for `unit` when the rule of windows puts the first `k` on the device."""
     first = min(unit, k)
     row = windows.tightest(first) if unit < k else windows.row("cpu", k, unit)
     assert row is not None  # only k = n has no row, and unit < n
@@ -61,7 +62,10 @@ def fixed_reason(unit: int, k: int) -> str:
 
 
 def streamed_reason(without: Windows, mix: Windows, unit: int, k: int) -> str:
-    """The reason for the streamed part of `unit`: what binds without streaming, and with this share of it."""
+    """The reason for the streamed part of `unit`.
+
+    It says what binds without streaming, and with this share of it.
+    """
     row = without.tightest(k)
     assert row is not None  # a unit from k on is streamed, so k < n
     span = f"units {k}..{row.last}" if row.last > k else f"unit {k}"

@@ -1,9 +1,9 @@
 """Whether steps have changed, and whether states move for a new plan: decisions from values alone.
 
-Measuring is dear (a step of 7 G parameters is 20 000 records), the lengths of steps are known
-anyway, and where they do not change no plan would gain. When a plan is solved again says
-`planning/controller.py`. The new one must be better by more than the noise of the numbers, and
-repay the move, or plans flip back and forth.
+Measuring is expensive (a step of 7 G parameters is 20 000 records). The lengths of steps are known
+anyway, and where they do not change no plan would gain. `planning/controller.py` decides when a
+plan is solved again. The new one must be better by more than the noise of the numbers, and repay
+the move, or plans flip back and forth.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.limits import LEAST_GAIN_SHARE
 
-HORIZON_STEPS = 200  # within so many steps a move must have repaid itself
-LATEST = 3  # steps whose median is held against those before
-DRIFT, SHIFT = 0.10, 0.03  # of the step: a change that is followed at once, and one at a regular look
+HORIZON_STEPS = 200  # within so many steps a move must repay
+LATEST = 3  # steps whose median is compared with the steps before
+# shares of the step: a change followed at once, and one at a regular look
+DRIFT, SHIFT = 0.10, 0.03
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether to move to a new plan, and the figures that decided it, in microseconds; `gain_us` is
-    per step.
+    """Whether to move to a new plan, and the figures that decided it.
+
+    They are in microseconds; `gain_us` is per step.
     """
 
     moves: bool
@@ -40,8 +42,9 @@ class Verdict:
 
 
 def judge(present_us: float, new_us: float, steps_us: Sequence[float], migration_us: float) -> Verdict:
-    """Whether to move from a plan of `present_us` a step to one of `new_us`, both predicted from
-    one profile.
+    """Whether to move from a plan of `present_us` a step to one of `new_us`.
+
+    Both are predicted from one profile.
 
     steps_us       measured lengths of the steps the profile was made from: their standard error is
                    the noise
@@ -57,24 +60,26 @@ def judge(present_us: float, new_us: float, steps_us: Sequence[float], migration
 
 
 def repays(present_us: float, new_us: float, cost_us: float) -> bool:
-    """Whether steps of `new_us` instead of `present_us` repay within `HORIZON_STEPS` what the
-    change holds them up by.
+    """Whether steps of `new_us` instead of `present_us` repay a change within `HORIZON_STEPS`.
+
+    `cost_us` is what the change holds the steps up by.
     """
     return (present_us - new_us) * HORIZON_STEPS > cost_us
 
 
 def planning_guard(cpu_steps_us: Sequence[float]) -> float:
-    """The factor on CPU update times to plan with: 1 + max(5%, 1.5 standard errors of the CPU time
-    of each measured step).
+    """The factor on CPU update times to plan with.
+
+    1 + max(5%, 1.5 standard errors of the CPU time of each measured step).
     """
     return guard_of(cpu_steps_us, len(cpu_steps_us), least=GUARD - 1) if cpu_steps_us and median_of_last(cpu_steps_us) > 0 else GUARD
 
 
 def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
-    """Whether steps have changed: the median of the `LATEST` last is off that of the steps before
-    by 10% and by three deviations.
+    """Whether steps have changed.
 
-    A single odd step changes no median, and noisy steps must differ by more.
+    The median of the `LATEST` last is off the median before by 10% and by three deviations. A
+    single odd step changes no median, and noisy steps must differ by more.
     """
     if not before_us or len(latest_us) < LATEST:
         return False
@@ -84,8 +89,9 @@ def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
 
 
 def shifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
-    """Whether the median of all latest steps is off that of those before by 3% and by two standard
-    errors of both.
+    """Whether the median of all latest steps is off the one before.
+
+    It must be off by 3% and by two standard errors of both.
     """
     if not before_us or len(latest_us) < LATEST:
         return False
@@ -101,20 +107,22 @@ def _off_us(before_us: Sequence[float], latest_us: Sequence[float]) -> float:
     return abs(_median(latest_us) - _median(before_us))
 
 
-# ---- From noisy series to the numbers a plan is solved from, and when a better plan is worth the move ----
+# ---- From noisy series to the numbers of a plan, and when a better plan is worth the move ----
 #
-# Times come with spikes, so the middle of the last few is taken; rates are sums over sums, as a
+# Times come with spikes, so the middle of the last few is taken. Rates are sums over sums, since a
 # mean of ratios is biased.
 
 
 WINDOW = 7
 NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, normal distribution
-MEDIAN_EFFICIENCY = 1.2533  # standard error of a median over that of a mean, normal distribution: sqrt(pi / 2)
+# standard error of a median over the mean's, normal distribution: sqrt(pi / 2)
+MEDIAN_EFFICIENCY = 1.2533
 
 
 def median_of_last(values: Sequence[float], n: int = WINDOW, guard: float = 1.0) -> float:
-    """`guard` times the median of the last `n` values (of all when there are fewer). Raises
-    PlanError when there are none.
+    """`guard` times the median of the last `n` values (of all when there are fewer).
+
+    Raises PlanError when there are none.
     """
     if not values or n < 1:
         raise PlanError(f"found {len(values)} measured values and a window of {n}, expected at least one of each")
@@ -122,8 +130,9 @@ def median_of_last(values: Sequence[float], n: int = WINDOW, guard: float = 1.0)
 
 
 def standard_error(values: Sequence[float], n: int = WINDOW) -> float:
-    """Standard error of `median_of_last(values, n)`, from the median absolute deviation; 0 for a
-    single value.
+    """Standard error of `median_of_last(values, n)`, from the median absolute deviation.
+
+    0 for a single value.
     """
     last = values[-n:]
     middle = median_of_last(values, n)
@@ -139,8 +148,9 @@ def guard_of(values: Sequence[float], n: int = WINDOW, least: float = 0.05) -> f
 def should_replan(
     current_us: float, new_us: float, migration_us: float, horizon_steps: int, standard_error_us: float = 0.0
 ) -> bool:
-    """Whether to move from a plan of `current_us` a step to one of `new_us`, both predicted from
-    the same numbers.
+    """Whether to move from a plan of `current_us` a step to one of `new_us`.
+
+    Both are predicted from the same numbers.
 
     The gain must exceed 1% of the step and two standard errors, and repay the move of states
     (`migration_us`) within `horizon_steps` steps: otherwise plans flip back and forth with the

@@ -1,5 +1,6 @@
-"""Predict a plan's schedule by playing the task graph through: one queue for each of device, D2H,
-CPU and H2D.
+"""Predict a plan's schedule by playing the task graph through.
+
+There is one queue for each of device, D2H, CPU and H2D.
 
 Each share is cut into chunks, a chunk goes copy out -> update -> copy back, and a queue may change
 to a more urgent unit between chunks. The device computes whenever it can and fills its waits with
@@ -8,14 +9,13 @@ lowest unit whose gradient is there, else to the highest unit not yet loaded. Co
 states share the link with gradients and new weights, which go first. Where the bandwidth of the
 host's memory is known, CPU updates and copies that run at once share it.
 
-One period is played: from the start of a backward to the end of the next forward. It is the steady
-state as it stands, because no forward ends before every update has: when the next backward starts,
-at most the last staging slots are still on their way back to the host, while no gradient is. They
-are cut off.
+One period is played: from the start of a backward to the end of the next forward. This is already
+the steady state, because no forward ends before every update has ended. When the next backward
+starts, no gradient is on its way, and at most the last staging slots still go back to the host.
+They are cut off.
 
-When the step is committed says the profile; or, where the launching thread runs ahead, the period
-before it: it is played twice then, the first time with a commit that comes as late as launching
-allows.
+The profile says when the step is committed. Where the launching thread runs ahead, the period
+before says it: then it is played twice, first with a commit as late as launching allows.
 """
 
 from __future__ import annotations
@@ -161,13 +161,13 @@ class Play:
             self._open(other)
 
     def _open(self, task: int) -> None:
-        """One thing less that the task waits for."""
+        """The task waits for one thing less."""
         self._gates[task] -= 1
         if not self._gates[task]:
             self._opened(task)
 
     def _opened(self, task: int) -> None:
-        """All that the whole task waits for is over; a wait, which has no pieces, is too."""
+        """All that the whole task waits for is over; so is a wait, which has no pieces."""
         if not self._left[task]:
             self._over(task)
         for piece in range(self._arrays.first[task], self._arrays.first[task + 1]):
@@ -176,7 +176,10 @@ class Play:
 
 
 def _merged(arrays: CompiledGraph, run: Run, until_us: float) -> Iterator[Interval]:
-    """What runs before `until_us`: pieces of a task without a gap are one interval; empty ones go."""
+    """What runs before `until_us`.
+
+    Pieces of a task without a gap are one interval; empty ones go.
+    """
     lanes: list[list[int]] = [[] for _ in LANES]
     for piece in run.order:
         lanes[arrays.lane_of[piece]].append(piece)
@@ -219,7 +222,7 @@ def _stalls(arrays: CompiledGraph, run: Run, units: int) -> tuple[float, ...]:
 
 
 class Running:
-    """The pieces that run, each to its end; those that move host memory on a clock of their own.
+    """The pieces that run, each to its end; those that move host memory on their own clock.
 
     That clock is `slowness` times slower than real time while they want more bytes than the memory
     gives. Where its bandwidth is not known every piece takes its own time.
@@ -227,8 +230,10 @@ class Running:
 
     def __init__(self, bytes_per_us: float | None) -> None:
         self._bytes_per_us = bytes_per_us
-        self._alone: list[tuple[float, int, int]] = []  # by real end: end, number of its start, piece
-        self._sharing: list[tuple[float, int, int, float]] = []  # by end on the clock below; and bytes that it wants in a microsecond
+        # by real end: end, number of its start, piece
+        self._alone: list[tuple[float, int, int]] = []
+        # by end on the shared clock; last the bytes it wants in a microsecond
+        self._sharing: list[tuple[float, int, int, float]] = []
         self._clock_us = 0.0
         self._started = 0
 
@@ -237,7 +242,10 @@ class Running:
 
     @property
     def slowness(self) -> float:
-        """Real microseconds for one of the sharing pieces' clock; 1 where the memory gives what all of them want."""
+        """Real microseconds for one of the sharing pieces' clock.
+
+        1 where the memory gives what all of them want.
+        """
         if self._bytes_per_us is None:
             return 1.0
         return max(1.0, sum(wanted for _, _, _, wanted in self._sharing) / self._bytes_per_us)
@@ -274,7 +282,10 @@ _H2D = LANES.index(Resource.H2D)
 
 
 class Staging:
-    """Slots for the loads of a graph: `arrive` and `over` tell what happened, `taken` hands out what may be copied now."""
+    """Slots for the loads of a graph.
+
+    `arrive` and `over` tell what happened, `taken` hands out what may be copied now.
+    """
 
     def __init__(self, arrays: CompiledGraph) -> None:
         self.free = arrays.slots
@@ -282,8 +293,9 @@ class Staging:
         self._gradient_of = {load: task for task, loads in arrays.loads_of.items() for load in loads}
         self._over: set[int] = set()  # gradients
         self._waiting: set[int] = set()  # loads that have arrived and have no slot
-        self._due: list[int] = []  # ranks of those whose gradient is there
-        self._ahead: list[int] = []  # of all; those taken meanwhile are passed over, here and above
+        self._due: list[int] = []  # ranks of loads whose gradient is there
+        # ranks of all; those taken meanwhile are passed over, here and above
+        self._ahead: list[int] = []
 
     def arrive(self, load: int) -> None:
         """The chunk may be loaded from now on."""
@@ -302,7 +314,10 @@ class Staging:
                 heapq.heappush(self._due, self._arrays.rank[load])
 
     def taken(self) -> Iterator[int]:
-        """Ranks of loads that have just been given a slot: those fetched ahead let weights pass."""
+        """Ranks of loads that have just been given a slot.
+
+        Those fetched ahead let weights pass.
+        """
         while self.free:
             rank = self._next(self._due)
             rank = self._next(self._ahead) if rank is None else rank

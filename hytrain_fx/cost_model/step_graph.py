@@ -1,5 +1,6 @@
-"""A profile, a plan and a discipline as the task DAG of one steady step (ir/task_graph.py): the
-only place that knows what waits for what.
+"""A profile, a plan and a discipline as the task DAG of one steady step (ir/task_graph.py).
+
+This is the only place that knows what waits for what.
 
 Besides the edges that every step has, the discipline adds its own:
 
@@ -26,7 +27,7 @@ from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
 
-# Played are at most so many chunks, of streamed shares and others, and pieces of computing: a plan
+# At most so many chunks, of streamed shares and others, and pieces of computing are played: a plan
 # must be predicted in milliseconds.
 _MOST_STREAMED, _MOST_CHUNKS, _MOST_PIECES = 300, 2000, 300
 # Least slots: one chunk coming in, one updated, one going out.
@@ -48,14 +49,20 @@ def step_graph(profile: Profile, plan: Plan, discipline: Discipline, units: Sequ
 
 
 def unmeasured(units: Sequence[Unit]) -> Profile:
-    """A profile in which nothing takes any time: for the graph of a plan before anything is measured."""
+    """A profile in which nothing takes any time.
+
+    It serves the graph of a plan before anything is measured.
+    """
     profiled = (UnitProfile(u.index, u.name, u.params, u.grad_bytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, param_numels=u.param_numels,
                             traffic=u.traffic, grain_params=u.grain_params) for u in units)
     return Profile(tuple(profiled), device="", host="")
 
 
 def check_streaming(profile: Profile, plan: Plan, discipline: Discipline) -> None:
-    """Raise PlanError for a streamed share whose unit has no streaming times, and under the barrier "zero_offload"."""
+    """Raise PlanError for a streamed share that cannot be predicted.
+
+    Its unit has no streaming times, or the barrier is "zero_offload".
+    """
     for row in plan.rows:
         unit = profile.units[row.unit]
         if row.placement.visits_device and not unit.can_stream:
@@ -88,7 +95,7 @@ class _Builder:
         self._dag = nx.DiGraph()
 
     def graph(self, units: tuple[Unit, ...]) -> TaskGraph:
-        """All of it."""
+        """The whole graph."""
         for unit in reversed(units):
             self._add_compute(TaskKind.BACKWARD, unit.index, self._profile.units[unit.index].backward_us, unit.backward_flops)
         for unit in units:
@@ -147,8 +154,8 @@ class _Builder:
         for unit in self._profile.units:
             for kind, gate in (by_cpu, (TaskKind.GPU_UPDATE, commit), (TaskKind.STREAM_IN, commit)):
                 task = TaskId(kind, unit.index)
-                # Nothing but a load begins before its own gradient is there: an earlier commit asks
-                # no more of it.
+                # Nothing but a load begins before its own gradient is there, so an earlier commit
+                # asks no more of it.
                 if gate is None or task not in self._dag or (gate.unit >= unit.index and kind is not TaskKind.STREAM_IN):
                     continue
                 self._edge(TaskId(TaskKind.BACKWARD, gate.unit), task, pieces=gate.pieces)
@@ -188,14 +195,15 @@ def _task_us(unit: UnitProfile, kind: TaskKind) -> float:
 
 
 def _moved_bytes(unit: UnitProfile, kind: TaskKind) -> float:
-    """Over the link, or read and written by the update where the states are."""
+    """Bytes over the link, or read and written by the update where the states are."""
     updates = kind in (TaskKind.CPU_UPDATE, TaskKind.GPU_UPDATE)
     return unit.traffic.device_bytes(unit.params) if updates else traffic_bytes(unit, kind)
 
 
 def _staging(streamed: list[PlanRow], discipline: Discipline) -> tuple[int, int]:
-    """Parameters in a played chunk and the number of slots: those of the runtime, coarser where
-    there would be too many chunks.
+    """Parameters in a played chunk and the number of slots.
+
+    The runtime's own, coarser where there would be too many chunks.
     """
     numel = sum(row.numel for row in streamed)
     chunk_params = max(discipline.staging_params, math.ceil(numel / _MOST_STREAMED))
@@ -204,8 +212,9 @@ def _staging(streamed: list[PlanRow], discipline: Discipline) -> tuple[int, int]
 
 
 def _piece_us(profile: Profile, streamed: list[PlanRow], chunk_params: int) -> float | None:
-    """Length of the pieces that computing is cut into, so that streamed updates run beside it; None
-    where nothing is streamed.
+    """Length of the pieces that computing is cut into, so that streamed updates run beside it.
+
+    None where nothing is streamed.
     """
     if not streamed:
         return None

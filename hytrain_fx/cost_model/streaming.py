@@ -1,4 +1,6 @@
-"""How much to stream: the share y that exposes least beside a given k, and the parameters that make it up.
+"""How much to stream.
+
+The share y that exposes least with a given k, and the parameters that make it up.
 
 For a given k the exposed time is convex in y (`windows.py`): the golden section finds its least,
 bisection the smallest y that reaches it. Whole parameters are streamed, chosen so that of every
@@ -18,13 +20,16 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import UnitProfile
 from hytrain_fx.ir.task_graph import Unit
 
-_FLAT = 0.001  # of the step: shares that differ by less are the same, the smaller is taken
+_FLAT = 0.001  # share of the step: of shares that differ by less the smaller is taken
 _ROUNDS = 14
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def best_share(windows: Windows, k: int, compute_us: float) -> float:
-    """The share y in 0..1 that exposes least with the first k units on the device; 0 unless it shortens the step by 1%."""
+    """The share y in 0..1 that exposes least with the first k units on the device.
+
+    0 unless it shortens the step by 1%.
+    """
 
     def exposed_us(share: float) -> float:
         return windows.streaming(share).exposed_us(k)
@@ -42,7 +47,11 @@ def best_share(windows: Windows, k: int, compute_us: float) -> float:
 
 
 def best_mix(windows: Windows, k: int, least_k: int, compute_us: float) -> tuple[int, float]:
-    """k and y together: y for the `k` that is best without streaming and fits, then the fewest units that do as well with streaming."""
+    """k and y together.
+
+    y for the `k` that is best without streaming and fits, then the fewest units that do as well
+    with streaming.
+    """
     share = best_share(windows, k, compute_us)
     if share == 0.0:
         return k, 0.0
@@ -56,7 +65,10 @@ def best_mix(windows: Windows, k: int, least_k: int, compute_us: float) -> tuple
 
 
 def least_of_convex(value: Callable[[float], float], low: float, high: float) -> float:
-    """Where a convex function of low..high is least, to a thousandth of the span (golden section)."""
+    """Where a convex function of low..high is least, to a thousandth of the span.
+
+    By golden section.
+    """
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
     for _ in range(_ROUNDS):
@@ -72,7 +84,9 @@ def least_of_convex(value: Callable[[float], float], low: float, high: float) ->
 
 
 def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tuple[int, int, Placement]]]:
-    """Each unit as ranges (begin, end, placement), CPU or STREAM, whole parameters in order, equal neighbours merged.
+    """Each unit as ranges (begin, end, placement), CPU or STREAM.
+
+    They are whole parameters in order, equal neighbours merged.
 
     Of each unit those neighbouring parameters are streamed that bring the streamed part of all
     units so far nearest to `share`.
@@ -88,7 +102,10 @@ def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tu
 
 
 def _nearest_run(numels: Sequence[int], wanted: float) -> frozenset[int]:
-    """The positions of neighbouring parameters, small ones passed over, whose elements sum nearest to `wanted`; of equals the last."""
+    """The positions of neighbouring parameters whose elements sum nearest to `wanted`.
+
+    Small ones are passed over; of equals the last.
+    """
     large = [i for i, numel in enumerate(numels) if numel >= SMALL_PARAMETER_SHARE * max(numels)]
     ends = list(accumulate((numels[i] for i in large), initial=0))
     runs = []

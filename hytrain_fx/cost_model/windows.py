@@ -5,14 +5,14 @@ are nested, and updates in order of layer keep every deadline iff each prefix of
 window of its last one. With the first k layers on the device (A_k = their update time there) the
 step takes
 
-    T(k) = t_f + t_b + max( A_k, max_{m >= k, q} [ cost_q(k..m) - W_q(m) ] )        q in {cpu, d2h, h2d}
+    T(k) = t_f + t_b + max( A_k, max_{m >= k, q} [ cost_q(k..m) - W_q(m) ] )    q in {cpu, d2h, h2d}
     W(m) = sum_{j<m} forward_j + min( sum_{j<m} backward_j, t_b - t_c )
 
 where t_c is the time from the begin of the backward to the commit, before which no update begins
-(t_b when it comes at the end). Where the CPU's begin on a guess at it, t_c = 0 for them.
+(t_b when it comes at the end). For updates by the CPU that begin on a guess, t_c = 0.
 
-W_q is W less the time one chunk spends in the other two stages (copy out, update, copy back are a
-pipeline).
+W_q is W minus the time one chunk spends in the other two stages (copy out, update and copy back are
+a pipeline).
 
 The first term grows with k, the second falls: the better neighbour of their crossing is the optimum
 over prefixes, and a prefix is the best set of its size.
@@ -20,7 +20,8 @@ over prefixes, and a prefix is the best set of its size.
 With a share y of every other unit streamed, states crossing the link and the update running on the
 device, the same rows hold with
 
-    A = A_k + y (A_n - A_k)      cpu (1-y)      d2h (1-y) gradients + y states out      h2d (1-y) weights + y states in
+    A = A_k + y (A_n - A_k)      cpu (1-y)
+    d2h (1-y) gradients + y states out      h2d (1-y) weights + y states in
     host_memory  (1-y) bytes of a CPU update with its copies + y bytes of states in and out, over
                  the bandwidth where that is known
 
@@ -44,7 +45,10 @@ from hytrain_fx.ir.profile import Profile
 
 @dataclass(frozen=True)
 class Excess:
-    """By how much the units k..`last` overrun the window of unit `last` on one resource, negative when they fit."""
+    """By how much the units k..`last` overrun the window of unit `last` on one resource.
+
+    Negative when they fit.
+    """
 
     last: int
     resource: str
@@ -78,13 +82,19 @@ class Windows:
         return len(self.gpu_us)
 
     def streaming(self, share: float) -> Windows:
-        """These windows with the share y of every unit that is not on the device streamed instead of updated by the CPU."""
+        """These windows with a share y of every unit not on the device streamed.
+
+        The CPU updates only the rest of these units.
+        """
         mixed = {q: tuple((1 - share) * cost + share * streamed for cost, streamed in zip(costs, self.streamed_us[q], strict=True))
                  for q, costs in self.costs_us.items()} if share else self.costs_us
         return Windows(self.windows_us, mixed, self.gpu_us, self.streamed_us, share)
 
     def device_us(self, k: int) -> float:
-        """A: update time on the device with the first k units there, and of the streamed share of the others."""
+        """A: update time on the device.
+
+        It covers the first k units, and the streamed share of the others.
+        """
         resident_us, all_us = self._gpu_prefix[k], self._gpu_prefix[self.n]
         return resident_us + self.share * (all_us - resident_us)
 
@@ -121,8 +131,10 @@ class Windows:
 
 
 def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], commit_us: float = 0.0) -> tuple[float, ...]:
-    """W(m) for every unit: what the device computes between its gradient, or the commit where that
-    is later, and its next use, less the common t_b.
+    """W(m) for every unit, less the common t_b.
+
+    It is what the device computes between the unit's gradient, or the commit where that is later,
+    and its next use.
     """
     left_us = max(sum(backward_us) - commit_us, 0.0)
     forward, backward = (accumulate(us[:-1], initial=0.0) for us in (forward_us, backward_us))
@@ -130,7 +142,7 @@ def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], co
 
 
 def windows_under(discipline: Discipline, profile: Profile, guard: float) -> Windows:
-    """The windows of a measured model under a runtime that orders and gates the work so."""
+    """The windows of a measured model under a runtime that works by this discipline."""
     return windows_of(profile, guard=guard, chunk_params=discipline.chunk_params, early_updates=discipline.early_updates,
                       updates_in_backward=discipline.commit_at == "backward_start", one_barrier=discipline.barrier != "none")
 
@@ -139,8 +151,9 @@ def windows_of(
     profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool, early_updates: bool = False,
     one_barrier: bool = False,
 ) -> Windows:  # fmt: skip
-    """The windows of a measured model; CPU times are multiplied by `guard`. Copies to the host
-    always start in the backward, and so do `early_updates` by the CPU.
+    """The windows of a measured model; CPU times are multiplied by `guard`.
+
+    Copies to the host always start in the backward, and so do `early_updates` by the CPU.
 
     With `one_barrier` the whole forward waits for all updates, so that no window has forward time
     in it.

@@ -1,8 +1,8 @@
-"""Watches when the updates of running steps end, and finds a streamed share under which they would
-end together.
+"""Watches when the updates of running steps end, and finds the share to stream that levels them.
 
-How such a share follows from ends is in `cost_model/balance.py`; when it is looked for says
-`planning/controller.py`.
+A level share lets CPU and streamed updates end together.
+`cost_model/balance.py` says how such a share follows from the ends, `planning/controller.py` when
+it is looked for.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
 
-_SETTLING_STEPS = 2  # after a move: the step that moved, and the one whose first updates ran in its wake
-_MOST_SEEN_STEPS = 8  # under the plan in force: more tell more surely
+_SETTLING_STEPS = 2  # steps after a move: the one that moved, and the one with its first updates
+_MOST_SEEN_STEPS = 8  # steps under the plan in force: more steps make it more certain
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE
-_LEAST_MOVED = 0.5  # of the change that is wanted: whole parameters may give less, as another choice of them with the same sum
-_PAUSES = 0.1  # of the time to the last update: with longer ones the backward, and not the CPU's rate, says when its updates end
+# Share of the wanted change. Whole parameters may give less, such as another choice of them with
+# the same sum.
+_LEAST_MOVED = 0.5
+# Share of the time to the last update. With longer pauses the backward, and not the CPU's rate,
+# decides when its updates end.
+_PAUSES = 0.1
 
 
 class Balancing:
     """The ends of the last steps under one plan.
 
-    A share that is to go back where it came from was moved by noise, and each move holds a step up:
-    the tolerance doubles then, until a plan with another k comes. A CPU that ends last though it
-    has paused for gradients gives nothing away: less work would not end sooner.
+    A share that must go back where it came from was moved by noise, and each move holds a step up.
+    Then the tolerance doubles, until a plan with another k comes. A CPU that ends last although it
+    has paused for gradients gains nothing: less work would not end sooner.
 
-    fresh        steps that have told since a share was last looked for
-    runs_ahead   whether the launching thread does (it does not where the loop waits for the device
-                 between forward and backward), as far as was seen
+        fresh        steps that have reported since a share was last looked for
+        runs_ahead   whether the launching thread does, as far as was seen; it does not where the
+                     loop waits for the device between forward and backward
     """
 
     def __init__(self) -> None:
@@ -54,7 +58,7 @@ class Balancing:
             self._k, self._tolerance, self._last_change, self.runs_ahead = plan.k, TOLERANCE, 0.0, True
 
     def saw(self, ends: FinishTimes) -> None:
-        """A step has ended; those without both kinds of update tell nothing."""
+        """A step has ended. Steps without both kinds of update tell nothing."""
         if self._settling:
             self._settling -= 1
         elif ends.cpu_us and ends.streamed_us:
@@ -62,8 +66,9 @@ class Balancing:
             self.fresh += 1
 
     def better(self, plan: Plan, units: tuple[Unit, ...], step_us: float, steps_done: int) -> Plan | None:
-        """A plan with another share, None where updates end together as they are, or none would
-        change that.
+        """A plan with another share.
+
+        None where updates end together already, or where no share would change that.
         """
         self.fresh = 0
         seen = [Ends(ends.cpu_us, ends.streamed_us, ends.streamed_held_us, ends.cpu_begun_us) for ends in self._ends]

@@ -1,5 +1,6 @@
-"""Decides when steps are measured, a plan is solved, and states move: one machine of named states,
-from values alone.
+"""Decides when steps are measured, a plan is solved, and states move.
+
+One machine of named states, from values alone.
 
     WARMING    the first steps run; nothing is measured yet
     ASKED      steps are to be measured, as soon as they run captured graphs
@@ -10,11 +11,13 @@ from values alone.
     TRYING     all states are on the device, to see whether steps are shorter there
     FIXED      the plan in force stays
 
-After each step the controller is given a `StepReport`. What it shows is an event; so is how an
-action has ended, which the caller says. `TRANSITIONS` has, for each state and event, the next state
-and what to do. Five reasons have a plan looked at again: a move is to be judged, steps have another
-length, they take longer than all states on the device would, updates begin otherwise than the plan
-was solved for, updates of both kinds end apart. All of them share one `Patience`.
+After each step the controller is given a `StepReport`. What it shows is an event; so is the end of
+an action, which the caller reports. `TRANSITIONS` has, for each state and event, the next state and
+what to do.
+
+A plan is looked at again for five reasons: a move is to be judged; steps have another length; they
+take longer than with all states on the device; updates begin differently from what the plan was
+solved for; updates of both kinds end apart. All of them share one `Patience`.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from enum import StrEnum
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.planning.watches import REST_STEPS, Lengths, Patience, Promise, StepReport
 
-_ENDS_STEPS = 4  # between two looks at when updates end
-_OTHERWISE_STEPS = 8  # in a row, in which the runtime works otherwise than the plan was solved for
+_ENDS_STEPS = 4  # steps between two looks at when updates end
+# steps in a row in which the runtime works differently from what the plan was solved for
+_OTHERWISE_STEPS = 8
 
 
 class State(StrEnum):
@@ -130,7 +134,8 @@ TRANSITIONS: dict[tuple[State, Event], _Next] = {
     (state, event): _RULES[state].get(event, (state, Action.NOTHING)) for state in State for event in Event
 }
 """Total: an event that a state has no rule for leaves everything alone."""
-_QUIET = (Event.STEPPED, Event.ORDER_KNOWN, Event.ENDS, Event.PLACED)  # they say nothing of why things are so
+# they do not say why things are so
+_QUIET = (Event.STEPPED, Event.ORDER_KNOWN, Event.ENDS, Event.PLACED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +149,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the controller stands: what `explain` prints. `since`: finished steps when it came
-    there; `patience`: its factor.
+    """Where the controller stands: what `explain` prints.
+
+    `since` counts the finished steps when it came there; `patience` is its factor.
     """
 
     state: str
@@ -159,11 +165,12 @@ class Standing:
 
 
 class Controller:
-    """The machine of one session. `every`: 0 for a plan that stays once it is made; `window` steps
-    are measured for each.
+    """The machine of one session.
 
-    solved_for    how the runtime worked when the plan was last solved, share and all; None: that is
-                  due
+        every         0 for a plan that stays once it is made
+        window        steps measured for each plan
+        solved_for    how the runtime worked when the plan was last solved, share and all; None: a
+                      plan is due
     """
 
     def __init__(self, every: int, window: int) -> None:
@@ -175,9 +182,10 @@ class Controller:
         self._report = StepReport(0, ())
         self._lengths = Lengths(every, window)
         self._promise = Promise()
-        self._measured_for: set[Event] = set()  # why times were measured again, of what the next sign confirms
+        # reasons why times were measured again; the next sign of one confirms it
+        self._measured_for: set[Event] = set()
         self._doubt_paid = False  # whether another plan came of it
-        self._otherwise = 0  # steps in a row in which the runtime worked otherwise
+        self._otherwise = 0  # steps in a row in which the runtime worked differently
         self._retry = 0  # count of finished steps from which steps are measured again, after errors
 
     @property
@@ -196,7 +204,10 @@ class Controller:
         return self.hear(*self._shown(report))
 
     def hear(self, event: Event, why: str = "") -> Decision:
-        """What follows from an event; `why` in a sentence, else what the event says of itself."""
+        """What follows from an event.
+
+        `why` is a sentence; without it the event speaks for itself.
+        """
         if event in (Event.MOVED, Event.STAYED, Event.FAILED) and self.state is State.DUE and not self._every:
             event, why = Event.FINAL, f"{why or event}; no other plan is to follow"
         if event is Event.CONTRADICTED and event in self._measured_for:
@@ -237,7 +248,7 @@ class Controller:
         return Event.PAID if ended.paid else Event.VAIN, ended.why
 
     def _watched(self, report: StepReport) -> tuple[Event, str]:
-        """The first of the five reasons that there is."""
+        """The first of the five reasons that applies."""
         self._promise.saw(report)
         if report.follows_ends:
             self._otherwise = self._otherwise + 1 if report.discipline != self.solved_for else 0
@@ -297,4 +308,5 @@ class Controller:
         if event in (Event.MOVED, Event.STAYED, Event.FAILED, Event.PLACED):
             self._promise.restart()
         if event in (Event.DISCIPLINE, Event.REFUSED, Event.VAIN, Event.FAILED, Event.UNMEASURED):
-            self.patience = self.patience.doubled()  # what was done, or would have been, does not pay
+            # what was done, or would have been, does not pay
+            self.patience = self.patience.doubled()

@@ -1,6 +1,4 @@
-"""Plans that need no measured times: of a given k, and the one that is in force until times are
-measured.
-"""
+"""Plans that need no measured times: of a given k, and the one used until times are measured."""
 
 from __future__ import annotations
 
@@ -27,14 +25,15 @@ def given_share(config: Config) -> float:
 
 
 def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Engine, *, device_bytes: float, streams: bool) -> Plan:
-    """Where states rest until times are measured: as told, else on the host as far as it holds
-    them.
+    """Where states rest until times are measured.
 
-    device_bytes    what the device has
-    streams         whether states may come to be streamed
+    As told; without that on the host, as far as it holds them.
+
+        device_bytes    what the device has
+        streams         whether states may be streamed later
 
     Raises UnsupportedError where states are to be streamed and the engine cannot; ConfigError and
-    HostMemoryError as below.
+    HostMemoryError like `require_room`.
     """
     known = units()
     if config.plan is not None:
@@ -53,8 +52,9 @@ def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Eng
 
 
 def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
-    """The first k units on the device, for a k that was given. Raises ConfigError where there are
-    fewer units.
+    """The first k units on the device, for a k that was given.
+
+    Raises ConfigError where there are fewer units.
     """
     k = int(config.k)
     if k > len(units):
@@ -66,13 +66,14 @@ def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
 def require_room(
     config: Config, units: Sequence[Unit], device_bytes_per_param: float, host_bytes_per_param: float, *, device_bytes: float, slots: bool
 ) -> None:
-    """Raise where `gpu_states` and the host's memory together hold no plan: ConfigError for an
-    option, HostMemoryError for the machine.
+    """Raise where `gpu_states` and the host's memory together hold no plan.
 
-    device_bytes    what the device has: with gpu_states="auto" no more is known before steps have
-                    run
-    slots           whether every unit on the host has a slot for its gradient; streamed ones have
-                    none
+    ConfigError for an option, HostMemoryError for the machine.
+
+        device_bytes    what the device has: with gpu_states="auto" no more is known before steps
+                        have run
+        slots           whether every unit on the host has a slot for its gradient; streamed units
+                        have none
     """
     total = device_bytes_per_param * sum(unit.params for unit in units)
     if config.gpu_states == "auto":
@@ -94,8 +95,9 @@ def require_room(
 
 
 def plan_until_measured(config: Config, units: Sequence[Unit], host_bytes: Callable[[Unit], int]) -> Plan:
-    """Every unit on the host, except the first ones where it does not hold them; `host_bytes` of a
-    unit's states there.
+    """Every unit on the host, except the first ones if it does not hold them all.
+
+    `host_bytes` gives the bytes of a unit's states there.
     """
     limit = host_budget_bytes(config.host_memory)
     left = [host_bytes(unit) for unit in units]

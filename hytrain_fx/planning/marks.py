@@ -1,5 +1,6 @@
-"""Times on the compute stream of the running program: when each layer's forward, backward and
-waiting began and ended.
+"""When each layer's forward, backward and waiting began and ended, from the running program.
+
+These are times on its compute stream.
 
 The inserted nodes call `mark`; on a GPU a mark is a timing event (about 2 us of host time), on the
 CPU the host's clock. Between two marks in a row exactly one thing happened, and the pair of kinds
@@ -13,14 +14,14 @@ says what:
     GRADS(u)       -> BACKWARD_END            backward of u
 
 A stretch from HELD_BEGIN to HELD_END inside one of them is no work: there the library holds the
-loop up (`HELD`). It counts as stall of the unit, and the marks around it are read as though it was
-not there.
+loop up (`HELD`). It counts as stall of the unit, and the marks around it are read as if it were not
+there.
 
 Marks are kept by micro-batch, the first and the last of a step where there are more than
 MOST_MARKS. Times of such a step are those of the micro-batches that are kept, times the number of
 all over the number of these.
 
-Beside it stands when the launching thread came to each mark (one reading of the host's clock), and
+Next to it stands when the launching thread came to each mark (one reading of the host's clock), and
 to the begin and end of `optimizer.step()`, which are nothing on the compute stream.
 """
 
@@ -44,9 +45,12 @@ from hytrain_fx.torch_private.tensors import current_stream_of
 
 A = TypeVar("A")  # a time, or an event that has one
 MOST_MARKS = 1 << 13
-"""Of one step: of more of them whole micro-batches in the middle are forgotten."""
+"""Marks kept of one step. Beyond that, whole micro-batches in the middle are forgotten."""
 HELD: Final = {"graph break": "all weights, before code that is not one graph", "read": "a weight that the loop reads or writes"}
-"""What the library makes the loop wait for, and where. The unit of HELD_BEGIN is the position in this table."""
+"""What the library makes the loop wait for, and where.
+
+The unit of HELD_BEGIN is the position in this table.
+"""
 
 
 class Mark(Enum):
@@ -60,15 +64,17 @@ class Mark(Enum):
     BACKWARD_END = "backward_end"
     HELD_BEGIN = "held_begin"
     HELD_END = "held_end"
-    LEFT_OUT = "left_out"  # micro-batches between the marks before and after it; at the time of the one before
+    # micro-batches between the marks before and after it; its time is the first one's
+    LEFT_OUT = "left_out"
     STEP_BEGIN = "step_begin"  # of the launching thread only
     STEP_END = "step_end"
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Microseconds of one step by unit; `held_us`: of the stalls, what the library held the loop up
-    for outside of gates.
+    """Microseconds of one step by unit.
+
+    `held_us` is the part of the stalls in which the library held the loop up outside gates.
     """
 
     forward_us: tuple[float, ...]
@@ -83,8 +89,9 @@ _Marks = list[tuple[Mark, int, _At]]
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """The marks of a forward and what follows until the next one; `launching`: when the launching
-    thread came to them.
+    """The marks of a forward and what follows until the next one.
+
+    `launching` says when the launching thread came to them.
     """
 
     marks: _Marks = field(default_factory=list)
@@ -117,14 +124,16 @@ class StepMarks:
         self._device = device
         self._running: list[_MicroBatch] = []
         self._count = 0  # of marks in the running step
-        self._ended = self._left_out = 0  # backwards in it, and those of them that are forgotten
-        self._cut = 0  # how many of the first micro-batches stay; 0: none has been left out
+        self._ended = self._left_out = 0  # backwards in it; those of them that are forgotten
+        self._cut = 0  # how many of the first micro-batches stay; 0: all are kept
         self._finished: deque[_Step] = deque(maxlen=keep_steps)
         self._clock_stream: torch.cuda.Stream | None = None
         self._stream_handle = current_stream_of(device) if self._cuda else None
-        self._streams: dict[int, torch.cuda.Stream] = {}  # by handle: to make the object takes longer than to record an event
-        self._spare: list[torch.cuda.Event] = []  # events of steps that were forgotten: they are made and freed under the driver's lock
-        self.silent_thread = 0  # one that evaluates: it leaves no marks
+        # by handle: making the object takes longer than recording an event
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        # events of forgotten steps: making and freeing one takes the driver's lock
+        self._spare: list[torch.cuda.Event] = []
+        self.silent_thread = 0  # a thread that evaluates: it leaves no marks
         self.captured = self.broken = False
         self._breaks = 0  # in the running step
 
@@ -151,16 +160,15 @@ class StepMarks:
             self._leave_out()
 
     def note(self, kind: Mark) -> None:
-        """Note that the launching thread has come to `kind`, which is no point of the compute
-        stream.
-        """
+        """Note that the launching thread has come to `kind`, no point of the compute stream."""
         if self._running:
             self._running[-1].launching.append((kind, -1, time.perf_counter() * 1e6))
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
-        """Around what makes the loop wait in this library, outside of a gate; `what` is a key of
-        `HELD`.
+        """Use it around what makes the loop wait in this library, outside a gate.
+
+        `what` is a key of `HELD`.
         """
         if self._is_silent or not self._running or self._running[-1].ended:
             yield  # between a step's backward and the next forward nothing is measured
@@ -184,8 +192,9 @@ class StepMarks:
         return self._running[-1]
 
     def _leave_out(self) -> None:
-        """Forget a whole micro-batch after the first ones, which may have half of the marks; the
-        last one is still running.
+        """Forget a whole micro-batch after the first ones, which may have half of the marks.
+
+        The last one is still running.
         """
         if not self._cut:
             marks = itertools.accumulate(len(of.marks) for of in self._running)
@@ -237,17 +246,20 @@ class StepMarks:
             last = step.marks[-1][2]
             if isinstance(last, torch.cuda.Event):
                 with torch.cuda.device(self._device):  # as in _reached
-                    last.synchronize()  # not the device: copies and updates of the last step may run on
+                    # Not the device: copies and updates of the last step may still run.
+                    last.synchronize()
 
     def _reached(self) -> list[_Step]:
-        """The finished steps that the device is through with, oldest first; waits for the first
-        alone, so that there is one.
+        """The finished steps that the device is through with, oldest first.
+
+        It waits for the first step only, so that there is one.
         """
         reached: list[_Step] = []
         for step in self._finished:
             last = step.marks[-1][2]
             if isinstance(last, torch.cuda.Event):
-                with torch.cuda.device(self._device):  # torch asks as the thread's own device: a context would be made on that
+                # torch asks the thread's own device: it would make a context there
+                with torch.cuda.device(self._device):
                     if not last.query():
                         if reached:
                             break
@@ -256,13 +268,16 @@ class StepMarks:
         return reached
 
     def _clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
-        """A function that gives the time of a mark that was reached on the host's monotonic clock,
-        in microseconds.
+        """A function from a mark that was reached to its time on the host's monotonic clock.
+
+        The time is in microseconds.
         """
         if not self._cuda:
             return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
-        if self._clock_stream is None:  # with no work on it, so that to wait for it is not to wait for the device; and of a priority of
-            self._clock_stream = torch.cuda.Stream(self._device, priority=-1)  # its own: streams of one share a few queues to the device
+        # A stream without work, so that waiting for it is not waiting for the device. It has its
+        # own priority: streams of one priority share a few queues to the device.
+        if self._clock_stream is None:
+            self._clock_stream = torch.cuda.Stream(self._device, priority=-1)
         now = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self._device):
             now.record(self._clock_stream)
@@ -271,15 +286,18 @@ class StepMarks:
         return lambda mark: now_us - _elapsed_us(mark, now)
 
     def finished(self) -> list[list[tuple[Mark, int, float]]]:
-        """The marks of the finished steps that the device is through with, oldest first, with their
-        times on the host's monotonic clock in microseconds. After `settle` these are all.
+        """The marks of the finished steps that the device is through with, oldest first.
+
+        Their times are on the host's monotonic clock in microseconds. After `settle` these are all
+        steps.
         """
         reached, clock_us = self._reached(), self._clock_us()
         return [[(kind, unit, clock_us(at)) for kind, unit, at in step.marks] for step in reached]
 
     def launched(self) -> list[list[tuple[Mark, int, float]]]:
-        """The finished steps' marks as the launching thread came to them, with the begin and end of
-        `step()`, on the same clock.
+        """When the launching thread came to the marks of the finished steps, on the same clock.
+
+        The begin and end of `step()` are among them.
         """
         return [list(step.launching) for step in self._finished]
 
@@ -289,8 +307,9 @@ class StepMarks:
         return len(self._finished)
 
     def median(self, units: int) -> UnitTimes:
-        """Medians over the finished steps that the device is through with, per unit. Raises
-        ValueError without a finished step.
+        """Medians per unit over the finished steps that the device is through with.
+
+        Raises ValueError without a finished step.
         """
         if not self._finished:
             raise ValueError("no finished step has been measured")
@@ -312,8 +331,9 @@ def _elapsed_us(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) 
 
 
 def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
-    """What happened between two marks in a row, and of which unit, by the table at the top; None
-    where it was nothing of the three.
+    """What happened between two marks in a row, and of which unit, by the table at the top.
+
+    None where it was none of the three.
     """
     if mark is Mark.FORWARD_BEGIN and next_mark is Mark.WAIT_BEGIN:
         return TaskKind.FORWARD, next_unit
@@ -329,11 +349,12 @@ def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[Tas
 
 
 def stretches(marks: Sequence[tuple[Mark, int, A]]) -> Iterator[tuple[TaskKind, int, A, A]]:
-    """What happened when, of which unit: kind, unit, begin and end. Where the loop was held up
-    meanwhile, that is a wait.
+    """What happened when, of which unit: kind, unit, begin and end.
+
+    Where the loop was held up meanwhile, it is a wait.
     """
     open_: tuple[Mark, int, A] | None = None
-    pieces: list[tuple[A, A]] = []  # of what is going on, without
+    pieces: list[tuple[A, A]] = []  # of the present stretch, without waits
     held: list[tuple[A, A]] = []  # where the loop was held up
     for mark, unit, at in marks:
         if mark is Mark.HELD_BEGIN and open_ is not None:

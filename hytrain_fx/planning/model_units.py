@@ -1,5 +1,6 @@
-"""The units of one model as the planner sees them: in forward order, with sizes, floating-point
-operations and rows of the table.
+"""The units of one model as the planner sees them.
+
+They are in forward order, with sizes, floating-point operations and rows of the table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hytrain_fx.runtime.states.store import StateStore
 
 
 class ModelUnits:
-    """Calling it gives the units as they are known now.
+    """A call gives the units as they are known now.
 
     capture    the model's graphs, from when they can be captured on: the forward's order and the
                operations come from them
@@ -50,7 +51,7 @@ class ModelUnits:
         return {row: found[self._states.pieces.parameter(row)] for row in self._states.placement}
 
     def pieces_of(self, plan: Plan) -> tuple[PlacedPiece, ...]:
-        """The pieces that the plan makes of all parameters, in order of these.
+        """The pieces that the plan makes of all parameters, in the parameters' order.
 
         Raises PlanError where the plan is not of these units.
         """
@@ -81,7 +82,9 @@ class ModelUnits:
         )
 
 
-# ---- What states and gradients take, on each side and a parameter: the planner's arithmetic of memory, for the model that runs
+# ---- Memory of states and gradients, on each side and per parameter ----
+#
+# The planner's arithmetic, for the model that runs.
 
 
 class StateSizes:
@@ -98,8 +101,9 @@ class StateSizes:
         return (self._states.device_bytes(self._rows) + self._grad_bytes(self._rows)) / self._numel
 
     def host_bytes_per_param(self) -> float:
-        """States on the host and new weights beside them, without slots except for what gradients
-        do not fill of them.
+        """States on the host and new weights next to them.
+
+        Slots count only as far as gradients do not fill them.
         """
         apart = sum(map(self._states.out_bytes, self._rows))
         return (self._states.host_bytes(self._rows, Placement.STREAM) + apart + self.wider_bytes()) / self._numel
@@ -109,13 +113,14 @@ class StateSizes:
         return self._states.host_bytes(rows)
 
     def wider_bytes(self) -> int:
-        """By how much gradients of rows with 16-bit copies are larger in a slot or on the device
-        than on their way.
+        """Bytes by which gradients of rows with 16-bit copies are larger at rest than on their way.
+
+        At rest means in a slot or on the device.
         """
         return self._grad_bytes(self._rows) - sum(map(self._states.travelling_bytes, self._rows))
 
     def resident_device_bytes(self) -> int:
-        """Device memory that states, and gradients that stay there until their update, take already."""
+        """Device memory that states, and gradients waiting there for their update, take already."""
         states = self._states
         on_device = [row for row, place in states.placement.items() if place.rests_on_device]
         stay = [row for row in self._rows if not states.gradient_leaves(row)]
@@ -126,7 +131,7 @@ class StateSizes:
         return sum(self._states.host_bytes([row], place) for row, place in self._states.placement.items() if not place.rests_on_device)
 
     def moved_bytes(self, before: Sequence[PlacedPiece], after: Sequence[PlacedPiece]) -> int:
-        """Bytes of states that change sides; between CPU and STREAM they stay where they are."""
+        """Bytes of states that change sides. Between CPU and STREAM they stay where they are."""
         was, moved = defaultdict(list), 0
         for of in before:
             was[of.piece.parameter].append(of)

@@ -1,4 +1,4 @@
-"""The plans of one session: which is in force, what it was made from, and when another is due.
+"""The plans of one session: which one is in force, what it was made from, and when another is due.
 
     after_step           what a step has shown goes to the controller; what that decides is done, or
                          is due before a forward
@@ -44,15 +44,14 @@ from hytrain_fx.runtime.states.store import StateStore
 # The first step compiles, the second is still cold: neither is measured.
 _COLD_STEPS = 2
 _AGAIN = "looked at again after"  # begins the note about the last decision
-# What is told of the plan for good, beside the last decision.
+# What stays noted about the plan for good, next to the last decision.
 _NOTED = (Event.DOUBTED, Event.DOUBT_CONFIRMED, Event.PAID, Event.VAIN)
 _MOST_TROUBLES = 5
 _log = logging.getLogger("hytrain_fx")
 
 
 class Aside:
-    """The rule that measuring, planning, recording and explaining never raise into the loop, in one
-    place.
+    """The rule that measuring, planning, recording and explaining never raise into the loop.
 
         with aside("making a plan"):
             ...             what training does not need: an error in it is logged, kept for
@@ -66,8 +65,9 @@ class Aside:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Around what training does not need. Interrupts pass; an engine that has failed says so at
-        the loop's next call.
+        """Use it around what training does not need.
+
+        Interrupts pass. An engine that has failed says so at the loop's next call.
         """
         try:
             yield
@@ -80,7 +80,10 @@ class Aside:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """What is to be done before the next forward: put `plan` in force; None: solve one."""
+    """What is to be done before the next forward.
+
+    Put `plan` in force; None: solve one.
+    """
 
     event: Event
     plan: Plan | None = None
@@ -118,7 +121,7 @@ class Planning:
         self._last = FinishedStep()
         self._due: _Due | None = None
         self._guard = GUARD
-        self._saw_streaming = False  # in the steps that the profile was made of
+        self._saw_streaming = False  # in the steps that the profile was made from
         self._all_on_device: tuple[Profile, Plan | None] | None = None  # the plan for a profile
         self._before_trial: Plan | None = None
 
@@ -141,22 +144,23 @@ class Planning:
 
     @property
     def is_about_to_measure(self) -> bool:
-        """Whether steps are being measured, or will be as soon as enough are done."""
+        """Whether steps are being measured, or will be once enough are done."""
         waits = self._reader.is_reading or self._due is not None or self._can_measure
         return waits or self._last.steps_done < self.steps_to_measure
 
     @property
     def is_due(self) -> bool:
-        """Whether a plan is to be made before the next forward, if no gradient is alive (it would
-        lose its slot).
+        """Whether a plan is to be made before the next forward, if no gradient is alive.
+
+        A gradient would lose its slot.
         """
         return self._due is not None and not self.recording
 
     @property
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
-        # On a GPU step() is reached early in the backward, though a norm is known at its end; a CPU
-        # has run the backward by then.
+        # On a GPU step() is reached early in the backward, although a norm is known at its end. A
+        # CPU has run the backward by then.
         awaits, early = self._last.awaits_factors, self._last.early_updates
         commits_early = self._table.device.type == "cuda" and not awaits
         return Discipline(barrier="before_forward" if self._marks.broken else "none",
@@ -172,19 +176,19 @@ class Planning:
     # ---- after a step ----
 
     def after_step(self, step: FinishedStep) -> None:
-        """Measure the step, and do what the controller makes of it. Raises nothing."""
+        """Measure the step, and do what the controller decides. Raises nothing."""
         self._last = step
         with self.aside("measuring a step"):
             try:
                 self._after_step()
             except Exception as error:
-                if self._due is None:  # else it is for the next forward to say
+                if self._due is None:  # else the next forward decides
                     self._do(self.controller.hear(Event.FAILED, f"measuring a step failed ({type(error).__name__})"))
                 raise
 
     def _after_step(self) -> None:
         self.captured_steps += self._marks.captured
-        if self.recording:  # what was measured before is lost, and measured again afterwards
+        if self.recording:  # what was measured before is lost, and is measured again later
             self._do(self.controller.hear(Event.LOST, "steps were recorded meanwhile"))
             return
         if self._reader.is_reading:
@@ -225,8 +229,9 @@ class Planning:
         return self.controller.state is not State.FIXED and self._solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
 
     def _all_on_device_us(self) -> float | None:
-        """Predicted for all states on the device, where steps are held against that: not on a CPU,
-        whose steps are too uneven.
+        """Predicted for all states on the device, where steps are compared with it.
+
+        None on a CPU, whose steps are too uneven.
         """
         if self.profile is None or self._table.device.type != "cuda" or not self._solver.solves or not self._config.replan_every:
             return None
@@ -264,8 +269,7 @@ class Planning:
         self._due = _Due(Event.PLACED, replace(plan, notes=(*plan.notes, why)))
 
     def _balance(self) -> None:
-        """Look for a streamed share under which updates end together, and whether the profile says
-        that it repays.
+        """Look for a streamed share that ends updates together and repays, by the profile.
 
         Updates may end apart because gradients come when they do, and then no share changes that.
         """
@@ -288,8 +292,9 @@ class Planning:
 
     @contextmanager
     def making_a_plan(self) -> Iterator[None]:
-        """Around what puts a due plan in force. An error in it leaves the plan in force, and does
-        not reach the loop.
+        """Use it around what puts a due plan in force.
+
+        An error in it leaves the plan in force, and does not reach the loop.
         """
         with self.aside("making a plan"):
             try:
@@ -303,8 +308,9 @@ class Planning:
                 self._due = None
 
     def next_plan(self, device_update_us_per_param: Callable[[], float]) -> Plan | None:
-        """The plan to put in force, None where the present one stays. The device runs on, with what
-        it has been given.
+        """The plan to put in force, None where the present one stays.
+
+        Meanwhile the device works on what it has been given.
 
         device_update_us_per_param    times an update on the device, where no unit has run one
         """
@@ -347,8 +353,9 @@ class Planning:
         return new if self.awaits_times else self._if_worth_it(profile, new)
 
     def _if_worth_it(self, profile: Profile, new: Plan) -> Plan | None:
-        """The new plan, None where the one in force stays; what is predicted for that one is
-        renewed.
+        """The new plan, None where the one in force stays.
+
+        Then the prediction for that one is renewed.
         """
         present = self._solver.predicted(profile, self.plan, self.discipline)
         wanted, hope = self.units.pieces_of(new), self.controller.hope
@@ -360,7 +367,7 @@ class Planning:
         return None
 
     def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:
-        """The plan in force stays; what is told of it is of `profile`."""
+        """The plan in force stays; what is said of it now follows from `profile`."""
         present, why = self.plan, f"{_AGAIN} {self._last.steps_done} steps: {why}"
         inputs = inputs_of(profile, self._guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
         notes = (*(note for note in present.notes if not note.startswith(_AGAIN)), why)
@@ -374,7 +381,7 @@ class Planning:
 
     @contextmanager
     def putting_in_force(self, new: Plan) -> Iterator[None]:
-        """Around the moving of states to where `new` has them."""
+        """Use it around the moving of states to where `new` has them."""
         before, begin_s = self._states.placed, time.perf_counter()
         yield
         self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)

@@ -1,12 +1,13 @@
-"""A profile of the running program: forward and backward from marks, updates and copies from the
-engine's records.
+"""A profile of the running program.
+
+Forward and backward come from marks, updates and copies from the engine's records.
 
 `StepReader` keeps the records of the steps that are read for it, and when they ended.
 
 Records are summed by step, and medians taken over steps. A unit that ran a stage with part of its
-parameters only is given the time of all at the same rate. One that did not run it (a unit on the
-device has no CPU update) keeps its time of the profile before, times the change that the others
-show, else it gets their rate, else a probe's.
+parameters only gets the time of all at the same rate. A unit that did not run it (on the device
+there is no CPU update) keeps its time of the profile before, times the change that the others show.
+Without such a time it gets the others' rate, else a probe's.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.runtime.engine import Engine, Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
-# Rows of which placement tell how long a stage takes. Updates of streamed rows do not: chunk by
-# chunk beside the graph's own kernels they seem to take six times as long as the device is kept by
-# them.
+# The placements whose rows tell how long a stage takes. Updates of streamed rows do not: chunk by
+# chunk next to the graph's own kernels, they seem to take six times as long as they keep the
+# device.
 _PLACES = {
     Stage.D2H: (Placement.CPU,),
     Stage.CPU_UPDATE: (Placement.CPU,),
@@ -43,7 +44,7 @@ _PLACES = {
     Stage.STREAM_IN: (Placement.STREAM,),
     Stage.STREAM_OUT: (Placement.STREAM,),
 }
-# Units that make up less of the parameters say nothing about the others: their times are mostly
+# Units with a smaller share of the parameters say nothing about the others: their times are mostly
 # launching.
 _TELLING_SHARE = 0.05
 
@@ -64,8 +65,9 @@ class ReadSteps:
 
 
 class StepReader:
-    """Reads steps between `begin` and `take`; outside of that the engine keeps no records, which
-    cost memory.
+    """Reads steps between `begin` and `take`.
+
+    Outside of that the engine keeps no records, which cost memory.
     """
 
     def __init__(self, engine: Engine, marks: StepMarks) -> None:
@@ -86,8 +88,8 @@ class StepReader:
         return max(len(self._ends_us) - 1, 0)
 
     def begin(self) -> None:
-        """The step to come is the first."""
-        self._engine.take_records()  # of steps before
+        """The next step is the first."""
+        self._engine.take_records()  # of earlier steps
         self._marks.clear()
         self._engine.record(True)
         self._records, self._launching_us = [], []
@@ -97,18 +99,19 @@ class StepReader:
         """One more step."""
         self._ends_us.append(time.perf_counter() * 1e6)
         self._launching_us.append(self._engine.finish_times().launching_us)
-        self._records += self._engine.take_records()  # all at the end would take longer than a GPU has work for
+        # all at the end would take longer than a GPU has work for
+        self._records += self._engine.take_records()
 
     def end(self) -> None:
         """No more steps; what was read stays until it is taken."""
         self._engine.record(False)
 
     def forget(self) -> None:
-        """What was read is of no use: the records are somebody else's."""
+        """What was read is of no use: the records belong to somebody else."""
         self._ends_us = []
 
     def take(self) -> ReadSteps:
-        """What was read, with what has ended since."""
+        """What was read, and what has ended since."""
         read = ReadSteps(tuple(self._ends_us), [*self._records, *self._engine.take_records()], tuple(us for us in self._launching_us if us))
         self._ends_us, self._records = [], []
         return read
@@ -127,8 +130,9 @@ class Probes:
 
 
 def stream_us_per_param(units: Sequence[Unit], device: torch.device) -> tuple[float, float]:
-    """Microseconds per parameter of copying its states to the device and back, both directions
-    busy.
+    """Microseconds per parameter of copying its states to the device and back.
+
+    Both directions are busy.
     """
     to_device, to_host = full_duplex_us_per_byte(device)
     nbytes = sum(unit.stream_bytes for unit in units) / sum(unit.params for unit in units)
@@ -155,8 +159,9 @@ class Measured:
 
     @functools.cached_property
     def of_stage(self) -> dict[Stage, list[TaskRecord]]:
-        """The records of the model's own rows (later ones are probes) that tell a stage's time, by
-        stage, in order of begin.
+        """The records that tell a stage's time, by stage, in order of begin.
+
+        They are of the model's own rows: later rows are probes.
         """
         found: dict[Stage, list[TaskRecord]] = defaultdict(list)
         for record in self.steps.records:
@@ -166,8 +171,9 @@ class Measured:
 
 
 def build_profile(measured: Measured, probes: Probes, before: Profile | None, *, streams: bool) -> Profile:
-    """Costs per unit, in forward order; `streams`: with times for streaming. Raises PlanError when
-    no step was measured.
+    """Costs per unit, in forward order; `streams`: with times for streaming.
+
+    Raises PlanError when no step was measured.
     """
     if measured.marks.steps == 0 or len(measured.steps.ends_us) < 2:
         raise PlanError("no training step has been measured yet: run more steps before solving a plan")
@@ -194,8 +200,9 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
 
 
 def _commit_us(measured: Measured) -> float:
-    """From the end of the forward on the device to the end of step() on the launching thread; 0
-    where it is there before the device.
+    """From the end of the forward on the device to the end of step() on the launching thread.
+
+    0 where the thread is there before the device.
     """
     marks = measured.marks.finished()
     reached = len(measured.steps.ends_us) - (measured.marks.steps - len(marks))
@@ -242,11 +249,12 @@ def _stages(measured: Measured, probes: Probes, before: Profile | None, streams:
 
 
 def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
-    """Microseconds by unit, for each step; CPU workers run side by side, so their time is divided
-    among them.
+    """Microseconds by unit, for each step.
 
-    A step's records are those that begin between its end and that of the next: from commit to
-    commit, so what a slow device has not reached yet counts once all the same.
+    CPU workers run side by side, so their time is divided among them.
+
+    A step's records are those that begin between its end and the end of the next step: from commit
+    to commit. So what a slow device has not reached yet still counts once.
     """
     steps: list[dict[int, float]] = [{} for _ in measured.steps.ends_us[1:]]
     records = measured.of_stage.get(stage, [])
@@ -263,12 +271,11 @@ def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
 
 
 def worker_lengths_us(measured: Measured, updates: Sequence[TaskRecord]) -> list[float]:
-    """How long each of these updates, in order of begin, kept its worker: from when the worker
-    could have begun it.
+    """How long each of these updates, in order of begin, kept its worker.
 
-    That is when it was through with the one before, the gradient had arrived and the step was
-    committed: a worker that then does not run yet is held up by others, by locks or by the system,
-    and such time is the CPU's cost too.
+    The time starts when the worker could have begun: it was through with the update before, the
+    gradient had arrived and the step was committed. A worker that does not run then is held up by
+    others, by locks or by the system, and such time is the CPU's cost too.
     """
     arrived: dict[int, list[float]] = {}
     for record in measured.of_stage.get(Stage.D2H, []):
@@ -292,7 +299,7 @@ def _ready_us(measured: Measured, update: TaskRecord, arrivals: Sequence[float])
         return update.begin_us
     if arrivals[last] <= measured.steps.ends_us[step]:
         return measured.steps.ends_us[step]
-    # A gradient that came after the last commit: on a GPU that is the rule, on a CPU its own commit
+    # A gradient that came after the last commit. On a GPU that is the rule. On a CPU its own commit
     # has only just begun.
     return arrivals[last] if measured.device.type == "cuda" else update.begin_us
 
@@ -315,8 +322,9 @@ def _medians(steps: Iterable[dict[int, float]], covered: dict[int, int], params:
 
 
 def _fill(found: dict[int, float], params: Sequence[int], before: Sequence[float], rate: Callable[[], float]) -> list[float]:
-    """Time of every unit: its own, else that of before changed as the others have, else the others'
-    rate, else `rate()`.
+    """Time of every unit.
+
+    Its own; else its time before, changed as the others have; else the others' rate; else `rate()`.
     """
     size = sum(params[unit] for unit in found)
     tells = size >= _TELLING_SHARE * sum(params)

@@ -1,5 +1,6 @@
-"""Plans solved from a profile, within the memory that there is; what is predicted of them, and what
-a move to them costs.
+"""Plans solved from a profile, within the memory that there is.
+
+Also what is predicted of them, and what a move to them costs.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class Solver:
 
     @property
     def may_stream(self) -> bool:
-        """Whether times for streaming are of use: on a CPU nothing is streamed that was not asked
-        for.
+        """Whether times for streaming are of use.
+
+        On a CPU nothing is streamed that was not asked for.
         """
         config = self._config
         wanted = self._device.type == "cuda" if config.stream == "auto" else given_share(config) > 0
@@ -63,16 +65,16 @@ class Solver:
         return solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
 
     def solved(self, profile: Profile, guard: float, discipline: Discipline) -> Plan:
-        """The best plan, by the rule that was asked for. Raises PlanError where memory holds none.
-        """
+        """The best plan, by the rule asked for. Raises PlanError where memory holds none."""
         config = self._config
         stream: Stream = config.stream if config.stream == "auto" else given_share(config)
         return solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0,
                      **self._within(profile, guard, discipline))
 
     def keeps_k(self, profile: Profile, guard: float, discipline: Discipline, k: int) -> bool:
-        """Whether k would be solved again: then a balanced share stays too. Raises PlanError where
-        memory holds no plan.
+        """Whether k would be solved again: then a balanced share stays too.
+
+        Raises PlanError where memory holds no plan.
         """
         return streamed_k(profile, **self._within(profile, guard, discipline)) == k
 
@@ -89,7 +91,7 @@ class Solver:
         return predict(profile, plan, discipline=discipline, **self._bytes_per_param())
 
     def predicted(self, profile: Profile, plan: Plan, discipline: Discipline) -> Plan:
-        """The plan with them."""
+        """The plan with these figures."""
         return replace(plan, predicted=self.predict(profile, plan, discipline))
 
     def _within(self, profile: Profile, guard: float, discipline: Discipline) -> dict[str, Any]:
@@ -111,24 +113,27 @@ class Solver:
         return {"state_bytes_per_param": sizes.device_bytes_per_param(), "host_state_bytes_per_param": sizes.host_bytes_per_param()}
 
     def _host_budget_bytes(self) -> int:
-        """What states may take on the host in all: as told, else what they take already and most of
-        what is available.
+        """What states may take on the host in all.
+
+        As told; else what they take already and most of what is available.
         """
         limit = self._config.host_memory
         return host_budget_bytes(limit) + (self._sizes.resident_host_bytes() if limit is None else 0)
 
 
 def expected_us(plan: Plan, hope: float) -> float:
-    """What a step under `plan` can be expected to take: the prediction, times what it was off for
-    states on the host.
+    """What a step under `plan` can be expected to take.
+
+    The prediction, times the factor by which it was off for states on the host.
     """
     on_device = plan.numel(Placement.GPU) == sum(row.numel for row in plan.rows)
     return plan.predicted["step_us"] * (1.0 if on_device else hope)
 
 
 class MoveCosts:
-    """What moving states has cost in this session. `switch_us`: the last change between CPU and
-    STREAM, which copies nothing.
+    """What moving states has cost in this session.
+
+    `switch_us` is the last change between CPU and STREAM, which copies nothing.
     """
 
     def __init__(self, sizes: StateSizes, states: StateStore) -> None:
@@ -146,7 +151,7 @@ class MoveCosts:
             self.switch_us = took_us
 
     def cost_us(self, profile: Profile, wanted: Sequence[PlacedPiece]) -> float:
-        """Of a move to `wanted`: as the last one took, else as gradients travel."""
+        """The cost of a move to `wanted`: as the last one took, else as gradients travel."""
         us_per_byte = self._us_per_byte
         if us_per_byte is None:
             us_per_byte = (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)

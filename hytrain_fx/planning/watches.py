@@ -2,7 +2,7 @@
 
     FinishedStep what the session tells of a step
     StepReport   one finished step, in values
-    Patience     by how much more evidence is asked for than at first, of every reason to act alike
+    Patience     how much more evidence is needed than at first, the same for every reason to act
     Lengths      whether steps have become longer or shorter than those that the plan in force was
                  judged by
     Promise      whether they take longer than all states on the device would
@@ -20,11 +20,11 @@ from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.replan import LATEST, SHIFT, drifted, shifted
 from hytrain_fx.ir.figures import time_text
 
-PROMISE_STEPS = 8  # whose median is held against the promise
-REST_STEPS = 500  # after a trial, until the promise is doubted again
-_SETTLING_STEPS = 3  # after a change of plan: the step that moved states, and those in its wake
-_MARGIN = 0.05  # steps that are that much longer are no noise of the prediction
-_GAIN = 0.03  # that all states on the device must bring to stay there
+PROMISE_STEPS = 8  # steps whose median is compared with the promise
+REST_STEPS = 500  # steps after a trial, until the promise is doubted again
+_SETTLING_STEPS = 3  # steps after a change of plan: the one that moved states, and those after it
+_MARGIN = 0.05  # steps that are this much longer are no noise of the prediction
+_GAIN = 0.03  # what all states on the device must bring to stay there
 _KNOWN = 8  # lengths that are remembered
 _MOST_FACTOR = 64
 
@@ -77,27 +77,32 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How much more evidence is needed than at first: `factor` times as many steps, whatever the
-    reason to act.
+    """How much more evidence is needed than at first: `factor` times as many steps.
 
-    It doubles after what did not pay, and is at its beginning again once the program has changed.
+    It holds for every reason to act.
+
+    It doubles after what did not pay, and starts again from 1 once the program has changed.
     """
 
     factor: int = 1
 
     def of(self, steps: int) -> int:
-        """How many steps must show it, where at first it was `steps`."""
+        """How many steps must show it, where at first `steps` were enough."""
         return self.factor * steps
 
     def doubled(self) -> Patience:
-        """After what did not pay. Never so much that a change that stays is not followed at all."""
+        """After what did not pay.
+
+        Never so much that a lasting change is not followed at all.
+        """
         return Patience(min(2 * self.factor, _MOST_FACTOR))
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Steps of another length. `is_new`: no such steps have been followed before; else they go to
-    and fro.
+    """Steps of another length.
+
+    `is_new`: no such steps have been followed before; otherwise they go to and fro.
     """
 
     why: str
@@ -105,8 +110,9 @@ class Change:
 
 
 class Lengths:
-    """When the lengths of steps ask for a plan to be looked at again; `window` steps are measured
-    for that.
+    """When the lengths of steps ask for a new look at the plan.
+
+    `window` steps are measured for that.
 
         at once                 when steps are 10% longer or shorter than those that the plan in
                                 force was judged by
@@ -120,8 +126,11 @@ class Lengths:
     def __init__(self, every: int, window: int) -> None:
         self._every = every
         self._window = window
-        self._moved: int | None = None  # count of finished steps when states moved, until that is looked at
-        self._judged = 0  # count of finished steps when the plan in force was judged, and the lengths of the steps that it was judged by
+        # count of finished steps when states moved, until that is looked at
+        self._moved: int | None = None
+        # count of finished steps when the plan in force was judged, and the lengths of the steps it
+        # was judged by
+        self._judged = 0
         self._judged_us: tuple[float, ...] = ()
         self._known_us: deque[float] = deque(maxlen=_KNOWN)
         self._off = 0  # steps in a row that were of another length
@@ -149,7 +158,7 @@ class Lengths:
         return all(abs(step_us - known_us) > SHIFT * known_us for known_us in self._known_us)
 
     def look(self, report: StepReport) -> str | None:
-        """Why what a move brought is looked at now; None where it is not."""
+        """Why the effect of a move is looked at now; None where it is not."""
         if self._moved is None or report.steps_done < self._moved + max(self._every // 2, 1) - self._window:
             return None
         return f"what the plan of step {self._moved} has brought is measured"
@@ -161,7 +170,7 @@ class Lengths:
             return None
         at_once, small = drifted(before_us, latest_us), shifted(before_us, latest_us[-self._window :])
         self._off = self._off + 1 if at_once or small else 0
-        # The look comes so early that its window ends `every` steps after the last one.
+        # The look comes early enough that its window ends `every` steps after the last one.
         looks = (report.steps_done - self._judged) % max(self._every - self._window, 1) == 0
         if not (at_once or (looks and small)):
             return None
@@ -182,8 +191,9 @@ class Trial:
 
 
 class Promise:
-    """Holds steps under a solved plan against what all states on the device would take: a slower
-    plan was solved from wrong times.
+    """Compares steps under a solved plan with what all states on the device would take.
+
+    A slower plan was solved from wrong times.
 
     hope    by how much predictions for states on the host were too short, as a trial has shown
     """
@@ -197,8 +207,9 @@ class Promise:
         self._before_us, self._predicted_us = 0.0, 0.0
 
     def restart(self) -> None:
-        """Another plan is in force, or the same with other times: the steps before say nothing of
-        it.
+        """Another plan is in force, or the same with other times.
+
+        The steps before say nothing about it.
         """
         self._steps_us.clear()
         self._seen, self._settling = 0, _SETTLING_STEPS
@@ -216,8 +227,9 @@ class Promise:
             self._seen += 1
 
     def judged(self, report: StepReport, patience: Patience) -> bool | None:
-        """Whether the plan keeps its promise; None where too few steps have told. A plan that does
-        is judged again later.
+        """Whether the plan keeps its promise; None where too few steps have reported.
+
+        A plan that does is judged again later.
         """
         if self._seen < patience.of(PROMISE_STEPS):
             return None
@@ -231,11 +243,11 @@ class Promise:
         return f"steps took {took}; all states on the device were predicted at {predicted}"
 
     def begin_trial(self, report: StepReport) -> None:
-        """All states go to the device; the steps judged last are what they are held against."""
+        """All states go to the device; the trial is compared with the steps judged last."""
         self._predicted_us = report.predicted_us or 0.0
 
     def trial(self) -> Trial | None:
-        """How it ended; None where too few steps have told."""
+        """How it ended; None where too few steps have reported."""
         if self._seen < PROMISE_STEPS:
             return None
         now_us, before_us = self._median_us(), self._before_us
