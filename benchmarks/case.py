@@ -38,8 +38,8 @@ class Case:
     autocast    fp32 parameters under bf16 autocast, not bf16 parameters with fp32 masters
     options     `NAME=VALUE` options of `hytrain_fx.compile`
     micro_batches   backwards in one step, each over `batch` sequences
-    scaled_every    with `clip`: one step in this many is clipped to it, the others to NEVER_REACHED,
-                    so that their factor is 1
+    scaled_every    with `clip`: one step in this many is clipped to it, others to NEVER_REACHED, so
+                    that their factor is 1
     """
 
     mode: str

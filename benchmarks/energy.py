@@ -6,9 +6,9 @@ The counters only grow, and start again when they are full.
     before = meter.read();  ...steps...
     fields = meter.row(before, meter.read(), steps, tokens)
 
-Counted is the whole board or package, idle power and other processes included. The GPU's counter
-moves about every 0.1 s. A package's is full after some 262 kJ, a quarter of an hour at 300 W: once
-between two readings is allowed for, so read at least that often.
+The whole board or package is counted, with idle power and other processes. The GPU's counter moves
+about every 0.1 s. A package's counter is full after some 262 kJ, a quarter of an hour at 300 W. It
+may start again once between two readings, so read at least that often.
 """
 
 from __future__ import annotations

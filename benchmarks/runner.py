@@ -134,7 +134,7 @@ def _memory_here() -> Memory:
 
 
 def _host_gb_free(asked_gb: float) -> float:
-    """Of what is available now, without what the rows that run have asked for and not taken yet."""
+    """Memory available now, less what running rows have asked for and not taken yet."""
     taken_gb = 0.0
     for row in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):

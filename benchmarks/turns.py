@@ -1,10 +1,10 @@
 """Rows side by side on the GPUs of one machine: they compile together, and are timed one at a time.
 
-The host's memory is one, and a row whose states are there is bound by it. So such a row waits,
-compiled, until no other row compiles or is timed (an exclusive lock on a file); rows with
+Rows share the host's memory, and a row whose states are there is bound by it. So such a row waits,
+compiled, until no other row compiles or is timed: it takes an exclusive lock on a file. Rows with
 everything on the GPU hold the lock shared, from beginning to end. Where several rows have one GPU,
 so that more of them compile at once, each of them waits. A row's process is started with the lock,
-as reading torch and what it needs takes seconds of cores that another row may have.
+because importing torch takes seconds of cores that another row may have.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Turn:
     def __init__(self, descriptor: int | None) -> None:
         self._file = None if descriptor is None else os.fdopen(descriptor, "w")
         if descriptor is not None:
-            os.set_inheritable(descriptor, False)  # of the processes that this one starts none is to keep the lock
+            os.set_inheritable(descriptor, False)  # processes that this one starts must not keep the lock
 
     def wait_to_be_alone(self, mode: str, shares_gpu: bool = False) -> None:
         """Return when no other row compiles or is timed.

@@ -36,7 +36,7 @@ Update = Callable[[Tensor], None]
 
 
 def bf16(model: nn.Module, optimizer: torch.optim.Optimizer, _device: str) -> Update:
-    """Backward and step as they are."""
+    """Backward and step, unchanged."""
 
     def update(loss: Tensor) -> None:
         loss.backward()

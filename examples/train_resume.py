@@ -6,8 +6,8 @@ killed.
     python examples/train_resume.py --checkpoint run.pt          # CPU: half a minute
 
 `save_whole` is all there is to it. A checkpoint is written beside the previous one and takes its
-name when every byte of it is on the disk. That weights and states belong to the same step,
-`state_dict()` sees to: it waits for updates that are under way. With OMP_NUM_THREADS=1 the weights
+name when every byte of it is on the disk. `state_dict()` sees to it that weights and states
+belong to the same step: it waits for updates that are under way. With OMP_NUM_THREADS=1 the weights
 at the end have the bits of a run that was never killed; sums over several threads may differ in the
 last ones.
 """

@@ -1,4 +1,4 @@
-"""insert_release: weights whose readers can be shown to have run, at the last of them."""
+"""insert_release: a weight is released after its last reader, where that can be shown."""
 
 from __future__ import annotations
 

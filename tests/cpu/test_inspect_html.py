@@ -21,7 +21,7 @@ from .inspected import LAYERS, Counted, inspected
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 VOID = {"meta", "input"}
-MAX_FOLDED_LINES = 2 * LAYERS  # what is to be scrolled through before anything is unfolded
+MAX_FOLDED_LINES = 2 * LAYERS  # lines to scroll through before anything is unfolded
 
 
 @dataclass

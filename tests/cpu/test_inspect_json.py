@@ -21,7 +21,7 @@ from .explained import compiled
 @pytest.fixture(scope="module")
 def found() -> Iterator[Inspection]:
     """A small model trained under a plan with its first unit on the device."""
-    with compiled(k=1, warmup_steps=3) as (model, step):  # of one step alone a worker that is held up would leave no update
+    with compiled(k=1, warmup_steps=3) as (model, step):  # after one step alone, a delayed worker would leave no update
         for _ in range(8):
             step()
         yield hytrain_fx.inspect(model)

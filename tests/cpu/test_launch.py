@@ -85,7 +85,7 @@ def test_without_a_readable_topology_the_affinity_counts(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: no other socket to be made up")
 def test_an_engine_s_threads_run_on_the_gpu_s_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that has cores for all workers, and the launching thread runs where it did."""
+    """Workers run there if it has enough cores; the launching thread stays where it was."""
     here, *elsewhere = sorted(os.sched_getaffinity(0))
     near = [here, *range(100_000, 100_004)]  # the system ignores those that are not there
     cpus = tuple(LogicalCpu(number, number, int(number in near)) for number in (*near, *elsewhere))

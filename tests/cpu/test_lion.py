@@ -44,7 +44,7 @@ PLACES = [(Placement.CPU,), (Placement.GPU,), (Placement.STREAM,), tuple(Placeme
 
 
 def lion_operands(n: int, kind: str, dtype: torch.dtype) -> Operands:
-    """With directions of 0 among them, where a weight must stay, -0 too."""
+    """Operands with directions of 0 among them, where a weight must stay, also -0."""
     o = operands(n, n, kind, dtype, None if dtype == torch.float32 else dtype)
     o.vmax = None
     o.m[::7], o.grad[::7], o.master[::21] = 0.0, 0.0, -0.0
@@ -240,7 +240,7 @@ def test_it_trains() -> None:
 
 
 def test_a_lion_of_the_users_own_runs_its_own_step() -> None:
-    """A class derived from it has no kernel: its step may be another."""
+    """A class derived from Lion has no kernel: its step may differ."""
 
     class Other(Lion):
         pass

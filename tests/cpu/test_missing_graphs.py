@@ -84,9 +84,9 @@ print(*(sum(n for name, n in caches.items() if name.endswith(end)) for end in ("
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("order", ["plain ours plain", "ours plain ours"])
 def test_graphs_on_disk_are_not_taken_for_each_other(order: str, tmp_path: Path) -> None:
-    """Plain and rewritten graphs of one model share the caches on disk, in any order, and each
-    process runs its own kind: none finds what the other kind has left there, and the third finds
-    what the first has.
+    """Plain and rewritten graphs share the caches on disk, and none finds the other kind's.
+
+    Each process runs its own kind, in any order. The third finds what the first has left.
     """
     weights, found, missed = set(), [], []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

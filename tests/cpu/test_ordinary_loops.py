@@ -184,7 +184,7 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_losses_of_which_some_are_used(k: int) -> None:
-    """Of two outputs the sum, the first or the second is what is differentiated, step by step."""
+    """Step by step the sum of two outputs, the first or the second is differentiated."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []

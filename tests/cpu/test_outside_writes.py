@@ -85,7 +85,7 @@ def writing(write: Callable[[Any], None], before_step: bool) -> Any:
 
 
 def agree_with_torch(twins: Twins, loop: Any) -> None:
-    """Against torch's own AdamW, whose only copy of an fp32 weight is the parameter."""
+    """Compare with torch's own AdamW, whose only copy of an fp32 weight is the parameter."""
     _, optimizer = twins.restart()
     expected = loop(twins.plain, torch.optim.AdamW(twins.plain.parameters(), foreach=False, **HYPER), twins.batches)
     found = loop(twins.ours, optimizer, twins.batches)
@@ -198,7 +198,7 @@ def test_a_gradient_is_read_after_zero_grad_until_the_next_one() -> None:
 
 
 def test_states_move_after_a_gradient_was_dropped_by_hand() -> None:
-    """A new plan after model.zero_grad() in place of a step moves the states."""
+    """A new plan after model.zero_grad() instead of step() moves the states."""
     twins = Twins(mlp, k=0)
     try:
         twins.ours(*twins.batches[0]).backward()

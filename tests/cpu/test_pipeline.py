@@ -29,7 +29,7 @@ def lose_an_offload(module: fx.GraphModule, context: PassContext) -> None:
 
 @pytest.mark.parametrize("kind", GraphKind)
 def test_the_default_passes_give_all_that_the_rules_ask_of(kind: GraphKind) -> None:
-    """Each pass finds what it needs, and no rule is left unasked at the end."""
+    """Each pass finds what it needs, and no rule is left unchecked at the end."""
     assert check_order(DEFAULT_PASSES, kind) >= facts_asked_of(kind)
     assert [one.name for one in of_kind(DEFAULT_PASSES, kind)][:1] == ["annotate_units"]
 

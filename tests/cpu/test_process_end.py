@@ -116,7 +116,7 @@ print("compiled")
 
 @pytest.mark.sample(0)
 def test_exit_after_a_failed_worker_ends_too() -> None:
-    """A worker that has failed does not keep the process."""
+    """A worker that has failed does not keep the process alive."""
     run("""
         model, optimizer = hytrain_fx.compile(*make(), k=0)
         train(model, optimizer, 1)

@@ -142,7 +142,10 @@ def test_no_update_counts_less_than_it_ran(starts: list[float], lengths: list[fl
 
 
 def test_launching_is_the_median_of_steps_where_it_is_known() -> None:
-    """In a step that waited for the device it is not; where it is in none, the profile says 0."""
+    """A step that waited for the device has no launching time.
+
+    Where no step has one, the profile says 0.
+    """
     for known, expected in (((), 0.0), ((300.0,), 300.0), ((200.0, 900.0, 250.0), 250.0)):
         profile = build_profile(measured([], [CPU] * 4, launching_us=known), RATES, None, streams=False)
         assert profile.launching_us == expected
@@ -284,7 +287,7 @@ def current_device(device: torch.device) -> Iterator[None]:
 
 
 class FakeEvent:
-    """An event of it, its number the milliseconds at which it is reached."""
+    """An event of this GPU; its number is the milliseconds at which it is reached."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

@@ -76,7 +76,7 @@ def _late_rates(pair: Pair) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plant", [_no_wait, _no_settle, _no_drain, _no_discard, _late_rates])
 def test_a_planted_defect_is_found(plant: Callable[[Pair], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 150 programs of the calls that most loops are made of."""
+    """It is found within 150 programs of the calls that most loops are made of."""
     monkeypatch.setattr(program_models, "WIDTH", 128)  # updates take a while
     for name, kind in KINDS.items():
         if name not in ORDINARY:

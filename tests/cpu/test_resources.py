@@ -133,9 +133,10 @@ def test_the_estimate_follows_the_plan() -> None:
 
 
 def test_memory_for_streaming_is_lent_to_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the plan streams nothing the ring has what staging would take, and staging has nothing;
-    each plan changes that, the estimate knows, and weights stay those of a session whose plan never
-    changed.
+    """While the plan streams nothing, the ring has the memory that staging would take.
+
+    Each plan changes that, and the estimate knows it. Weights stay those of a session whose plan
+    never changed.
     """
     for name, nbytes in {"TRANSIT_BYTES": 60_000, "STAGING_BYTES": 20_000, "_RING_SLACK_BYTES": 0}.items():
         monkeypatch.setattr(launch, name, nbytes)

@@ -153,7 +153,7 @@ def test_the_gradient_is_not_kept() -> None:
 
 
 def test_bytes_of_states_are_known_before_any_step() -> None:
-    """Factored (4 + 3 fp32 for a 4 x 3 parameter), one of the parameter's shape, none."""
+    """States are factored (4 + 3 fp32 for 4 x 3), of the parameter's shape, or absent."""
     assert Beside("Adafactor").rule.table(0).own_bytes == 4 * (4 + 3)
     assert Beside("SGD nesterov").rule.table(0).own_bytes == 4 * 12
     assert Beside("SGD").rule.table(0).own_bytes == 0

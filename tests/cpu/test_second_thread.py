@@ -318,7 +318,7 @@ def test_a_thread_that_evaluates_may_go_on_while_the_model_is_closed() -> None:
 
 
 def test_close_comes_after_a_call_that_another_thread_is_in() -> None:
-    """It would take its engine away."""
+    """close() would take the engine away from such a call."""
     model, _ = _compile(_net(), engine="native")
     session = find_session(model)
     assert session is not None

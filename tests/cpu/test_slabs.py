@@ -118,7 +118,7 @@ def test_where_threads_may_not_be_bound_slabs_are_pinned_all_the_same(driver: Dr
 def test_pages_are_made_on_the_socket_where_workers_run(
     workers: int, cpus: set[int], driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU's, where it has cores enough for the workers; else on all sockets alike."""
+    """Pages are on the GPU's socket if it has enough cores for workers, else on all sockets."""
     numbers = {100_000: 0, 100_003: 0, 100_004: 1, 100_005: 1, 100_006: 1}
     topology = Topology(tuple(LogicalCpu(number, number, node) for number, node in numbers.items()), gpu_node=1)
     monkeypatch.setattr(slabs, "read_topology", lambda _: topology)
@@ -148,7 +148,7 @@ def test_a_refused_registration_says_what_to_do(driver: Driver) -> None:
 
 
 def test_a_forked_child_does_not_have_pinned_memory(driver: Driver) -> None:
-    """Nor is it copied for the child; a slab that is not pinned any more comes along."""
+    """It is not copied for the child either. A slab that is no longer pinned comes along."""
     slab = HostSlab(4096)
     assert _child_reads(slab)
     slab.pin(GPU)

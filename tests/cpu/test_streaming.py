@@ -97,9 +97,10 @@ def test_drain_waits_for_the_states_of_a_row_whose_weight_was_waited_for() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rest_of_a_step_is_put_on_the_lane_at_once(dtype: torch.dtype) -> None:
-    """Streamed updates that take no longer than launching a backward are not waited for: more of
-    them than there are staging slots, with a slow way home, are on their way as soon as somebody
-    waits. Not so while it is unknown how long launching takes.
+    """Streamed updates that take no longer than launching a backward are not waited for.
+
+    There are more of them than staging slots, and their way home is slow. Still all are on their
+    way as soon as somebody waits. Not so while it is unknown how long launching takes.
     """
     hosted, streamed = 160, 18
     with running() as engine:

@@ -211,7 +211,7 @@ def test_this_host_is_readable_or_says_nothing() -> None:
 
 
 def test_workers_that_fit_on_the_gpu_s_socket_stay_there() -> None:
-    """With both threads of its cores; two cores of it are left to those that launch."""
+    """They use both threads of its cores, and leave two cores to threads that launch."""
     topology = Topology(host(16, nodes=2, threads=2), gpu_node=1, calling_cpu=0)
     near = {*range(8, 16), *range(24, 32)}
     assert cpus_for(topology, 1) == cpus_for(topology, 6) == near

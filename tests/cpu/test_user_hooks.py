@@ -164,7 +164,7 @@ def test_a_post_accumulate_hook(k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_post_accumulate_hook_registered_in_mid_run(k: int) -> None:
-    """A hook that were silently ignored would be the worst kind of loss."""
+    """A hook that is silently ignored would be the worst kind of loss."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = plain_loop(2)(model, optimizer, batches)

@@ -84,7 +84,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_trains(name: str) -> None:
-    """What looks odd and means something."""
+    """Options that look odd and mean something."""
     torch._dynamo.reset()
     model, batches = mlp()
     optimizer: Any

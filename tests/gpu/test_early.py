@@ -54,7 +54,7 @@ def trained(dtype: torch.dtype, clip: bool, speculate: Any) -> tuple[list[Any], 
             found.append(nn.utils.clip_grad_norm_(net.parameters(), 1e3).item())
         found.append(loss.item())
         torch.cuda.synchronize()
-        time.sleep(0.02)  # the copies to the host have ended; so that the thread that asks whether they have has asked
+        time.sleep(0.02)  # the copies to the host end, and the thread that asks for that has seen it
         if step == STEPS - 4:
             optimizer.param_groups[0]["lr"] *= 0.5
         if step != STEPS - 8:
@@ -85,8 +85,9 @@ def test_a_loop_that_waits_is_learned_and_keeps_its_bits(dtype: torch.dtype, cli
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_loop_that_clips_begins_before_step_and_keeps_its_bits(dtype: torch.dtype) -> None:
-    """A loop that waits for nothing but whose steps are clipped, one in six scaled: updates begin
-    with the gradients, on a guess, and weights are on the device before the norm has come.
+    """A loop that clips and waits for nothing begins updates with the gradients, on a guess.
+
+    One step in six is scaled. Weights are on the device before the norm has come.
     """
     expected, weights, none, waiting = clipped(dtype, False, shadow_memory=0)
     assert none.commits == waiting.params == waiting.sent == 0

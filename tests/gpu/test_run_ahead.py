@@ -24,12 +24,13 @@ STEPS = 16
 
 
 def trained(dtype: torch.dtype, stream: float, between: str, settled: bool) -> tuple[list[float], list[torch.Tensor], int, int]:
-    """Losses, weights, how many gradients were on their way before the updates of their rows had
-    ended, and how many parameters' updates were put on the lane to the device together, as the rest
-    of a step.
+    """Losses, weights, how many gradients ran ahead, and how many updates went at once.
+
+    Ahead: gradients on their way before the updates of their rows had ended. At once: parameters
+    whose updates were put on the lane to the device together, as the rest of a step.
 
     between   what the loop does from the forward to step()
-    settled   every update ends before the next forward, so that there is nothing to run ahead of
+    settled   every update ends before the next forward, so nothing is left to run ahead of
     """
     net, data, optimizer = compiled(dtype, stream=stream, timeout_s=20.0)
     session, ahead, at_once, losses = session_of(net), 0, 0, []

@@ -73,9 +73,10 @@ def test_a_forward_in_two_graphs_gives_the_plain_loops_bits(k: int) -> None:
 @pytest.mark.parametrize("behind", [False, True], ids=["the GPU waits for the host", "the GPU is behind"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accumulation_gives_the_plain_loops_bits(dtype: torch.dtype, behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three backwards a step, the gradients of the first two coming back from host memory a unit at
-    a time: losses and weights equal the all-GPU loop's with every state on the host and on both
-    sides, whether the launching thread waits for the GPU or is far ahead of it.
+    """Losses and weights equal the all-GPU loop's with three backwards a step.
+
+    The gradients of the first two come back from host memory a unit at a time. States are all on
+    the host or on both sides. The launching thread waits for the GPU, or is far ahead of it.
     """
     losses, weights = plain(dtype, None, micro_batches=3)
     for k in (0, 3):

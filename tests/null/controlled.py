@@ -1,5 +1,6 @@
-"""A program as the controller sees it: steps go in, and what it asks for is answered as the test
-says.
+"""A program as the controller sees it.
+
+Steps go in, and what the controller asks for is answered as the test says.
 """
 
 from __future__ import annotations

@@ -30,10 +30,11 @@ def made(units: list[Unit], k: int, share: float) -> Plan:
 def test_rounds_lead_to_updates_that_end_together(
     cpu_rate: float, stream_rate: float, slows: float, share: float, waits: float, tied: bool, ratio: float
 ) -> None:
-    """With rates that the machine does not tell, and that fall as both run at once, a few rounds
-    bring both ends within 3% of the step: also where updates wait for something after the commit,
-    where streamed ones stand behind the CPU's and so never end before them, and where the lane that
-    brings their states carries new weights besides.
+    """A few rounds bring both ends within 3% of the step, with rates that are not known.
+
+    The rates fall as both run at once. This also holds where updates wait for something after the
+    commit, where streamed ones come after the CPU's and so never end before them, and where the
+    lane that brings their states carries new weights too.
     """
 
     begun_us = waits * 1e6 / (cpu_rate + stream_rate)

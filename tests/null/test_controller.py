@@ -1,5 +1,6 @@
-"""One machine decides when steps are measured, a plan is solved, and states move; it never goes
-round.
+"""One machine decides when steps are measured, a plan is solved and states move.
+
+It never goes round in circles.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def settled(**how: object) -> Program:
 
 
 def test_every_event_in_every_state_is_defined() -> None:
-    """The table is total, every state is reached from the first one, and a plan that is to stay is
-    left by nothing.
+    """The table is total, and every state is reached from the first one.
+
+    Nothing leaves a plan that is to stay.
     """
     assert set(TRANSITIONS) == {(state, event) for state in State for event in Event}
     reached = {State.WARMING}
@@ -69,8 +71,9 @@ def test_any_events_in_any_order_leave_a_state_and_a_reason(events: list[Event],
 
 
 def decisions(steps_us: list[float], every: int, window: int, moves: set[int]) -> list[int]:
-    """Counts of finished steps at which decisions fall when the program runs like this; those
-    numbered in `moves` move.
+    """Counts of finished steps at which decisions fall when the program runs like this.
+
+    Decisions numbered in `moves` move states.
     """
     program = Program(every, window)
     program.solves = lambda asked: Event.MOVED if len(program.solved) - 1 in moves else Event.STAYED
@@ -81,8 +84,9 @@ def decisions(steps_us: list[float], every: int, window: int, moves: set[int]) -
 
 @given(every=st.integers(1, 30), window=st.integers(1, 8), steps=st.integers(60, 120), moves=st.integers(0, 3))
 def test_steady_steps_are_measured_once_for_each_plan(every: int, window: int, steps: int, moves: int) -> None:
-    """The first decision comes after the cold steps and one window; after each move there is one
-    more; then nothing is measured.
+    """The first decision comes after the cold steps and one window.
+
+    After each move there is one more; then nothing is measured.
     """
     found = decisions([1000.0] * steps, every, window, set(range(moves)))
     wanted = [COLD_STEPS + window + i * max(every // 2, window + 1, 1) for i in range(moves + 1)]
@@ -91,8 +95,9 @@ def test_steady_steps_are_measured_once_for_each_plan(every: int, window: int, s
 
 @given(change=st.integers(8, 60), factor=st.sampled_from([0.94, 1.06]))
 def test_a_small_change_waits_for_the_regular_look(change: int, factor: float) -> None:
-    """6% is no drift; the look at most every 20 steps, less the window, sees it once its median is
-    new, and a window later it is judged.
+    """6% is no drift, but the regular look sees it once its median is new.
+
+    That look comes at most every 20 steps, less the window. A window later the change is judged.
     """
     found = decisions([1000.0] * change + [factor * 1000.0] * 60, 20, 5, set())
     assert any(change < done <= change + 15 + 3 + 5 for done in found)
@@ -101,8 +106,9 @@ def test_a_small_change_waits_for_the_regular_look(change: int, factor: float) -
 
 @given(change=st.integers(8, 100), factor=st.sampled_from([0.3, 0.7, 1.3, 3.0]), moves=st.sets(st.integers(0, 12)))
 def test_a_change_is_followed_within_20_steps(change: int, factor: float, moves: set[int]) -> None:
-    """Most of the window of some decision comes after any large change within 20 steps, also where
-    plans moved just before.
+    """A large change is followed within 20 steps, also where plans moved just before.
+
+    Most of the window of some decision then comes after the change.
     """
     found = decisions([1000.0] * change + [factor * 1000.0] * 40, 20, 5, moves)
     assert any(change + 3 <= done <= change + 20 for done in found)
@@ -110,8 +116,9 @@ def test_a_change_is_followed_within_20_steps(change: int, factor: float, moves:
 
 @given(changes=st.lists(st.sampled_from([500.0, 800.0, 1250.0, 2000.0, 3200.0]), min_size=1, max_size=5, unique=True))
 def test_new_lengths_are_followed_at_once_however_patient_the_controller_is(changes: list[float]) -> None:
-    """A program that changes to lengths never seen before is measured as soon as two of the last
-    three steps are new.
+    """A program with lengths never seen before is measured at once.
+
+    That is as soon as two of the last three steps are new.
     """
     program = settled()
     program.controller.patience = Patience(64)
@@ -193,8 +200,9 @@ def test_with_replan_every_0_nothing_moves_after_the_first_plan(
 def test_moves_are_few_whatever_steps_show(
     reports: list[tuple[float, Discipline, bool, float | None, bool]], ends: list[Event], shares: list[Event], every: int, window: int
 ) -> None:
-    """Solved plans are `window` + 1 steps apart, balanced ones 4, and states are tried on the
-    device once in 500 steps.
+    """Solved plans are `window` + 1 steps apart, balanced ones 4.
+
+    States are tried on the device once in 500 steps.
     """
     program = Program(every, window)
     program.solves = lambda asked: ends[len(program.solved) % len(ends)]
@@ -214,9 +222,7 @@ def test_moves_are_few_whatever_steps_show(
 def test_what_never_pays_is_asked_for_less_and_less(
     reports: list[tuple[float, Discipline, bool, float | None, bool]]
 ) -> None:
-    """Steps of one length, of which every reason to act is refused: few are measured, and ever
-    fewer.
-    """
+    """Where every reason to act on equal steps is refused, ever fewer steps are measured."""
     program = Program(solves=stays, balances=lambda: Event.CONTRADICTED)
     run(program, reports, 3 * LONG)
     assert len(program.solved) <= 22
@@ -229,8 +235,9 @@ def test_what_never_pays_is_asked_for_less_and_less(
 def test_a_loop_that_goes_to_and_fro_is_not_measured_for_ever(
     half: int, other: float, with_lengths: bool, works: bool, moves: bool, window: int
 ) -> None:
-    """Between two lengths, two ways of working, or both: it is followed a few times, and then no
-    longer.
+    """A program that goes to and fro is followed a few times, and then no longer.
+
+    It changes between two lengths, two ways of working, or both.
     """
     program = Program(window=window)
     program.solves = lambda asked: Event.MOVED if moves and asked is not Event.LOOK else Event.STAYED
@@ -246,8 +253,9 @@ def test_a_loop_that_goes_to_and_fro_is_not_measured_for_ever(
 
 @pytest.mark.parametrize("every", [1000, 20])
 def test_a_refusal_counts_once_times_were_measured_again(every: int) -> None:
-    """Ends of updates that contradict the profile have steps measured; what those refuse is asked
-    for half as often.
+    """Ends of updates that contradict the profile have steps measured.
+
+    What those steps refuse is asked for half as often.
     """
     program = settled(every=every, balances=lambda: Event.CONTRADICTED)
     program.steps(60, streams=True)
@@ -278,7 +286,10 @@ def test_the_share_is_balanced_until_updates_end_together() -> None:
 
 
 def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise() -> None:
-    """In 8 steps in a row; a change that comes and goes has not. A second one takes 16."""
+    """It is solved again after 8 such steps in a row, not for a change that comes and goes.
+
+    A second time it takes 16 steps.
+    """
     program = settled(every=1000)
     for step in range(1, 80):
         program.step(works=OTHERWISE if 6 <= step < 12 or 20 <= step < 50 else USUAL, streams=True)
@@ -308,8 +319,9 @@ def promised(step_us: float) -> Program:
 
 
 def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
-    """Steps no longer than all states on the device were predicted to take raise no doubt; nor
-    where they do not fit there.
+    """Steps no longer than predicted for all states on the device raise no doubt.
+
+    Nor do steps where those states do not fit there.
     """
     for step_us, all_us in ((205.0, ALL_US), (900.0, None)):
         program = promised(step_us)
@@ -319,8 +331,9 @@ def test_a_plan_that_keeps_its_promise_is_left_alone() -> None:
 
 
 def test_all_states_on_the_device_stay_where_their_steps_are_shorter() -> None:
-    """Measured again, tried, kept; from then on predictions of states on the host are scaled by
-    what they were off.
+    """All states on the device are measured again, tried and kept.
+
+    From then on predictions of states on the host are scaled by what they were off.
     """
     program = promised(400.0)
     doubted = until(program, lambda: 400.0, ALL_US)

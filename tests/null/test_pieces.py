@@ -50,10 +50,10 @@ def test_pieces_give_the_plan_back(profile: Profile, grain: int, data: st.DataOb
 @given(profile=streaming_profiles(), grain=st.integers(1, 20), budget=st.integers(0, 100_000))
 @settings(deadline=None)
 def test_a_bound_on_resident_states_is_filled_to_a_chunk(profile: Profile, grain: int, budget: int) -> None:
-    """Beside whole units and whole pieces a part of one more rests on the device, unless less than
-    a chunk of it fits or the whole is not predicted to be faster.
+    """Beside whole units and whole pieces a part of one more rests on the device.
 
-    A cut parameter keeps its whole gradient on the device, and that counts.
+    That is not so if less than a chunk of it fits, or if the whole is not predicted to be faster. A
+    cut parameter keeps its whole gradient on the device, and that counts.
     """
     cut = with_grain(profile, grain)
     p = plan(cut, budget_bytes=budget, budget_counts_streamed=False)

@@ -97,7 +97,7 @@ def test_gap_and_overhang_are_refused(begin: int, end: int) -> None:
 
 
 def test_overlap_and_absence_are_refused() -> None:
-    """Rows that overlap, a unit without rows, and a row of a unit the model has not are errors."""
+    """Rows that overlap, a unit without rows, and a row of a unit the model lacks are errors."""
     two = (PlanRow(0, "layer.0", 0, 600, Placement.CPU, ""), PlanRow(0, "layer.0", 500, 1000, Placement.GPU, ""))
     with pytest.raises(PlanError, match=r"500\.\.1000, expected one that starts at 600"):
         validate(Plan(two, 0, "test"), uniform(1).units)

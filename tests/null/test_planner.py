@@ -215,6 +215,6 @@ def test_inputs_name_what_was_used() -> None:
     ({"budget_bytes": -5}, "budget of -5"),
 ])
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
-    """An unknown rule, a k the model has not, a guard below 1 or a negative budget are errors."""
+    """An unknown rule, a k the model lacks, a guard below 1 or a negative budget are errors."""
     with pytest.raises(PlanError, match=message):
         plan(uniform(4), **options)  # type: ignore[arg-type]  # wrong on purpose

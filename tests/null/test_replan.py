@@ -15,8 +15,9 @@ STEPS = st.lists(US, min_size=1, max_size=9)
 
 @given(present=US, new=US, steps=STEPS, migration=st.floats(0, 1e9))
 def test_a_move_gains_more_than_noise_and_repays_itself(present: float, new: float, steps: list[float], migration: float) -> None:
-    """Moving needs a gain above 1% of the step and two standard errors that repays the migration;
-    the same numbers never move it back.
+    """Moving needs a gain above 1% of the step and two standard errors, which repays it.
+
+    The same numbers never move it back.
     """
     verdict = judge(present, new, steps, migration)
     if verdict.moves:
@@ -28,8 +29,9 @@ def test_a_move_gains_more_than_noise_and_repays_itself(present: float, new: flo
 
 
 def test_what_holds_a_move_back() -> None:
-    """From 1000 us: 950 us moves; not with noisy steps, not when the move takes 200 times the gain,
-    not for 0.5%.
+    """From 1000 us, 950 us are worth a move.
+
+    They are not with noisy steps, or if the move takes 200 times the gain. Nor is 0.5%.
     """
     calm, noisy = [1000.0] * 5, [1000.0, 1200.0, 800.0, 1000.0, 1100.0]
     assert judge(1000.0, 950.0, calm, 9_000.0).moves
@@ -50,8 +52,9 @@ def test_the_guard_is_at_least_5_percent(steps: list[float]) -> None:
 
 @given(before=st.lists(st.floats(900, 1100), min_size=3, max_size=9), spike=US, at=st.integers(0, LATEST - 1))
 def test_one_odd_step_is_no_drift(before: list[float], spike: float, at: int) -> None:
-    """A single step of any length among the last three starts nothing; three of twice the length
-    do.
+    """A single step of any length starts nothing; three of twice the length do.
+
+    The last three steps count.
     """
     middle = sorted(before)[len(before) // 2]
     latest = [middle] * LATEST

@@ -222,10 +222,11 @@ def test_bytes_of_a_given_share(profile: Profile, share: float, k: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "without", "with_streams"), [(4096, 3.90, 2.44), (8192, 1.96, 1.24), (16384, 1.02, 1.02)])
 def test_the_measured_machine_gains_what_the_theory_says(tokens: int, without: float, with_streams: float) -> None:
-    """7 G parameters, a quarter of the states on an H200: steps over compute time as the study of
-    the LP has them without streaming, within 4%; with streaming at most those, as host DRAM, the
-    study's narrowest resource there, is no resource here, and a streamed 16-bit parameter takes 10
-    bytes each way, not 12.
+    """With 7 G parameters and a quarter of the states on an H200, steps are the study's.
+
+    Without streaming, step over compute time is within 4% of the study of the LP. With streaming it
+    is at most the study's: host DRAM, its narrowest resource, is no resource here, and a streamed
+    16-bit parameter takes 10 bytes each way, not 12.
     """
     shape = read_shape("llama-7b")
     studied = replace(find_device("h200"), cpu_update_params_per_s=4.1e9, host_memory_gb_per_s=None)
