@@ -77,5 +77,5 @@ class _Line(argparse.ArgumentParser):
         self.add_argument("--host-gb", type=float, default=0.0)
 
     def error(self, message: str) -> NoReturn:
-        """A line is no command line: the caller says which it is."""
+        """A line is no command line, so the caller says which line is wrong."""
         raise CannotRun(message)

@@ -67,7 +67,7 @@ def new_model(layers: int, width: int) -> LlamaForCausalLM:
 
 
 def arguments(folder: str, steps: int, **others: Any) -> TrainingArguments:
-    """What both runs are told."""
+    """The training arguments of both runs."""
     defaults: dict[str, Any] = {
         "output_dir": folder,
         "max_steps": steps,

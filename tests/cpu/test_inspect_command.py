@@ -87,7 +87,7 @@ def test_a_layer_or_a_parameter_is_searched(script: Path, tmp_path: Path, capsys
 def test_what_cannot_be_inspected_is_told(
     text: str | None, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script without a model, a name that is no layer, a page of a dump folder."""
+    """A script without a model, an unknown layer, and a page of a dump folder are errors."""
     source = tmp_path if text is None else tmp_path / "script.py"
     if text is not None:
         source.write_text(text)

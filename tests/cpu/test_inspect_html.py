@@ -36,7 +36,7 @@ class Fold:
 
 
 class Page(HTMLParser):
-    """Folds, tags and the text of a page; what is not closed is an error."""
+    """Folds, tags and the text of a page; a tag that is not closed is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

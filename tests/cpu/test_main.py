@@ -71,7 +71,7 @@ def test_errors_are_told_on_stderr(arguments: list[str], message: str, tmp_path:
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` leaves with 0."""
+    """`--help` exits with 0."""
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     assert left.value.code == 0

@@ -1,4 +1,4 @@
-"""What is estimated before anything is allocated is what is allocated."""
+"""The estimate before any allocation is what is then allocated."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_model_of_torchs_own_class_is_compiled_too(make: Callable[[], nn.Module]) -> None:
     """Dynamo skips frames of torch.nn.
 
-    Module.compile() would leave an nn.Sequential uncompiled, without a word.
+    Module.compile() would silently leave an nn.Sequential uncompiled.
     """
     torch._dynamo.reset()
     model = make()

@@ -33,7 +33,7 @@ def test_drawn_programs_have_the_plain_loops_bits(number: int) -> None:
 
 
 def test_the_seeds_draw_every_kind_of_unit_dtype_and_option() -> None:
-    """What CI runs is not one corner of what can be drawn."""
+    """The programs that CI runs are not from one corner of what can be drawn."""
     setups = [drawn_setup(number) for number in SEEDS]
     assert {unit for setup in setups for unit in setup.units} == set(program_models.UNITS)
     assert {setup.dtype for setup in setups} == set(program_models.DTYPES)

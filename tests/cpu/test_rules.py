@@ -100,7 +100,7 @@ def test_any_options_of_sgd(momentum: float, decay: float, nesterov: bool, maxim
 def test_graphs_serve_every_step(name: str) -> None:
     """A new rate and a new step count need no new graph.
 
-    Two kinds of rows have at most six after eight steps (RAdam: three forms).
+    Two kinds of rows have at most six graphs after eight steps (RAdam has three forms).
     """
     beside = Beside(name)
     for step in range(8):

@@ -96,7 +96,7 @@ def test_mode_and_options_exclude_each_other() -> None:
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
-    """What comes of a Config is printed, saved and handed to C: a plain int or float."""
+    """A Config is printed, saved and handed to C, so its numbers are plain ints and floats."""
     config = Config.from_options(k=np.int64(3), gpu_states=np.float64(0.5), timeout_s=np.float32(2.0))
     assert [type(value) for value in (config.k, config.gpu_states, config.timeout_s)] == [int, float, float]
     assert Config(timeout_s=10**400).timeout_s == float("inf")  # more than a float holds

@@ -57,7 +57,7 @@ def test_every_event_in_every_state_is_defined() -> None:
 
 @given(events=st.lists(st.sampled_from(Event), max_size=40), every=st.sampled_from([0, 20]))
 def test_any_events_in_any_order_leave_a_state_and_a_reason(events: list[Event], every: int) -> None:
-    """No sequence raises, and what is told of the state is never empty."""
+    """No sequence raises, and the description of a state is never empty."""
     controller = Controller(every, 3)
     for done, event in enumerate(events, 1):
         controller.saw(StepReport(done, (1000.0,) * min(done, 9), can_measure=done % 3 > 0, complete=done % 5 == 0))

@@ -104,7 +104,7 @@ def test_a_device_in_another_host() -> None:
 
 
 def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
-    """An unknown name, a file that is no description, and a rate of 0 are errors."""
+    """An unknown name, a file that describes no device, and a rate of 0 are errors."""
     with pytest.raises(ConfigError, match="nor a device of that name; the names are h200"):
         find_device("tpu")
     path = tmp_path / "bad.json"

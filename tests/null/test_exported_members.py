@@ -56,7 +56,7 @@ def test_every_error_is_a_hytrain_error() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A misspelt function is told as Python tells it."""
+    """A misspelt function gives Python's own error."""
     with pytest.raises(AttributeError, match="no attribute 'explian'"):
         hytrain_fx.explian  # noqa: B018
 

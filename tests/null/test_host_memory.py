@@ -88,7 +88,7 @@ def test_pieces_take_their_own_time_where_memory_suffices() -> None:
 def test_plenty_is_as_unknown(profile: Profile, k: int, share: float) -> None:
     """With more bandwidth than anything wants, a schedule is as if none were known.
 
-    The solved step is no longer: more shares are tried.
+    The solved step takes no longer: more shares are tried.
     """
     plenty = with_bandwidth(profile, PLENTY_GB_PER_S)
     p = mixed_plan(profile, k, share)

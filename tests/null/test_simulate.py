@@ -158,7 +158,7 @@ def test_early_weights_travel_while_the_factor_is_on_its_way(n: int, cpu: float,
                                                              data: st.DataObject) -> None:
     """Weights of early updates also leave between the call of step() and the backward's end.
 
-    The step is no longer for it.
+    The step takes no longer for it.
     """
     profile = replace(uniform(n, forward=5.0, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=h2d), commit_us=late * n * backward)
     plan = prefix(profile, data.draw(st.integers(0, n - 1)))
