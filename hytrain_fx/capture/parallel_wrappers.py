@@ -1,5 +1,6 @@
-"""Models that are spread over several processes or devices are refused by name: their gradients would not meet.
+"""Models that are spread over several processes or devices are refused by name.
 
+Their gradients would not meet.
 torch has two forms. A wrapper keeps the model as its `module` (DistributedDataParallel); sharding
 changes the class of a module and makes DTensors of its parameters (`fully_shard`).
 """
@@ -17,7 +18,10 @@ _EXPECTED: Final = "expected a plain torch.nn.Module in one process on one devic
 
 
 def require_one_process(model: nn.Module) -> None:
-    """Raises UnsupportedError where the model, a module of it or a parameter of it is spread, with where it is and what to do."""
+    """Raises UnsupportedError where the model, a module or a parameter of it is spread.
+
+    The error says where that is and what to do.
+    """
     modules = (_module(f"model.{path}" if path else "model", module) for path, module in model.named_modules())
     parameters = (_parameter(f"model.{path}", parameter) for path, parameter in model.named_parameters())
     for found, inside in filter(None, (*modules, *parameters)):
@@ -42,6 +46,9 @@ def _parameter(where: str, parameter: nn.Parameter) -> tuple[str, str] | None:
 
 
 def _is_a(thing: object, module: str, name: str) -> bool:
-    """Without importing, which takes 0.6 s: a module that nobody has imported has made no object."""
+    """The check does not import, which takes 0.6 s.
+
+    A module that nobody has imported has made no object.
+    """
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(thing, kind)

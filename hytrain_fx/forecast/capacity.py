@@ -1,4 +1,6 @@
-"""The largest model and the largest batch that fit, for each way of placing the states, found by bytes alone.
+"""The largest model and the largest batch that fit, for each way of placing the states.
+
+They are found by bytes alone.
 
 A larger model is the same one with more of its repeated layers; a larger batch has more sequences
 of the same length. Where states are split the host takes as many units as it holds; the first ones

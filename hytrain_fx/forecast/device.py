@@ -1,12 +1,16 @@
-"""What a machine can do, and from that a profile nobody measured: for reports made without the machine.
+"""What a machine can do, and from that a profile nobody measured.
+
+It serves reports made without the machine.
 
 A layer's forward takes the longer of its arithmetic and its memory traffic,
 
-    forward = max( (2 matmul_params + 2 * 2 attention_width * sequence / (2 if causal)) * tokens / achieved_flops,
+    forward = max( (2 matmul_params + 2 * 2 attention_width * sequence / (2 if causal))
+                   * tokens / achieved_flops,
                    bytes(weights, twice the saved activations) / memory_bytes_per_s )
 
 its backward twice that, and once more with recomputation. The step is committed when the launching
-thread is through with the backward. Every figure says where it comes from. A run measures its own.
+thread is through with the backward. Every figure says where it comes from. A run measures its own
+figures.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from hytrain_fx.ir.states import ADAMW_TRAFFIC
 # Of a unit's forward and backward, by the launching thread: 25 to 35 ms for the 29 units of a
 # Llama, measured on the host of an H200.
 LAUNCH_US_PER_UNIT = 1000.0
-GRAD_BYTES_PER_PARAM = HALF_BYTES  # 16-bit training copies: their gradients and their new weights cross the link in 16 bit
+# 16-bit training: gradients and new weights cross the link in 16 bit
+GRAD_BYTES_PER_PARAM = HALF_BYTES
 SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
 NOT_FIGURES = ("name", "sources", "about")
 HOST_FIGURES = ("cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s")
@@ -79,7 +84,7 @@ class DeviceSpec:
         return {name: value for name, value in named.items() if name != "host_memory_gb_per_s" or value is not None}
 
     def on_host_of(self, other: DeviceSpec) -> DeviceSpec:
-        """This device in the other's host: update rate of the CPU, host memory and its bandwidth."""
+        """This device in the other's host: CPU update rate, host memory and its bandwidth."""
         taken = {name: getattr(other, name) for name in HOST_FIGURES}
         sources = {**self.sources, **{name: other.sources[name] for name in HOST_FIGURES if name in other.sources}}
         return replace(self, name=f"{self.name} in the host of {other.name}", sources=sources, about={**self.about, **other.about}, **taken)
@@ -90,7 +95,10 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, text: str) -> DeviceSpec:
-        """Read `to_json`'s text back; figures without a source are "given". Raises ConfigError where it is not such a text."""
+        """Read the text of `to_json`; figures without a source are "given".
+
+        Raises ConfigError where it is not such a text.
+        """
         try:
             raw = dict(json.loads(text))
             named = dict(raw.pop("sources", {}))
@@ -123,7 +131,8 @@ def analytic_profile(
 def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool) -> UnitProfile:
     attention = 4 * u.attention_width * sequence / (2 if shape.causal else 1)
     arithmetic_s = (2 * u.matmul_params + attention) * tokens / device.achieved_flops
-    weight_params = u.matmul_params or tokens * u.output_values  # an embedding reads only the rows it looks up
+    # an embedding reads only the rows it looks up
+    weight_params = u.matmul_params or tokens * u.output_values
     traffic_bytes = 2 * weight_params + 2 * 2 * (u.saved_values + u.output_values) * tokens
     forward_us = 1e6 * max(arithmetic_s, traffic_bytes / device.memory_bytes_per_s)
     backward_us = forward_us * (3 if recompute and u.attention_width else 2)

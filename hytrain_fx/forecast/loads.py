@@ -1,4 +1,6 @@
-"""Work that a machine is measured by: the native engine's update kernel on host memory, copies one way, and matrix products.
+"""Work that a machine is measured by.
+
+The native engine's update kernel on host memory, copies one way, and matrix products.
 
 Each load repeats one piece of work in a thread of its own until told to stop, and counts what it
 has done; `together` runs several at once.
@@ -29,7 +31,10 @@ HOST_BYTES_PER_PARAM = STATE_BYTES_PER_PARAM + HALF_BYTES  # fp32 master and mom
 
 
 class Load(Protocol):
-    """One piece of work; returns how much it did, in its own unit. `finish` waits for what is still under way."""
+    """One piece of work; returns how much it did, in its own unit.
+
+    `finish` waits for what is still under way.
+    """
 
     def __call__(self) -> float: ...
     def finish(self) -> None: ...
@@ -49,7 +54,10 @@ class Rate:
 
 
 class KernelUpdates:
-    """AdamW on bf16 gradients and fp32 states, chunk after chunk: as one worker of the native engine does. Counts parameters."""
+    """AdamW on bf16 gradients and fp32 states, chunk after chunk, like one worker of the engine.
+
+    Counts parameters.
+    """
 
     def __init__(self, params: int) -> None:
         self._function = build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk
@@ -59,7 +67,10 @@ class KernelUpdates:
         self._params, self._at = params, 0
 
     def __call__(self) -> float:
-        """Update the next chunk. The slot takes the new weight and is the next gradient: bits do not change the time."""
+        """Update the next chunk.
+
+        The slot takes the new weight and is the next gradient: bits do not change the time.
+        """
         count = min(CHUNK_PARAMS, self._params - self._at)
         master, first, second = (ctypes.c_void_p(state.data_ptr() + 4 * self._at) for state in self._states)
         slot = ctypes.c_void_p(self._slot.data_ptr() + 2 * self._at)
@@ -74,7 +85,10 @@ class KernelUpdates:
 
 
 class Copies:
-    """Blocks of 16 MB from `source` to `target`, one after the other; counts bytes. On a GPU on a stream of its own, a few under way."""
+    """Blocks of 16 MB from `source` to `target`, one after the other; counts bytes.
+
+    A GPU has its own stream for them, with a few under way.
+    """
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._pairs = list(zip(target.split(TIMED_COPY_BYTES), source.split(TIMED_COPY_BYTES), strict=True))
@@ -107,7 +121,10 @@ class Copies:
 
 
 class Calls:
-    """A function that does `amount` a call, on the device of torch's current stream; on a GPU a few calls are launched at once."""
+    """A function that does `amount` a call, on the device of torch's current stream.
+
+    On a GPU a few calls are launched at once.
+    """
 
     def __init__(self, function: Callable[[], object], amount: float, device: torch.device) -> None:
         self._function, self._amount, self._device = function, amount, device
@@ -127,7 +144,10 @@ class Calls:
 
 
 def together(loads: Sequence[Load], seconds: float) -> list[Rate]:
-    """What each load did while all ran for `seconds`, after one piece of each to warm up. Raises the first error of a load."""
+    """What each load did while all ran for `seconds`, after one piece of each to warm up.
+
+    Raises the first error of a load.
+    """
     for load in loads:
         load()
         load.finish()
@@ -135,13 +155,14 @@ def together(loads: Sequence[Load], seconds: float) -> list[Rate]:
     done, lasted = [0.0] * len(loads), [0.0] * len(loads)
 
     def repeat(at: int, load: Load) -> None:
-        torch.set_num_threads(1 if len(loads) > 1 else torch.get_num_threads())  # counts for the calling thread
+        # counts for the calling thread
+        torch.set_num_threads(1 if len(loads) > 1 else torch.get_num_threads())
         began_s = time.perf_counter()
         try:
             while not stop.is_set():
                 done[at] += load()
             load.finish()
-        except BaseException as error:  # told to the caller below
+        except BaseException as error:  # the caller raises it below
             errors.append(error)
         lasted[at] = time.perf_counter() - began_s
 

@@ -1,4 +1,6 @@
-"""Measures this machine into a `DeviceSpec`: each figure with the source "measured", and beside them the date, versions and hardware.
+"""Measures this machine into a `DeviceSpec`.
+
+Each figure has the source "measured", and with them go the date, versions and hardware.
 
     CPU updates           the native engine's kernel by all workers, 28 bytes of host memory a bf16
                           parameter
@@ -35,7 +37,9 @@ from hytrain_fx.runtime.launch import default_workers, make_engine
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.probe import UpdateProbe
 
-STEP_SHARE = 0.75  # of the rate of single large matrix products that a compiled training step is estimated to reach
+# Share of the rate of single large matrix products that a compiled training step is estimated to
+# reach.
+STEP_SHARE = 0.75
 _LEAST_BYTES = 1 << 20
 
 
@@ -53,7 +57,9 @@ class _Figures:
 
 
 def measure_machine(name: str | None, seconds: float, host_bytes: int, workers: int | None = None) -> DeviceSpec:
-    """Measure for about ten times `seconds`, working on `host_bytes` of host memory and as much of a GPU's.
+    """Measure for about ten times `seconds`, on `host_bytes` of host memory.
+
+    A GPU's memory is used as much.
 
     Raises ConfigError for lengths, sizes or workers that are not positive, or more memory than is
     available; EngineError where the native engine's kernel cannot be built.

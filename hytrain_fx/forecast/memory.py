@@ -20,14 +20,18 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_S
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 WEIGHT_BYTES = GRAD_BYTES = SLOT_BYTES = HALF_BYTES
-AUTOCAST_GRAD_BYTES = FP32_BYTES  # on the device and of a slot; on the link 2
-DEVICE_SHARE = 0.95  # of the device's memory; the rest is context, fragmentation and workspaces
-HOST_SHARE = 0.85  # of the host's memory; the rest is the system and the process
+AUTOCAST_GRAD_BYTES = FP32_BYTES  # at rest on the device and in a slot; on the link 2
+# share of the device's memory; the rest is context, fragmentation and workspaces
+DEVICE_SHARE = 0.95
+HOST_SHARE = 0.85  # share of the host's memory; the rest is the system and the process
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes on the device (weights, gradients, states, activations) and on the host (states, slots)."""
+    """Bytes on the device and on the host.
+
+    On the device are weights, gradients, states and activations; on the host states and slots.
+    """
 
     weights_bytes: int
     gradients_bytes: int
@@ -56,12 +60,18 @@ class Footprint:
 
 
 def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) -> int:
-    """What the forward keeps for the backward: with `recompute` each layer's input and the inside of one layer at a time."""
+    """What the forward keeps for the backward.
+
+    With `recompute` each layer's input, and the inside of one layer at a time.
+    """
     return sum(_kept_bytes(shape, tokens, recompute)) + _recomputed_bytes(shape, tokens, recompute)
 
 
 def ring_bytes(shape: ModelShape, streams: bool) -> int:
-    """Device memory for gradients on their way to the host: less where states are streamed, whose staging slots take the rest."""
+    """Device memory for gradients on their way to the host.
+
+    Less where states are streamed: their staging slots take the rest.
+    """
     staging = STAGING_SLOTS * CHUNK_PARAMS * STATE_BYTES_PER_PARAM if streams else 0
     return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * shape.params)
 
@@ -85,7 +95,10 @@ def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, s
 
 
 def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
-    """Device memory left for states: as many leading units as fit within it fit beside their gradients, too."""
+    """Device memory left for states.
+
+    The gradients of as many leading units as fit there fit, too.
+    """
     limit = DEVICE_SHARE * device.memory_bytes
     of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * u.params for u in shape.units)]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
@@ -100,7 +113,7 @@ def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, reco
 
 
 def _grad_bytes(shape: ModelShape) -> int:
-    """Of a gradient that stays on the device until its update."""
+    """Bytes of a gradient that stays on the device until its update."""
     return AUTOCAST_GRAD_BYTES if shape.autocast else GRAD_BYTES
 
 
@@ -115,7 +128,10 @@ def _recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
 
 
 def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float) -> tuple[int, int]:
-    """Gradients that stay on the device, and activations, at the end of that unit's backward where their sum is largest."""
+    """Gradients that stay on the device, and activations, at the moment when their sum is largest.
+
+    That moment is the end of some unit's backward.
+    """
     activations = sum(_kept_bytes(shape, tokens, recompute))
     gradients = 0
     fullest = (0, activations)  # the backward begins
@@ -127,7 +143,9 @@ def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_s
 
 
 def largest_params(device: DeviceSpec, activations_bytes: int, autocast: bool = False) -> dict[str, float]:
-    """The most parameters each way of placing states holds beside so many bytes of activations, ring left out.
+    """The most parameters each way of placing states holds next to so many bytes of activations.
+
+    The ring is left out.
 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on
     the device.

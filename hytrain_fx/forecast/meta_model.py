@@ -1,4 +1,6 @@
-"""The shape of any model, from a function that makes it: it is built on the meta device, so no weight is ever allocated.
+"""The shape of any model, from a function that makes it.
+
+The model is built on the meta device, so no weight is ever allocated.
 
 Units are those that a training run would place (`capture/units.py`). With example inputs the model
 runs forward once, on fake tensors:
@@ -56,9 +58,11 @@ class _Run:
 
 
 def shape_of_factory(path: str) -> ModelShape:
-    """The shape of what `package.module:factory` returns: a module, or a module and its example inputs (a tensor, a tuple or a dict).
+    """The shape of what `package.module:factory` returns.
 
-    The current directory is searched for the package, too. Raises ConfigError where there is no
+    That is a module, or a module and its example inputs (a tensor, a tuple or a dict).
+
+    The package is searched for in the current directory, too. Raises ConfigError where there is no
     such function or it returns anything else.
     """
     module_name, _, name = path.partition(":")
@@ -71,7 +75,9 @@ def shape_of_factory(path: str) -> ModelShape:
 
 
 def shape_of(model: nn.Module, name: str, inputs: Any = None) -> ModelShape:
-    """The shape of a module, on the meta device or any other; example `inputs` are those of its forward.
+    """The shape of a module, on the meta device or any other.
+
+    Example `inputs` are the arguments of its forward.
 
     Raises ConfigError where nothing in it is trained, or where it does not run.
     """
@@ -134,7 +140,11 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Tokens and the length of a sequence: of ids [batch, sequence] all, of vectors [batch, sequence, width] too, of others samples."""
+    """Tokens and the length of a sequence.
+
+    Of ids [batch, sequence] and vectors [batch, sequence, width] all count; of other inputs
+    samples.
+    """
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     if first is None or not first.dim():
         raise ConfigError("found no tensor with a batch among the example inputs, expected at least one")

@@ -13,10 +13,14 @@ from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
 
 GIB = 1 << 30
-DEVICE_UPDATE_SHARE = 0.7  # of the memory's peak rate that a fused AdamW reaches on the measured H200 (122.6 of 171 G parameters/s)
-MATMUL_SHARE = 0.53  # of the peak that a compiled Llama step reaches on the measured H200 (525 of 989 TFLOP/s)
-LINK_SHARE = 0.75  # of a PCIe link's rate each way with both ways busy on the measured H200 (47.9 of 64 GB/s)
-CHANNELS_SHARE = 0.7  # of the peak of a host's memory channels, assumed
+# Share of the memory's peak rate that a fused AdamW reaches on the measured H200 (122.6 of 171 G
+# parameters/s).
+DEVICE_UPDATE_SHARE = 0.7
+# share of the peak that a compiled Llama step reaches on the measured H200 (525 of 989 TFLOP/s)
+MATMUL_SHARE = 0.53
+# share of a PCIe link's rate each way with both ways busy on the measured H200 (47.9 of 64 GB/s)
+LINK_SHARE = 0.75
+CHANNELS_SHARE = 0.7  # share of the peak of a host's memory channels, assumed
 
 
 def known_devices() -> dict[str, DeviceSpec]:
@@ -25,7 +29,10 @@ def known_devices() -> dict[str, DeviceSpec]:
 
 
 def find_device(source: str | Path) -> DeviceSpec:
-    """A known device by name, or one described in a JSON file. Raises ConfigError when it is neither."""
+    """A known device by name, or one described in a JSON file.
+
+    Raises ConfigError when it is neither.
+    """
     known = known_devices()
     if str(source).lower() in known:
         return known[str(source).lower()]

@@ -1,4 +1,7 @@
-"""An offline report as one HTML page without other files or network (tables, plots as SVG), or as Markdown."""
+"""An offline report as one HTML page without other files or network, or as Markdown.
+
+The page has tables, and plots as SVG.
+"""
 
 from __future__ import annotations
 

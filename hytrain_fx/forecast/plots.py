@@ -1,4 +1,7 @@
-"""The plots of an offline report as SVG text: steps, memory by tier, the chosen plan's timeline, and the sweeps."""
+"""The plots of an offline report as SVG text.
+
+Steps, memory by tier, the chosen plan's timeline, and the sweeps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ LOOKS = {
     TaskKind.GPU_UPDATE: ("update on the device", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
 }
-_FINEST = 1 / 1500  # of the step: what is nearer is drawn as one bar
+_FINEST = 1 / 1500  # share of the step: what is nearer is drawn as one bar
 _RC: dict[Any, Any] = {"svg.fonttype": "none", "font.size": 9}
 
 
@@ -57,7 +60,8 @@ def _drawn(title: str, inches: tuple[float, float], draw: Callable[[Any], None])
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError("a page with plots needs matplotlib: pip install matplotlib, or ask for Markdown or JSON") from error
-    with matplotlib.rc_context(_RC | {"svg.hashsalt": title}):  # ids of two plots on one page must differ
+    # ids of two plots on one page must differ
+    with matplotlib.rc_context(_RC | {"svg.hashsalt": title}):
         figure = Figure(figsize=inches, layout="constrained")
         draw(figure)
         text = io.StringIO()
@@ -126,7 +130,10 @@ def _timeline(figure: Any, report: Report) -> None:
 
 
 def _bars_of(intervals: Sequence[Interval], finest_us: float) -> dict[TaskKind, list[tuple[float, float]]]:
-    """Bars by kind of task; a gap that could not be seen is closed where nothing of another kind stands in it."""
+    """Bars by kind of task.
+
+    A gap too small to see is closed where nothing of another kind stands in it.
+    """
     bars: dict[TaskKind, list[tuple[float, float]]] = {}
     last: TaskKind | None = None
     for piece in intervals:

@@ -108,7 +108,11 @@ def report(
 
 
 def _hidden_from_tokens(profile: Profile, device: DeviceSpec, recompute: bool) -> dict[str, float]:
-    """R c / f: f FLOPs a parameter and token run between gradient and next use, c seconds an update takes (cores, or host memory)."""
+    """R c / f, the micro-batch from which on updates are hidden.
+
+    f is FLOPs a parameter and token between gradient and next use, c seconds an update takes
+    (cores, or host memory).
+    """
     forward, backward = 2, 6 if recompute else 4
     flops_of = {"waits per layer": forward + backward, "one barrier before the forward": backward, "updates after the backward": forward}
     rate, moved = bytes_per_us(profile), sum(map(cpu_bytes, profile.units))

@@ -1,4 +1,6 @@
-"""A model as the planner needs it, read from a config file or a registered name: units, parameters, work.
+"""A model as the planner needs it, read from a config file or a registered name.
+
+Units, parameters, work.
 
     embedding, layer.0 .. layer.{n-1}, head (final norm and output projection)
 
@@ -39,7 +41,9 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Units in forward order. `context` is the longest sequence, in tokens; `causal` halves the attention's work.
+    """Units in forward order.
+
+    `context` is the longest sequence, in tokens; `causal` halves the attention's work.
 
     `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of
     them.
@@ -59,12 +63,18 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """Length of the longest run of equal units with parameters to multiply by; 0 where none has a neighbour like it."""
+        """Length of the longest run of equal units with parameters to multiply by.
+
+        0 where no unit has a neighbour like it.
+        """
         begin, end = self._run()
         return end - begin if end - begin > 1 else 0
 
     def with_layers(self, layers: int) -> ModelShape:
-        """This model with so many of its repeated layers. Raises ConfigError where none repeat or for less than one."""
+        """This model with so many of its repeated layers.
+
+        Raises ConfigError where none repeat, or for fewer than one.
+        """
         begin, end = self._run()
         if not self.layers or layers < 1:
             raise ConfigError(f"found {layers} layers for {self.name!r}, which repeats {self.layers}; expected at least 1 of a model that "
@@ -108,13 +118,15 @@ class _Layers:
         embedding = UnitShape(0, "embedding", self.embedding_params, 0, 0, 0, self.hidden)
         layers = tuple(UnitShape(1 + i, f"layer.{i}", self.layer_params, self.layer_matmul_params, self.attention_width,
                                  self.saved_values, self.hidden) for i in range(self.layers))
-        # Logits are kept in 16 bit and once more in 32 bit for the loss: three 16-bit values each.
+        # Logits are kept in 16 bit, and again in 32 bit for the loss: three 16-bit values each.
         head = UnitShape(1 + self.layers, "head", self.head_params, self.head_matmul_params, 0, 3 * self.vocab, self.vocab)
         return ModelShape(self.name, (embedding, *layers, head), self.context, self.vocab, self.causal)
 
 
 def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
-    """The shape of a registered name, of a `config.json` (path, or the folder that holds it) or of its content.
+    """The shape of a registered name, of a `config.json`, or of the content of one.
+
+    A path may also be the folder that holds the file.
 
     Raises ConfigError when the name or file is not known or a needed key is missing,
     UnsupportedError for another family.
@@ -136,7 +148,10 @@ def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
 
 
 def registered_shapes() -> dict[str, ModelShape]:
-    """Shapes known by name; `llama-3.1b` and `llama-7b` are those of the measurements with 4 x 2048 tokens."""
+    """Shapes known by name.
+
+    `llama-3.1b` and `llama-7b` are the models measured with 4 x 2048 tokens.
+    """
     widths = {  # hidden, layers, intermediate, heads, key-value heads
         "llama-1.3b": (2048, 24, 5504, 16, 16),
         "llama-3.1b": (3072, 26, 8192, 24, 24),

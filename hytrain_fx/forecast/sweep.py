@@ -1,4 +1,6 @@
-"""The same comparison over other micro-batches and other sizes of the model: where does which system pay?
+"""The same comparison over other micro-batches and other sizes of the model.
+
+It shows where which system pays.
 
 Played in coarser pieces than the report's own case, so that a sweep over a model of 70 G parameters
 takes a second.
@@ -15,12 +17,15 @@ from hytrain_fx.forecast.systems import SYSTEMS, Case
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_CHUNKS = 240  # played of a model in a sweep
+_CHUNKS = 240  # chunks that are played of a model in a sweep
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One micro-batch of one size of the model: forward and backward alone, and by system the step, k, and whether both tiers hold it."""
+    """One micro-batch of one size of the model.
+
+    Forward and backward alone; by system the step, k, and whether both tiers hold it.
+    """
 
     tokens: int
     layers: int | None
@@ -33,7 +38,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Points over tokens at the report's model, and over layers at its micro-batch (empty where no layers repeat)."""
+    """Points over tokens at the report's model, and over layers at its micro-batch.
+
+    There are none over layers where no layers repeat.
+    """
 
     tokens: tuple[Point, ...] = ()
     sizes: tuple[Point, ...] = ()
@@ -50,7 +58,10 @@ class SweepOf:
     budget_bytes: int | None
 
     def sweep(self, tokens: int) -> Sweep:
-        """Micro-batches and numbers of layers around the case by `FACTORS`, whole sequences where there are several."""
+        """Micro-batches and numbers of layers around the case by `FACTORS`.
+
+        Whole sequences where there are several.
+        """
         least = self.sequence if tokens >= self.sequence else 1
         batches = sorted({max(least, int(factor * tokens) // least * least) for factor in FACTORS})
         layers = self.shape.layers

@@ -1,4 +1,6 @@
-"""Ways to run that a report compares, each as a rule for k and a discipline of the runtime, on one machine's rates.
+"""Ways to run that a report compares, on one machine's rates.
+
+Each is a rule for k and a discipline of the runtime.
 
 They are models of the ideas: every system has the same kernels, copies and memory layout, so that
 what differs is the schedule.
@@ -91,7 +93,10 @@ class Case:
     chunk_params: int = CHUNK_PARAMS
 
     def plan_of(self, system: System) -> Plan:
-        """The system's plan; where the host cannot hold what it leaves there, the plan that it would want."""
+        """The system's plan.
+
+        Where the host cannot hold what it leaves there, it is the plan that it would want.
+        """
         discipline = Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
         if system.rule is None:  # a system without a choice: it is shown even where it does not fit
             return plan(self.profile, k=round(system.share * len(self.profile.units)), discipline=discipline)

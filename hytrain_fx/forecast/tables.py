@@ -51,7 +51,10 @@ def steps_table(report: Report) -> Table:
 
 
 def idle_table(report: Report) -> Table:
-    """Shares of the step in which each resource does nothing; of host memory the share of its bandwidth that is left."""
+    """Shares of the step in which each resource does nothing.
+
+    For host memory it is the share of its bandwidth that is left.
+    """
     known = tuple(name for name in IDLE_WORDS if name in report.rows[0].idle_shares)
     rows = tuple((r.system, *(f"{r.idle_shares[name]:.0%}" for name in known)) for r in report.rows)
     return Table("Idle share of the step", ("system", *(IDLE_WORDS[name] for name in known)), rows)

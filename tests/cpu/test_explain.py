@@ -267,7 +267,7 @@ def test_what_streamed_states_stood_is_told() -> None:
     times = (100.0,) * 4
     finish = FinishTimes(200.0, 180.0, streamed_held_us=80.0, at_once=9_000)
     found = replace(explained(profile, plan(profile)), measured=Measured(9, times, times, times, times, 1e5, 8, finish))
-    assert ("by the CPU 200 us, streamed 180 us (80 us of it behind new weights that the CPU was yet to update); "
+    assert ("by the CPU 200 us, streamed 180 us (80 us of it after new weights that the CPU had not updated); "
             "those of the last 9 k parameters were put on the lane at once") in str(found)
 
 

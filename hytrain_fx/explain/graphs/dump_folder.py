@@ -1,6 +1,6 @@
-"""Lists a dump folder (`Config.dump`): graphs in the order of capture, passes in the order they ran, and what each inserted.
+"""Lists a dump folder (`Config.dump`): graphs as captured, passes as run, what each inserted.
 
-File names are those that `passes.graph_dump` gives: `01.backward.02.insert_steps.after.txt`.
+File names come from `passes.graph_dump`: `01.backward.02.insert_steps.after.txt`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _NAME = re.compile(r"(?P<graph>\d+\.(?:forward|backward|inference))\.(?P<number>
 
 @dataclass(frozen=True, slots=True)
 class DumpedPass:
-    """One pass over one graph: how many nodes of each operator it added, and the file with the text after it."""
+    """One pass over one graph.
+
+    How many nodes of each operator it added, and the file with the text after it.
+    """
 
     graph: str
     number: int
@@ -48,7 +51,10 @@ def dump_text(passes: tuple[DumpedPass, ...]) -> str:
 
 
 def dump_diff(passes: tuple[DumpedPass, ...]) -> str:
-    """The inserted nodes of each graph after its last pass, in their context; parameters are known by row number only."""
+    """The inserted nodes of each graph after its last pass, in their context.
+
+    Parameters are known by row number only.
+    """
     last = {dumped.graph: dumped for dumped in passes}
     return "\n\n".join(f"{graph}\n{_diff(dumped.after.read_text())}" for graph, dumped in last.items())
 

@@ -1,4 +1,7 @@
-"""What is known of every captured graph, before and after each pass, and where inserted nodes stand in it: values and questions."""
+"""Every captured graph, before and after each pass, and where inserted nodes stand in it.
+
+Values and questions only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from hytrain_fx.ir.task_graph import TaskGraph
 
 @dataclass(frozen=True)
 class InspectedGraph:
-    """One captured graph. Each record in `passes` has `name`, `notes`, `added` (nodes by operator), `duration_us`, `before` and `after`.
+    """One captured graph.
+
+    Each record in `passes` has `name`, `notes`, `added` (nodes by operator), `duration_us`,
+    `before` and `after`.
 
     nodes    every node after the last pass, by name in graph order: the unit whose work it is, rows
              it holds, reads and makes gradients of, and the pass that made it
@@ -66,7 +72,9 @@ class InspectedGraph:
 
 @dataclass(frozen=True)
 class InspectedGraphs:
-    """The graphs captured so far, in order of capture. Iterate over it, or index it by number or name.
+    """The graphs captured so far, in order of capture.
+
+    Iterate over it, or index it by number or name.
 
     rows          the managed parameters by row number, with their placement at the time of the call
     task_graph    the layer-level DAG of a step under the plan in force, a networkx graph over
@@ -105,7 +113,7 @@ class InspectedGraphs:
         return tuple(self._describe(found, node) for node in found.inserted)
 
     def find(self, name: str) -> tuple[InspectedNode, ...]:
-        """The inserted nodes that act for a parameter, or for any parameter of a layer or module path.
+        """The inserted nodes that act for a parameter, or for any parameter of a layer or module.
 
         Raises ConfigError for a name that is none of these.
         """
@@ -116,5 +124,6 @@ class InspectedGraphs:
         return tuple(node for graph in self.graphs for node in self.nodes(graph) if wanted & set(node.rows))
 
     def _describe(self, graph: InspectedGraph, node: InsertedLine) -> InspectedNode:
-        times = {} if graph.kind == "inference" else self.times  # times are those of a training step
+        # times are those of a training step
+        times = {} if graph.kind == "inference" else self.times
         return describe(graph.name, node, graph.nodes.get(node.name, NodeNote()), self.unit_names, self.rows, times)

@@ -1,11 +1,15 @@
-"""What `hytrain_fx.inspect` returns: every captured graph before and after each pass, and where inserted nodes stand in it.
+"""What `hytrain_fx.inspect` returns.
+
+Every captured graph before and after each pass, and where inserted nodes stand in it.
 
     graphs = hytrain_fx.inspect(model)
-    print(graphs)                        # one line for each graph and pass
-    print(graphs.diff())                 # only the inserted nodes, in context, with unit, parameters, bytes and placement
-    print(graphs.annotated(1))           # the code of graph 1, annotated
-    graphs.find("h.0")                   # the nodes that act for a layer or a parameter
-    graphs.save("graphs.html")           # one page, folded by layer; also .json, .txt and .svg (the task graph)
+    print(graphs)                   # one line for each graph and pass
+    print(graphs.diff())            # only the inserted nodes, in context, with unit, parameters,
+                                    # bytes and placement
+    print(graphs.annotated(1))      # the code of graph 1, annotated
+    graphs.find("h.0")              # the nodes that act for a layer or a parameter
+    graphs.save("graphs.html")      # one page, folded by layer; also .json, .txt and .svg (the
+                                    # task graph)
 """
 
 from __future__ import annotations
@@ -25,10 +29,16 @@ from hytrain_fx.ir.figures import time_text
 
 @dataclass(frozen=True)
 class Inspection(InspectedGraphs):
-    """The graphs captured so far, in order of capture, as text, page, picture and JSON. Iterate over it, or index it by number or name."""
+    """The graphs captured so far, in order of capture, as text, page, picture and JSON.
+
+    Iterate over it, or index it by number or name.
+    """
 
     def annotated(self, graph: int | str | InspectedGraph) -> str:
-        """The rewritten code of a graph; after each inserted node its layer, parameters, share, bytes, times and pass."""
+        """The rewritten code of a graph, annotated.
+
+        After each inserted node stand its layer, parameters, share, bytes, times and pass.
+        """
         found = graph if isinstance(graph, InspectedGraph) else self[graph]
         return annotated_text(found.after, self._notes(found))
 
@@ -37,11 +47,18 @@ class Inspection(InspectedGraphs):
         return "\n\n".join(f"{graph.name}\n{self._diff(graph, context)}" for graph in self.graphs if graph.counts())
 
     def to_json(self) -> str:
-        """Everything as JSON text: every graph's text at every stage, inserted nodes with their figures, parameters, the task graph."""
+        """Everything as JSON text.
+
+        Every graph's text at every stage, inserted nodes with their figures, parameters, the task
+        graph.
+        """
         return inspection_json(self)
 
     def to_html(self, search: str = "") -> str:
-        """One page that needs no other file: code folded by layer, at every stage; `search` is put in its search field."""
+        """One page that needs no other file: code folded by layer, at every stage.
+
+        `search` is put in its search field.
+        """
         return inspection_page(self, search)
 
     def to_svg(self) -> str:
@@ -53,7 +70,10 @@ class Inspection(InspectedGraphs):
         return "\n\n".join([str(self), *(f"{graph.name}\n{self.annotated(graph)}" for graph in self.graphs)])
 
     def save(self, path: str | Path) -> Path:
-        """Write by the suffix of `path`: .html, .json, .svg or .txt. Raises ConfigError for another one."""
+        """Write by the suffix of `path`: .html, .json, .svg or .txt.
+
+        Raises ConfigError for another suffix.
+        """
         path = Path(path)
         forms = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg, ".txt": self.to_text}
         if path.suffix not in forms:

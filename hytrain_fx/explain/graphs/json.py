@@ -1,4 +1,4 @@
-"""Inspected graphs as JSON: the unit of a figure is the end of its name, `null` is not known.
+"""Inspected graphs as JSON: a figure's unit is the end of its name, `null` means not known.
 
     graphs        name, kind, node_count, counts; `texts` are the different texts of the graph,
                   exact; each pass says which of them it found (`before`) and left (`after`);

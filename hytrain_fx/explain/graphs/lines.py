@@ -1,6 +1,7 @@
 """Finds the inserted nodes in the Python text of a graph, by the one form that they have there.
 
-    grad_offload_default: "f32[0]" = torch.ops.hytrain_fx.grad_offload.default([mm_8, view_22], 0, [5, 6]);  mm_8 = view_22 = None
+    grad_offload_default: "f32[0]" = torch.ops.hytrain_fx.grad_offload.default(
+        [mm_8, view_22], 0, [5, 6]);  mm_8 = view_22 = None
 
 Works on the texts of pass records and of dump folders alike, so it needs neither the graph nor
 torch. Nodes that a user's pass inserted may call any operator: they are found by their names, where
@@ -23,7 +24,10 @@ _DELETIONS = re.compile(r";  [\w =]* = None$")
 
 @dataclass(frozen=True, slots=True)
 class InsertedLine:
-    """One inserted node in a text: line number from 0, the node's and the operator's name, rows, and the line itself."""
+    """One inserted node in a text.
+
+    Line number from 0, the node's and the operator's name, rows, and the line itself.
+    """
 
     line: int
     name: str
@@ -33,7 +37,10 @@ class InsertedLine:
 
 
 def inserted_lines(text: str, names: Collection[str] = ()) -> Iterator[InsertedLine]:
-    """The inserted nodes of a graph's text, in order: ours, and those of other operators that `names` names."""
+    """The inserted nodes of a graph's text, in order.
+
+    Ours, and nodes of other operators that `names` names.
+    """
     for number, line in enumerate(text.splitlines()):
         named, ours = _NAME.match(line), _CALL.search(line)
         name = named["name"] if named else ""
@@ -54,7 +61,10 @@ def annotated_text(text: str, notes: Mapping[int, str]) -> str:
 
 
 def diff_text(text: str, notes: Mapping[int, str], context: int = 1) -> str:
-    """Only the lines that have a note (`+`), each between `context` lines of code; `...` where lines are left out."""
+    """Only the lines that have a note (`+`), each between `context` lines of code.
+
+    `...` stands where lines are left out.
+    """
     lines = text.splitlines()
     code = [number for number, line in enumerate(lines) if _is_code(line)]
     place = {number: at for at, number in enumerate(code)}
@@ -63,7 +73,7 @@ def diff_text(text: str, notes: Mapping[int, str], context: int = 1) -> str:
 
 
 def without_deletions(line: str) -> str:
-    """A line without the `;  x = y = None` that generated code ends in."""
+    """A line without the `;  x = y = None` that generated code ends with."""
     return _DELETIONS.sub("", line)
 
 
@@ -83,6 +93,9 @@ def _other_operator(name: str, line: str) -> str:
 
 
 def _is_code(line: str) -> bool:
-    """Whether the line computes something: no comment, no blank, no head of the class or of `forward`."""
+    """Whether the line computes something.
+
+    It does not if it is a comment, a blank, or the head of the class or of `forward`.
+    """
     text = line.strip()
     return bool(text) and not text.startswith(("#", "class ", "def "))

@@ -1,8 +1,11 @@
-"""What one inserted node stands for in the plan in force: its layers, where they are updated, bytes, and times.
+"""What one inserted node stands for in the plan in force.
+
+Its layers, where they are updated, bytes, and times.
 
     grad_offload    gradients copied to the host                 rows updated by the CPU
     cpu_step        bytes that the update reads and writes       rows updated by the CPU
-    gpu_step        bytes that the update reads and writes       rows updated on the device, streamed ones too
+    gpu_step        bytes that the update reads and writes       rows updated on the device,
+                                                                 streamed ones too
     reload          new weights copied to the device             rows updated by the CPU
     wait, release, backward_end    the weights they are about    all their rows
 """
@@ -33,7 +36,9 @@ _PROFILED = {"grad_offload": "d2h_us", "cpu_step": "cpu_update_us", "gpu_step": 
 
 @dataclass(frozen=True, slots=True)
 class InspectedRow:
-    """One managed parameter: its name and its unit's, bytes of its gradient, what updates move of its states.
+    """One managed parameter.
+
+    Its name and its unit's, the bytes of its gradient, what updates move of its states.
 
     placed   by where they are updated now: elements; a parameter that is cut has several places
     """
@@ -61,7 +66,9 @@ class InspectedRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Times of one unit in one training step by operator name, in microseconds; what is not known is left out.
+    """Times of one unit in one training step by operator name, in microseconds.
+
+    What is not known is left out.
 
     predicted    simulated for the plan in force
     measured     medians of the last steps under that plan: of `wait` and `cpu_step`
@@ -110,7 +117,10 @@ class InspectedNode:
 
     @property
     def times(self) -> str:
-        """`predicted 12 us, measured 14 us`; a profiled time stands where nothing is measured under the plan."""
+        """`predicted 12 us, measured 14 us`.
+
+        A profiled time stands where nothing is measured under the plan.
+        """
         found = {"predicted": self.predicted_us, "measured": self.measured_us}
         if self.measured_us is None:
             found["profiled"] = self.profiled_us
@@ -118,7 +128,10 @@ class InspectedNode:
 
     @property
     def size(self) -> str:
-        """Its bytes and what happens to them; `nothing to do` where the plan has another operator act for its layers."""
+        """Its bytes and what happens to them.
+
+        `nothing to do` where the plan has another operator act for its layers.
+        """
         if not self.rows:
             return ""
         return f"{bytes_text(self.nbytes)} {_BYTES_WORDS.get(self.op, 'of weights')}" if self.nbytes else "nothing to do"
@@ -135,7 +148,10 @@ class InspectedNode:
 def describe(
     graph: str, node: InsertedLine, noted: NodeNote, units: Sequence[str], rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
 ) -> InspectedNode:
-    """The node with its figures. `units` are the units' names by number; `times` by name, empty for a graph outside training."""
+    """The node with its figures.
+
+    `units` are the units' names by number; `times` by name, empty for a graph outside training.
+    """
     op, numbers = node.op, node.rows
     own = [rows[number] for number in numbers]
     layers = tuple(dict.fromkeys(row.unit for row in own))
@@ -159,7 +175,10 @@ def _moved_bytes(row: InspectedRow, params: int, updates: bool) -> int:
 
 
 def unit_times(explanation: Explained, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:
-    """Times by unit name, from what `explain` has: the schedule of the plan in force, medians under it, the profile before it."""
+    """Times by unit name, from what `explain` has.
+
+    The schedule of the plan in force, medians under it, the profile before it.
+    """
     schedule, measured, profile = explanation.schedule, explanation.measured, explanation.profile
     found: dict[str, UnitTimes] = {}
     for unit, name in {share.unit: share.unit_name for share in explanation.plan.rows}.items():
@@ -190,7 +209,10 @@ def _acting_share(op: str, unit: str, rows: Sequence[InspectedRow]) -> float:
 def _sum_us(
     kind: str, op: str, own: Sequence[InspectedRow], rows: Sequence[InspectedRow], times: Mapping[str, UnitTimes]
 ) -> float | None:
-    """Over the node's layers; a node that has only some of a layer's rows takes their part of its time."""
+    """The sum over the node's layers.
+
+    A node that has only some of a layer's rows takes their part of its time.
+    """
     layers = dict.fromkeys(row.unit for row in own)
     known = {layer: getattr(times[layer], kind)[op] for layer in layers if layer in times and op in getattr(times[layer], kind)}
     if not known:

@@ -1,4 +1,6 @@
-"""Inspected graphs as one HTML page without other files: the task graph, a fold for each layer, and each graph's code folded by layer.
+"""Inspected graphs as one HTML page without other files.
+
+The task graph, a fold for each layer, and each graph's code folded by layer.
 
 A graph's listing holds the lines of all its stages (`staged_code`); the page's script shows those
 of the chosen one. Without the script every line is there, and folds work.
@@ -24,7 +26,11 @@ _NO_LAYER = "before any layer"
 
 @dataclass(frozen=True, slots=True)
 class PageLine:
-    """A line of code: what is noted of it, the operator that a pass inserted with it, the stages that have it, the rows it is about."""
+    """A line of code.
+
+    With it: what is noted of it, the operator that a pass inserted with it, the stages that have
+    it, the rows it is about.
+    """
 
     text: str
     note: str
@@ -37,7 +43,10 @@ class PageLine:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring lines of one layer: a fold. `ops` counts its inserted nodes, `layers` are those that a search finds it by."""
+    """Neighbouring lines of one layer: a fold.
+
+    `ops` counts its inserted nodes; a search finds it by `layers`.
+    """
 
     title: str
     layers: tuple[str, ...]
@@ -106,7 +115,10 @@ def page_graph(inspection: InspectedGraphs, graph: InspectedGraph) -> PageGraph:
 
 
 def _titles(lines: Sequence[StagedLine], notes: Mapping[str, NodeNote], names: Sequence[str]) -> Iterator[str]:
-    """The fold of each line: its layer's, or that of the line before where nothing is noted of it."""
+    """The fold of each line.
+
+    It is its layer's, or the fold of the line before where nothing is noted of it.
+    """
     title = _NO_LAYER
     for one in lines:
         noted = notes.get(one.line.name)

@@ -1,11 +1,15 @@
-"""The code of one graph at all its stages as one list of lines: each line knows the first stage that has it and the first that has not.
+"""The code of one graph at all its stages as one list of lines.
+
+Each line knows the first stage that has it and the first that no longer has it.
 
     stage 0 (as captured)            mm = aten.mm(a, b);  mul = aten.mul(mm, c)
-    stage 2 (insert_grad_offload)    mm = aten.mm(a, b);  grad_offload = hytrain_fx.grad_offload([mm], 0, [5]);  mul = aten.mul(mm, c)
+    stage 2 (insert_grad_offload)    mm = aten.mm(a, b)
+                                     grad_offload = hytrain_fx.grad_offload([mm], 0, [5])
+                                     mul = aten.mul(mm, c)
     lines                            mm 0..;  grad_offload 2..;  mul 0..
 
-A page thus holds a graph before and after each pass in little more than the space of one text. `;  x = None` at the ends of lines, which
-says only when Python may free a value, is left out.
+So a page holds a graph before and after each pass in little more than the space of one text. The
+`;  x = None` at the ends of lines is left out: it only says when Python may free a value.
 """
 
 from __future__ import annotations
@@ -26,7 +30,11 @@ _PLACE = re.compile(r"# File: (?:.*/)?(?P<place>[^/]+:\d+) in \S+, code: (?P<cod
 
 @dataclass(frozen=True, slots=True)
 class CodeLine:
-    """One node: its name ("" for `return`), its code, the line of the user's code that it comes from ("" where unknown)."""
+    """One node.
+
+    Its name ("" for `return`), its code, the line of the user's code that it comes from ("" where
+    unknown).
+    """
 
     name: str
     text: str
@@ -36,7 +44,10 @@ class CodeLine:
 
 @dataclass(frozen=True, slots=True)
 class StagedLine:
-    """A line that the stages `begin` to `end` - 1 have; `end` is None for a line that the last stage has."""
+    """A line that the stages `begin` to `end` - 1 have.
+
+    `end` is None for a line that the last stage has.
+    """
 
     line: CodeLine
     begin: int
@@ -44,7 +55,10 @@ class StagedLine:
 
 
 def code_lines(text: str) -> list[CodeLine]:
-    """The nodes of a graph's text in order, an argument a line; of graphs inside the graph too, behind it."""
+    """The nodes of a graph's text in order, an argument a line.
+
+    Nodes of graphs inside the graph follow after it.
+    """
     found: list[CodeLine] = []
     origin = ""
     for line in map(str.strip, text.splitlines()):
@@ -60,7 +74,10 @@ def code_lines(text: str) -> list[CodeLine]:
 
 
 def staged(texts: Sequence[str]) -> list[StagedLine]:
-    """The lines of all stages, each stage's own in its order. A line that only moved counts as gone and come."""
+    """The lines of all stages, each stage's own in its order.
+
+    A line that only moved counts as gone and added again.
+    """
     merged: list[StagedLine] = [StagedLine(line, 0) for line in code_lines(texts[0])] if texts else []
     for stage, (before, after) in enumerate(itertools.pairwise(texts), start=1):
         if before != after:

@@ -1,4 +1,6 @@
-"""The task graph drawn by layer: a row for each layer in forward order, a column for each stage of a step under the plan in force.
+"""The task graph drawn by layer.
+
+A row for each layer in forward order, a column for each stage of a step under the plan in force.
 
     backward | D2H       | CPU update | H2D        | wait | forward
              | stream in | GPU update | stream out |      |
@@ -60,7 +62,10 @@ def _box(graph: TaskGraph, task: TaskId, times: Mapping[str, UnitTimes]) -> _Box
 
 
 def _edges(graph: TaskGraph, boxes: Mapping[TaskId, _Box]) -> Iterator[Mapping[str, int]]:
-    """From right to left side of two boxes, above those between; in a column from box to box."""
+    """From the right to the left side of two boxes, above those between.
+
+    Within a column from box to box.
+    """
     width, height = _BOX
     for before, after in graph.dag.edges:
         a, b = boxes[before], boxes[after]
@@ -73,7 +78,9 @@ def _edges(graph: TaskGraph, boxes: Mapping[TaskId, _Box]) -> Iterator[Mapping[s
         yield dict(zip(("x1", "y1", "x2", "y2"), ends, strict=True))
 
 
-# ---- Fills the templates of `explain/templates` (jinja2): values are escaped, and a name that a template misses is an error ----
+# ---- Fills the templates of `explain/templates` (jinja2) ----
+#
+# Values are escaped, and a name that a template lacks is an error.
 
 
 FOLDER = Path(__file__).parents[1] / "templates"
@@ -81,7 +88,8 @@ FOLDER = Path(__file__).parents[1] / "templates"
 
 def render(name: str, **values: Any) -> str:
     """The text of the template `name` with these values."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not above: what prints text does without
+    # not at the top: printing text works without it
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
                               lstrip_blocks=True, keep_trailing_newline=True)

@@ -1,4 +1,6 @@
-"""What is known of one compiled model at one moment: the plan in force, what it was solved from, what it predicts, what is measured.
+"""What is known of one compiled model at one moment.
+
+The plan in force, what it was solved from, what it predicts, what is measured.
 
 Three kinds of figures are kept apart:
 
@@ -64,7 +66,10 @@ class Measured:
 
     @property
     def idle(self) -> dict[str, float]:
-        """Shares 0..1 of the step: the device waits for weights, the CPU workers have no update. Empty before a step."""
+        """Shares 0..1 of the step: the device waits for weights, the CPU workers have no update.
+
+        Empty before a step.
+        """
         if not self.step_us:
             return {}
         waiting = {"device, waiting for updates": sum(self.stall_us) / self.step_us}
@@ -124,7 +129,10 @@ class Explained:
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
-        """The plans of all rules, of k=0 and of k=n on the profile; empty before anything is profiled."""
+        """The plans of all rules, of k=0 and of k=n on the profile.
+
+        Empty before anything is profiled.
+        """
         if self.profile is None:
             return {}
         budget = self.plan.inputs.get("budget_bytes")
@@ -135,7 +143,10 @@ class Explained:
 
     @cached_property
     def step(self) -> PlayedStep | None:
-        """The plan in force, played; None before anything is profiled and for plans that are not simulated."""
+        """The plan in force, played.
+
+        None before anything is profiled and for plans that are not simulated.
+        """
         if self.profile is None:
             return None
         try:
@@ -155,14 +166,20 @@ class Explained:
 
     @property
     def binds(self) -> str | None:
-        """What sets the length of the step, in one sentence; predicted, so None before anything is profiled."""
+        """What sets the length of the step, in one sentence.
+
+        It is predicted, so None before anything is profiled.
+        """
         if self.profile is None or self.step is None:
             return None
         return binding_constraint(self.profile, self.plan, self.step, self.discipline)
 
     @property
     def idle(self) -> dict[str, float]:
-        """Predicted share 0..1 of the step in which each resource has nothing to do; empty before anything is profiled."""
+        """Predicted share 0..1 of the step in which each resource has nothing to do.
+
+        Empty before anything is profiled.
+        """
         if self.schedule is None:
             return {}
         found = {name: self.schedule.idle_share(resource) for resource, name in _RESOURCES.items()}
@@ -171,15 +188,21 @@ class Explained:
 
     @cached_property
     def helps(self) -> list[Help]:
-        """What would shorten the step, by the plan solved again for each change, the most first; empty before anything is profiled."""
+        """What would shorten the step, the most first; empty before anything is profiled.
+
+        The plan is solved again for each change.
+        """
         return [] if self.profile is None else what_helps(self.profile, self.plan, self.discipline, self.stream)
 
     @cached_property
     def k_sensitivity(self) -> KSensitivity | None:
-        """How HyTrainDNN's k for equal layers moves with its terms; None before anything is profiled."""
+        """How HyTrainDNN's k for equal layers moves with its terms.
+
+        None before anything is profiled.
+        """
         return None if self.profile is None else k_sensitivity(self.profile)
 
     @property
     def alpha(self) -> float | None:
-        """Update time on the device over that on the CPU, profiled."""
+        """Update time on the device over update time on the CPU, profiled."""
         return None if self.profile is None else self.profile.alpha

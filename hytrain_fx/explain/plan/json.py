@@ -1,4 +1,7 @@
-"""Everything `explain` knows as JSON: the unit of a figure is the end of its name, its source the name of what it is in."""
+"""Everything `explain` knows as JSON.
+
+The unit of a figure is the end of its name, its source the name of what it is in.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,16 @@ from hytrain_fx.explain.plan.report_text import explanation_text
 
 @dataclass(frozen=True)
 class Explanation(Explained):
-    """One compiled model at one moment: the plan in force with its reasons, predicted beside measured."""
+    """One compiled model at one moment.
+
+    The plan in force with its reasons, predicted next to measured times.
+    """
 
     def to_json(self) -> str:
-        """Everything as JSON text; the unit of a figure is the end of its name, its source the name of what it is in."""
+        """Everything as JSON text.
+
+        The unit of a figure is the end of its name, its source the name of what it is in.
+        """
         return explanation_json(self)
 
     def __str__(self) -> str:

@@ -1,4 +1,7 @@
-"""What `explain` knows as a page of text: head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest."""
+"""What `explain` knows as a page of text.
+
+Head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,16 @@ _RULE_WORDS = {
     "k=n": "all on the device, as far as it fits",
 }
 _NONE = "-"
-_LITTLE = 0.005  # of the step: what gains less is only named
+_LITTLE = 0.005  # share of the step: what gains less is only named
 _USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx before CUDA is first used"
 
 
 def explanation_text(e: Explained) -> str:
-    """The page. Figures say whether they were profiled (before the plan was solved), predicted, measured (under it) or given."""
+    """The page.
+
+    Figures say whether they were profiled (before the plan was solved), predicted, measured (under
+    it) or given.
+    """
     parts: tuple[Callable[[], str], ...] = (
         partial(_head, e), partial(_step, e), partial(_helps, e), partial(_rules, e), partial(units_text, e),
         partial(reasons_text, e.plan), partial(memory_text, e.memory), partial(_closing, e))
@@ -56,7 +63,10 @@ def explanation_text(e: Explained) -> str:
 
 
 def _told(part: Callable[[], str]) -> str:
-    """A part of the page. One that cannot be told leaves the others: to explain never ends a run."""
+    """A part of the page.
+
+    A part that fails leaves the others: to explain never ends a run.
+    """
     try:
         return part()
     except Exception as error:
@@ -78,7 +88,10 @@ def _head(e: Explained) -> str:
 
 
 def _step(e: Explained) -> str:
-    """The step and its terms, predicted beside measured; where they come from; what binds; idle shares as its evidence."""
+    """The step and its terms, predicted next to measured.
+
+    Also where they come from, what binds, and idle shares as its evidence.
+    """
     lines = [table(("", "predicted", "measured", ""), [*_terms(e)], words=(0, 3))]
     lines += [f"what binds (predicted): {e.binds}"] if e.binds else []
     for kind, idle in (("predicted", e.idle), ("measured", e.measured.idle if e.measured else {})):
@@ -107,7 +120,7 @@ def _ends(e: Explained) -> Iterator[str]:
     if finish and any(ends.values()):
         words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
         if finish.streamed_held_us:
-            words += f" ({time_text(finish.streamed_held_us)} of it behind new weights that the CPU was yet to update)"
+            words += f" ({time_text(finish.streamed_held_us)} of it after new weights that the CPU had not updated)"
         rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once" if finish.at_once else ""
         yield f"updates of a step end after its commit (measured, the last): {words}{rest}"
     if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:

@@ -1,4 +1,7 @@
-"""A plan as a page of text: who decided, from which figures, what is predicted, where each unit is updated and why."""
+"""A plan as a page of text.
+
+Who decided, from which figures, what is predicted, where each unit is updated and why.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def place_of(plan: Plan, unit: int) -> str:
 
 
 def reason_of(plan: Plan, unit: int) -> str:
-    """Why a unit is updated there; the reasons of its shares, each once."""
+    """Why a unit is updated there: the reasons of its shares, each once."""
     return "; ".join(dict.fromkeys(share.reason for share in plan.shares(unit)))
 
 

@@ -1,4 +1,7 @@
-"""The units of a plan as a table of where each is updated and what it costs, and why it is updated there; equal neighbours are one line."""
+"""The units of a plan as a table of where each is updated, what it costs, and why there.
+
+Equal neighbours are one line.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from hytrain_fx.ir.profile import TIMES
 
 _HEADS = ("unit", "name", "parameters", "updated on", "forward", "backward", "CPU update", "device update", "D2H", "H2D", "wait")
 _NONE = "-"
-# Of a model whose units are all different, the first lines and the last; the others are in the
-# plan.
+# Where all units of a model are different, only the first and the last lines are shown. The others
+# are in the plan.
 _MOST_LINES = 24
 
 
@@ -63,7 +66,7 @@ def _sums(e: Explained) -> Iterator[tuple[str, ...]]:
                _NONE if m.cpu_us is None else time_text(m.cpu_us), _NONE, _NONE, _NONE, time_text(sum(m.stall_us)))
 
 
-# ---- Equal neighbours among the units of a plan as one line, so that a page holds a model of any depth ----
+# ---- Equal neighbours among a plan's units as one line, so that a page holds any depth ----
 #
 #     0          token              device
 #     1..2       layers.0..1        device
@@ -72,7 +75,10 @@ def _sums(e: Explained) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """Units `first` to `last` of a plan with their rows: of one size, named alike, with states on the same side."""
+    """Units `first` to `last` of a plan with their rows.
+
+    They have one size, similar names, and states on the same side.
+    """
 
     first: int
     last: int
@@ -103,7 +109,10 @@ class UnitGroup:
 
     @property
     def place(self) -> str:
-        """Where they are updated, with the shares of all together where that is in several places."""
+        """Where they are updated.
+
+        With the shares of all together where that is in several places.
+        """
         sizes = {place: sum(row.numel for row in self.rows if row.placement is place) for place in Placement}
         found = {place: size for place, size in sizes.items() if size}
         if len(found) == 1:
@@ -111,7 +120,11 @@ class UnitGroup:
         return " + ".join(f"{size / sum(found.values()):.0%} {PLACE_WORDS[place]}" for place, size in found.items())
 
     def reasons(self) -> list[tuple[str, str]]:
-        """Units and why: one line where all have one reason, else those of the first and the last, or the first of each place."""
+        """Units and why.
+
+        One line where all have one reason; else the first's and the last's, or the first of each
+        place.
+        """
         why = {(row.unit, row.placement): row.reason for row in reversed(self.rows)}
         if len(set(why.values())) == 1:
             return [(self.number, self.rows[0].reason)]
@@ -137,5 +150,8 @@ def unit_groups(plan: Plan) -> list[UnitGroup]:
 
 
 def _looks(rows: Sequence[PlanRow]) -> tuple[str, int, frozenset[bool]]:
-    """What equal units agree in. How much of each is streamed differs between neighbours, as whole parameters are."""
+    """What equal units agree in.
+
+    The streamed part differs between neighbours, since whole parameters are streamed.
+    """
     return re.sub(r"\d+", "#", rows[0].unit_name), sum(row.numel for row in rows), frozenset(row.placement.rests_on_device for row in rows)

@@ -1,4 +1,6 @@
-"""What would shorten the step most: the plan is solved again for a machine, a batch or a loop that is a little better.
+"""What would shorten the step most.
+
+The plan is solved again for a machine, a batch or a loop that is a little better.
 
     1 GB more on the device      k may grow
     CPU updates 10% faster       more or faster cores
@@ -7,8 +9,8 @@
                                  tokens
     step() called at once        a loop that does not wait for the GPU before step()
 
-Each is compared with what is predicted for things as they are, in the same way: by a plan solved
-anew or the one in force, whichever is faster. Where the plan was given, or memory on the host
+Each is compared with the prediction for things unchanged, in the same way: by a plan solved
+again or the one in force, whichever is faster. Where the plan was given, or memory on the host
 decides k, only the schedule of the plan in force is predicted again.
 """
 
@@ -40,7 +42,10 @@ _LINK = ("d2h_us", "h2d_us", "stream_in_us", "stream_out_us")
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """One change, the k of its plan, and what it is predicted to save of a step, in microseconds and as a share of the step."""
+    """One change, the k of its plan, and what it saves.
+
+    The saving of a step is predicted, in microseconds and as a share of the step.
+    """
 
     change: str
     k: int
@@ -50,7 +55,7 @@ class Help:
 
 @dataclass(frozen=True, slots=True)
 class KSensitivity:
-    """How far HyTrainDNN's k for equal layers moves, in layers, where one of its terms grows by 1%."""
+    """How far HyTrainDNN's k for equal layers moves, in layers, where a term grows by 1%."""
 
     t_cpu: float
     t_bwd: float
@@ -77,7 +82,10 @@ def what_helps(profile: Profile, plan: Plan, discipline: Discipline, stream: Str
 
 
 def k_sensitivity(profile: Profile) -> KSensitivity | None:
-    """What 1% of each term is worth in k: all 0 where the equation gives k = 0; None where CPU or device updates have no time."""
+    """What 1% of each term is worth in k.
+
+    All 0 where the equation gives k = 0; None where CPU or device updates have no time.
+    """
     n, t_bwd, t_cpu = len(profile.units), profile.backward_us, profile.cpu_update_us
     if not (t_bwd > 0 and t_cpu > 0 and profile.gpu_update_us > 0):
         return None
@@ -106,7 +114,9 @@ class _Again:
         return None if found is None else int(found)
 
     def best_of(self, profile: Profile, more_bytes: int = 0) -> tuple[float, int] | None:
-        """The predicted step for this profile and its k: of a plan solved for it or, where that is better, the one in force.
+        """The predicted step for this profile and its k.
+
+        By a plan solved for it or, where that is better, by the one in force.
 
         None where neither can be predicted.
         """
@@ -133,7 +143,7 @@ class _Again:
 
 
 def _changes(profile: Profile, again: _Again) -> Iterator[tuple[str, Profile, float, int]]:
-    """What is changed, the profile then, tokens of a step beside those of now, bytes more on the device."""
+    """What is changed, the profile then, the factor on a step's tokens, more device bytes."""
     if again.solves and again.budget_bytes is not None and again.plan.k < len(profile.units):
         yield "1 GB more device memory for states", profile, 1.0, MORE_BYTES
     if any(not row.placement.rests_on_device for row in again.plan.rows):
@@ -154,12 +164,15 @@ def _scaled(profile: Profile, names: Iterable[str], factor: float) -> Profile:
 
 # ---- What sets the length of the predicted step, in one sentence with its figures ----
 
-# Waits and device updates below this share of the step are not worth a word.
+# Waits and device updates below this share of the step are not mentioned.
 _NOTHING = 0.01
 
 
 def binding_constraint(profile: Profile, plan: Plan, step: PlayedStep, discipline: Discipline) -> str:
-    """What sets the length of the step: computing, updates on the device, CPU updates, or one direction of the link."""
+    """What sets the length of the step.
+
+    Computing, updates on the device, CPU updates, or one direction of the link.
+    """
     schedule, gpu_update_us = step.schedule, step.graph.total("us", TaskKind.GPU_UPDATE)
     compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
     exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
@@ -172,7 +185,8 @@ def binding_constraint(profile: Profile, plan: Plan, step: PlayedStep, disciplin
         return f"updates on the device: they take {time_text(gpu_update_us)} of the step"
     units = range(plan.k, tightest.last + 1)
     demands_us = {resource: sum(costs[unit] for unit in units) for resource, costs in windows.costs_us.items()}
-    longest = max(demands_us, key=demands_us.__getitem__)  # all three stages share the window of the tightest units
+    # all three stages share the window of the tightest units
+    longest = max(demands_us, key=demands_us.__getitem__)
     span = f"units {plan.k}..{tightest.last}" if len(units) > 1 else f"unit {plan.k}"
     waits = f"the forward waits {time_text(schedule.stall_us)}"
     words = STREAMED_WORDS if streamed else RESOURCE_WORDS

@@ -1,4 +1,7 @@
-"""What ran when, as values: spans on the lanes of the launching thread, the device, each copy direction and each CPU worker."""
+"""What ran when, as values.
+
+Spans on the lanes of the launching thread, the device, each copy direction and each CPU worker.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,19 @@ class Lanes:
 
     @property
     def overlap_share(self) -> float | None:
-        """Share 0..1 of the CPU updates' time that ran while the device computed a forward or backward; None without CPU updates."""
+        """Share 0..1 of the CPU updates' time that ran while the device computed.
+
+        Forward and backward count; None without CPU updates.
+        """
         updates = [(s.begin_us, s.end_us) for s in self.spans if s.kind is TaskKind.CPU_UPDATE]
         computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
         return share_inside(updates, computing)
 
     @property
     def step_ended_at(self) -> float | None:
-        """Share of the device's backward that was done when `optimizer.step()` returned, the largest of all steps.
+        """Share of the device's backward that was done when `optimizer.step()` returned.
+
+        It is the largest of all steps.
 
         Below 0: it had not begun; above 1: it was over; None without a recorded step.
         """
@@ -54,11 +62,14 @@ class Lanes:
 
     @property
     def longest_launch_us(self) -> float | None:
-        """No block of the launching thread from the forward's last gate to `optimizer.step()` was longer; None without a step."""
+        """What the launching thread's longest block before `optimizer.step()` was, at most.
+
+        It is counted from the forward's last gate on. None without a step.
+        """
         return max((launch.longest_us for launch in self.launches), default=None)
 
     def last_step(self) -> Self:
-        """From the begin of the device's last backward but one to that of its last: what predicted lanes show.
+        """From the begin of the last backward but one to the begin of the last: as predicted lanes.
 
         All of it where fewer than two steps were recorded.
         """
@@ -71,6 +82,6 @@ class Lanes:
         return replace(self, spans=kept, launches=(before.moved(-begin_us),))
 
     def moved(self, by_us: float) -> Self:
-        """The same that much later."""
+        """The same, that much later."""
         spans, launches = (span.moved(by_us) for span in self.spans), (launch.moved(by_us) for launch in self.launches)
         return replace(self, spans=tuple(spans), launches=tuple(launches))

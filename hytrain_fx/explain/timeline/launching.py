@@ -1,12 +1,14 @@
-"""What the launching thread did: whether `step()` is reached while the device is early in the backward, and what held it up before.
+"""What the launching thread did.
+
+Whether it reaches `step()` while the device is early in the backward, and what held it up before.
 
     launching   |f0|.f1|..f2|b2|b1|b0|s|                  blocked in gates of the forward only
     device           |f0--|f1--|f2--|b2----|b1----|b0----|
                                      ^ step() ended
 
-A mark costs one reading of the clock, so calls of the driver and of the engine have no marks of
-their own. Between two marks the thread launches or is blocked: the longest stretch between two of
-them is what no block was longer than.
+A mark costs one reading of the clock, so calls of the driver and of the engine have no marks.
+Between two marks the thread launches or is blocked: no block was longer than the longest stretch
+between two marks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _KINDS = {TaskKind.FORWARD: LaunchKind.FORWARD, TaskKind.WAIT: LaunchKind.GATE, 
 
 @dataclass(frozen=True, slots=True)
 class StepLaunch:
-    """The call of `optimizer.step()` in one step, beside the device's last backward of it; all on one clock, in microseconds.
+    """The call of `optimizer.step()` in one step, next to the device's last backward of it.
+
+    All is on one clock, in microseconds.
 
     longest_us       the longest stretch between two marks of the launching thread from the
                      forward's last gate to the call
@@ -44,11 +48,14 @@ class StepLaunch:
 
     @property
     def ended_at(self) -> float:
-        """Share of the device's backward that was done when `step()` returned; below 0: it had not begun, above 1: it was over."""
+        """Share of the device's backward that was done when `step()` returned.
+
+        Below 0: it had not begun; above 1: it was over.
+        """
         return (self.step_end_us - self.backward_begin_us) / max(self.backward_end_us - self.backward_begin_us, 1e-9)
 
     def moved(self, by_us: float) -> StepLaunch:
-        """The same step that much later."""
+        """The same step, that much later."""
         return replace(self, backward_begin_us=self.backward_begin_us + by_us, backward_end_us=self.backward_end_us + by_us,
                        step_begin_us=self.step_begin_us + by_us, step_end_us=self.step_end_us + by_us)
 
@@ -59,7 +66,10 @@ def launch_spans(steps: Iterable[Marks]) -> list[Span]:
 
 
 def step_launches(device: Iterable[Marks], launched: Iterable[Marks]) -> tuple[StepLaunch, ...]:
-    """The figures of each step that has a backward and a call of `step()`; `StepMarks.finished()` and `StepMarks.launched()`."""
+    """The figures of each step that has a backward and a call of `step()`.
+
+    They come from `StepMarks.finished()` and `StepMarks.launched()`.
+    """
     found = (_launch(on_device, marks) for on_device, marks in zip(device, launched, strict=True))
     return tuple(launch for launch in found if launch is not None)
 

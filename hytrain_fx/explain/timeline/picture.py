@@ -1,4 +1,7 @@
-"""Timelines as a picture: lanes of bars, one timeline below the other on one scale, colours with their legend."""
+"""Timelines as a picture: lanes of bars, one timeline below the other on one scale.
+
+Colours have a legend.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ COLOURS: dict[Kind, str] = {
     LaunchKind.FORWARD: "#4c78a8", LaunchKind.BACKWARD: "#9ecae9", LaunchKind.GATE: "#e45756", LaunchKind.STEP: "#222222",
 }
 _WIDTH_IN, _LANE_IN = 14.0, 0.24
-_PIXELS = 2000  # gaps of less than one of these are not seen: the bars beside them are one
-_WORKERS, _THIN = 4, 0.4  # lanes of more CPU workers than these are drawn this high
+_PIXELS = 2000  # narrower gaps are not seen: the bars next to them are one
+_WORKERS, _THIN = 4, 0.4  # lanes of more CPU workers than this are drawn this high
 _LABELS = 45  # bars wider than this part of the scale carry their label
 
 
 def write_png(timelines: Sequence[Lanes], path: Path, titles: Sequence[str] = (), heading: str = "") -> None:
-    """Draw the timelines below one another on one scale, each under its title or its source. Raises UnsupportedError without matplotlib."""
+    """Draw the timelines below one another on one scale, each under its title or its source.
+
+    Raises UnsupportedError without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -70,14 +76,14 @@ def _draw(axis: Any, timeline: Lanes, scale_us: float) -> None:
 
 
 def _places(timeline: Lanes) -> list[tuple[float, float]]:
-    """Top and bottom of each lane: those of many CPU workers are thinner."""
+    """Top and bottom of each lane; lanes of many CPU workers are thinner."""
     thin = sum(map(_is_worker, timeline.lanes)) > _WORKERS
     ends = list(itertools.accumulate((_THIN if thin and _is_worker(lane) else 1.0 for lane in timeline.lanes), initial=0.0))
     return list(itertools.pairwise(ends)) or [(0.0, 1.0)]
 
 
 def _names(timeline: Lanes) -> list[str]:
-    """The lanes' names; of many CPU workers that of the first and the last."""
+    """The lanes' names; of many CPU workers the first name and the last."""
     lanes = list(timeline.lanes)
     workers = [lane for lane in lanes if _is_worker(lane)]
     hidden = set(workers[1:-1]) if len(workers) > _WORKERS else set()

@@ -9,7 +9,9 @@ from hytrain_fx.explain.timeline.timeline import Timeline
 
 
 class Recording:
-    """The steps inside a `record` block. `predicted` is the schedule of the plan in force, None where none is.
+    """The steps inside a `record` block.
+
+    `predicted` is the schedule of the plan in force, None where there is none.
 
     `print` it for the last whole step with the predicted one under it, on one scale; `save` it; or
     take `timeline`, which has all steps.
@@ -31,14 +33,19 @@ class Recording:
         self._timeline = timeline
 
     def text(self, width: int = 120) -> str:
-        """The last whole step, the predicted one under it, lanes of `width` characters. Raises UnsupportedError as `timeline` does."""
+        """The last whole step, the predicted one under it, lanes of `width` characters.
+
+        Raises UnsupportedError as `timeline` does.
+        """
         return self.timeline.last_step().text(width, *self._predicted())
 
     def __str__(self) -> str:
         return self.text()
 
     def save(self, path: str | Path) -> Path:
-        """Write all steps as a Chrome trace (`.json`), or the last whole one as a picture (`.png`; needs matplotlib).
+        """Write all steps as a Chrome trace (`.json`), or the last whole one as a picture (`.png`).
+
+        A picture needs matplotlib.
 
         The predicted step stands below. Raises ConfigError for another suffix, UnsupportedError as
         `timeline` does.

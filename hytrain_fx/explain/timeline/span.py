@@ -35,12 +35,15 @@ WORDS: dict[Kind, str] = {
     LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
 }
 LAUNCHING = "launching"
-_ORDER = (LAUNCHING, "device", "D2H", "CPU", "H2D")  # "device updates" stands behind "device"
+_ORDER = (LAUNCHING, "device", "D2H", "CPU", "H2D")  # "device updates" comes after "device"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work on one lane, of unit number `unit` (-1: of no unit), times in microseconds of one clock."""
+    """One piece of work on one lane, of unit number `unit` (-1: of no unit).
+
+    Times are in microseconds of one clock.
+    """
 
     lane: str
     kind: Kind
@@ -54,7 +57,7 @@ class Span:
         return f"{LETTERS[self.kind]}{self.unit}" if self.unit >= 0 else LETTERS[self.kind]
 
     def moved(self, by_us: float) -> Span:
-        """The same work that much later."""
+        """The same work, that much later."""
         return replace(self, begin_us=self.begin_us + by_us, end_us=self.end_us + by_us)
 
 
@@ -65,7 +68,10 @@ def lane_order(lane: str) -> tuple[int, int]:
 
 
 def merged(spans: Iterable[Span], gap_us: float) -> list[Span]:
-    """The spans of one lane; neighbours of one kind and unit that are at most `gap_us` apart are one."""
+    """The spans of one lane.
+
+    Neighbours of one kind and unit that are at most `gap_us` apart are one.
+    """
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None
@@ -77,7 +83,10 @@ def merged(spans: Iterable[Span], gap_us: float) -> list[Span]:
 
 
 def tracks(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of one lane, in order of begin, on as few tracks as hold them without two at once on any."""
+    """The spans of one lane, in order of begin, on as few tracks as possible.
+
+    No two overlap on a track.
+    """
     found: list[list[Span]] = []
     for span in spans:
         free = next((track for track in found if track[-1].end_us <= span.begin_us), None)
@@ -88,7 +97,9 @@ def tracks(spans: Iterable[Span]) -> list[list[Span]]:
     return found
 
 
-# ---- Stretches of time as (begin, end) pairs in microseconds of one clock: what they cover, and what two sets of them share ----
+# ---- Stretches of time as (begin, end) pairs in microseconds of one clock ----
+#
+# What they cover, and what two sets of them share.
 
 
 Interval = tuple[float, float]
@@ -106,12 +117,18 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Sum of their lengths in microseconds: a moment that lies in several of them counts once for each."""
+    """Sum of their lengths in microseconds.
+
+    A moment in several of them counts once for each.
+    """
     return sum(end - begin for begin, end in intervals)
 
 
 def shared_time(spans: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Microseconds of `spans` that lie in the union of `others`; a moment of several spans counts once for each."""
+    """Microseconds of `spans` that lie in the union of `others`.
+
+    A moment in several spans counts once for each.
+    """
     covered = union(others)
     ends = [end for _, end in covered]
     inside = 0.0
@@ -124,7 +141,10 @@ def shared_time(spans: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def share_inside(spans: Iterable[Interval], others: Iterable[Interval]) -> float | None:
-    """Share 0..1 of the length of `spans` that lies in the union of `others`; None where `spans` have no length."""
+    """Share 0..1 of the length of `spans` that lies in the union of `others`.
+
+    None where `spans` have no length.
+    """
     spans = list(spans)
     total = length(spans)
     return shared_time(spans, others) / total if total > 0 else None

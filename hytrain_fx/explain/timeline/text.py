@@ -15,7 +15,10 @@ from hytrain_fx.ir.figures import time_text
 
 
 def timelines_text(timelines: Sequence[Lanes], width: int) -> str:
-    """Lanes of each timeline on one scale, what share of the CPU updates was hidden, what the launching thread did, the legend."""
+    """Lanes of each timeline on one scale.
+
+    Below them the hidden share of the CPU updates, what the launching thread did, and the legend.
+    """
     spans = [span for timeline in timelines for span in timeline.spans]
     if not spans:
         return f"{timelines[0].source}: nothing was recorded"

@@ -1,4 +1,6 @@
-"""What ran when: a lane for the launching thread, the device, each copy direction and each CPU worker; as text, Chrome trace or picture.
+"""What ran when, as text, Chrome trace or picture.
+
+A lane for the launching thread, the device, each copy direction and each CPU worker.
 
     launching      |b3|b2|b1|b0|s|f0|......f1|.......
     device         |b3----|b2----|b1----|b0----|f0--|f1--|f2--|f3--|
@@ -28,7 +30,8 @@ from hytrain_fx.ir.task_graph import Resource, TaskKind
 from hytrain_fx.planning.marks import Mark, stretches
 from hytrain_fx.runtime.engine import TaskRecord
 
-_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}  # of predicted tasks
+# of predicted tasks
+_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D"}
 _STAGES = {name: TaskKind[name] for name in ("D2H", "CPU_UPDATE", "GPU_UPDATE", "H2D", "STREAM_IN", "STREAM_OUT")}
 
 
@@ -37,18 +40,26 @@ class Timeline(Lanes):
     """Lanes as text, Chrome trace or picture."""
 
     def text(self, width: int = 120, *others: Lanes) -> str:
-        """Lanes of `width` characters each; further timelines stand below this one, on its scale."""
+        """Lanes of `width` characters each.
+
+        Further timelines stand below this one, on its scale.
+        """
         return timelines_text((self, *others), width)
 
     def __str__(self) -> str:
         return self.text()
 
     def to_chrome_json(self, *others: Lanes) -> str:
-        """Trace events for Perfetto or VizTracer's viewer; each further timeline is a process of its own below this one."""
+        """Trace events for Perfetto or VizTracer's viewer.
+
+        Each further timeline is a process of its own, below this one.
+        """
         return trace_json((self, *others))
 
     def save(self, path: str | Path, *others: Lanes) -> Path:
-        """Write a Chrome trace (`.json`) or a picture (`.png`; needs matplotlib), further timelines below.
+        """Write a Chrome trace (`.json`) or a picture (`.png`), further timelines below.
+
+        A picture needs matplotlib.
 
         Raises ConfigError for another suffix.
         """
@@ -66,7 +77,9 @@ def from_records(
     records: Iterable[TaskRecord], marked: Iterable[Span], unit_of: Mapping[int, int], unit_names: Sequence[str], *, begin_us: float = 0.0,
     launches: Iterable[StepLaunch] = (),
 ) -> Timeline:
-    """The measured timeline: the engine's records, and the spans between marks, on the engine's clock, from `begin_us` on.
+    """The measured timeline, from `begin_us` on, on the engine's clock.
+
+    It has the engine's records, and the spans between marks.
 
     unit_of    unit of each row of the engine; records of other rows (probes) are left out
     """
@@ -79,24 +92,35 @@ def from_records(
 
 
 def read_trace(path: str | Path) -> list[Timeline]:
-    """The timelines that `Timeline.save` or `Recording.save` wrote as a Chrome trace. Raises ConfigError for another file."""
+    """The timelines that `Timeline.save` or `Recording.save` wrote as a Chrome trace.
+
+    Raises ConfigError for another file.
+    """
     return [Timeline(tuple(spans), tuple(names), "measured" if source == "measured" else "predicted", tuple(launches))
             for spans, names, source, launches in read_parts(Path(path).read_text())]
 
 
 def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Span]:
-    """What the device did between the marks of each step (`StepMarks.finished`), by the rules of `cost_model.measure`."""
+    """What the device did between the marks of each step (`StepMarks.finished`).
+
+    The rules are in `planning.marks`.
+    """
     return [Span("device", kind, unit, begin_us, end_us) for marks in steps for kind, unit, begin_us, end_us in stretches(marks)]
 
 
 def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
-    """The predicted timeline of one steady step: a backward, then the next forward. Waits are the gaps of the device."""
+    """The predicted timeline of one steady step: a backward, then the next forward.
+
+    Waits are the gaps of the device.
+    """
     spans = [Span(_LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us) for i in schedule.intervals]
     return Timeline(tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(unit_names), "predicted")
 
 
 def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[Interval]) -> float | None:
-    """Share 0..1 of the CPU updates' time in which the device was busy; None when no CPU update was recorded.
+    """Share 0..1 of the CPU updates' time in which the device was busy.
+
+    None when no CPU update was recorded.
 
     device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any
                         order

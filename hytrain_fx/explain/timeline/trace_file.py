@@ -24,14 +24,17 @@ Event = dict[str, Any]
 
 def trace_json(timelines: Sequence[Lanes]) -> str:
     """Trace events as JSON text: one process for each timeline, one thread for each lane."""
-    threads = itertools.count(1)  # no number twice, so that no viewer takes two threads for one
+    threads = itertools.count(1)  # no number twice: no viewer may take two threads for one
     events = [event for pid, timeline in enumerate(timelines, start=1) for event in _events(timeline, pid, threads)]
     told = [{"source": t.source, "unit_names": t.unit_names, "launches": [asdict(launch) for launch in t.launches]} for t in timelines]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"hytrain_fx": told}})
 
 
 def read_parts(text: str) -> list[tuple[list[Span], list[str], str, list[StepLaunch]]]:
-    """Spans, unit names, source and launches of each timeline in `trace_json`'s text. Raises ConfigError where it is another text."""
+    """Spans, unit names, source and launches of each timeline in `trace_json`'s text.
+
+    Raises ConfigError for any other text.
+    """
     try:
         raw = json.loads(text)
         told, events = raw["otherData"]["hytrain_fx"], raw["traceEvents"]
