@@ -21,8 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hytrain_fx.errors import ConfigError, HytrainError
+from hytrain_fx.errors import ConfigError, EngineError, HytrainError
 from hytrain_fx.forecast.command import add_profile, add_report
+from hytrain_fx.ir.named_files import read_text, require_writable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +44,10 @@ the script closes them, or when it ends. Nothing else of the script changes; wha
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, or 1 after an error of this library (printed on stderr)."""
+    """Run one command. Returns 0, or 2 where it cannot be done: one line on stderr says why.
+
+    An error of a script that is inspected is raised as it is.
+    """
     own, behind = split_arguments(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(own, argparse.Namespace(script_arguments=behind))
@@ -51,10 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: -- {' '.join(behind)}")
     try:
         print(args.run(args))
+        return 0
+    except _ScriptFailed as failed:
+        of_the_script = failed.error
     except (HytrainError, OSError) as error:
-        print(f"python -m hytrain_fx {args.command}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        told = str(error) if isinstance(error, EngineError) else " ".join(str(error).split())  # a compiler's lines stay lines
+        print(f"python -m hytrain_fx {args.command}: {told}", file=sys.stderr)
+        return 2
+    raise of_the_script
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +85,7 @@ def _explain(args: argparse.Namespace) -> str:
     from hytrain_fx.explain.plan.text import plan_text
     from hytrain_fx.ir.plan import Plan
 
-    plan = Plan.from_json(args.plan.read_text())
+    plan = Plan.from_json(read_text(args.plan))
     return plan.to_json() if args.json else plan_text(plan)
 
 
@@ -162,13 +170,21 @@ class Witness:
             self._open = [one for one in self._open if one is not model]
 
 
+class _ScriptFailed(Exception):
+    """The script raised this error: it is not one of the command line."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def inspect_script(script: Path, arguments: Sequence[str] = ()) -> tuple[Inspection, ...]:
     """Run `script` as `python script arguments...` would, and inspect every model that it compiled.
 
     The models come in the order of closing.
 
-    Raises ConfigError where it compiled none, and whatever the script raises (its SystemExit only
-    with a status other than 0).
+    Raises ConfigError where it compiled none, _ScriptFailed with what the script raises, and its
+    SystemExit with a status other than 0.
     """
     witness = Witness()
     argv, path = sys.argv, list(sys.path)
@@ -185,20 +201,27 @@ def inspect_script(script: Path, arguments: Sequence[str] = ()) -> tuple[Inspect
 
 @contextlib.contextmanager
 def _ended_well() -> Iterator[None]:
-    """A script may end with `sys.exit(0)`."""
+    """A script may end with `sys.exit(0)`. What it raises is told from an error of inspecting."""
     try:
         yield
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    except Exception as error:
+        raise _ScriptFailed(error) from error
 
 
 def _inspect(args: argparse.Namespace) -> str:
+    for path in (args.html, args.svg, args.json):
+        require_writable(path)  # a script may run for hours
     if args.source.is_file():
         return "\n\n".join(_shown(args, number, found) for number, found in enumerate(inspect_script(args.source, args.script_arguments)))
     asked = [name for name in _SCRIPT_ONLY if getattr(args, name) is not None]
     if asked:
         raise ConfigError(f"found --{asked[0]} for {args.source}, expected a script: a dump folder has texts only")
+    if not args.source.is_dir():
+        raise ConfigError(f"found neither a script nor a folder {str(args.source)!r}; expected a Python script, or the folder given to "
+                          "compile(..., dump=...)")
     return _dumped(args)
 
 

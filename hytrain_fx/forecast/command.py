@@ -8,8 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape
+from hytrain_fx.ir.named_files import require_writable
 
+_MOST_GB = 1e9
 _PYTHON_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
@@ -52,7 +55,8 @@ def _report(args: argparse.Namespace) -> str:
     device = find_device(args.device)
     if args.host is not None:
         device = device.on_host_of(find_device(args.host))
-    budget_bytes = None if args.budget_gb is None else int(args.budget_gb * 1e9)
+    require_writable(args.out)
+    budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
     made = report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
                   autocast=args.autocast)
     if args.json:
@@ -64,6 +68,12 @@ def _report(args: argparse.Namespace) -> str:
     from hytrain_fx.forecast.page import markdown
 
     return _written(markdown(made), args.out)
+
+
+def _bytes(gb: float) -> int:
+    if not 0 <= gb < _MOST_GB:
+        raise ConfigError(f"found a budget of {gb:g} GB for states on the device, expected 0 to {_MOST_GB:g}")
+    return int(gb * 1e9)
 
 
 def _model(source: str) -> ModelShape:
@@ -79,6 +89,7 @@ def _model(source: str) -> ModelShape:
 def _profile(args: argparse.Namespace) -> str:
     from hytrain_fx.forecast.machine import measure_machine
 
+    require_writable(args.out)
     return _written(measure_machine(args.name, args.seconds, args.megabytes << 20, args.workers).to_json(), args.out)
 
 

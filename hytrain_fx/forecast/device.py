@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
 from hytrain_fx.ir.limits import HALF_BYTES
+from hytrain_fx.ir.named_files import json_object
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.states import ADAMW_TRAFFIC
 
@@ -32,6 +33,7 @@ LAUNCH_US_PER_UNIT = 1000.0
 # 16-bit training: gradients and new weights cross the link in 16 bit
 GRAD_BYTES_PER_PARAM = HALF_BYTES
 SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
+MOST_TOKENS = 10**12
 NOT_FIGURES = ("name", "sources", "about")
 HOST_FIGURES = ("cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s")
 
@@ -100,9 +102,12 @@ class DeviceSpec:
         Raises ConfigError where it is not such a text.
         """
         try:
-            raw = dict(json.loads(text))
+            raw = json_object(text)
             named = dict(raw.pop("sources", {}))
             sources = {name: named.get(name, "given: no source was named") for name in raw if name not in NOT_FIGURES}
+            for name, kind in (("name", str), ("about", dict)):
+                if not isinstance(raw.get(name, kind()), kind):
+                    raise TypeError(f"{name} is {raw[name]!r}")
             return cls(sources=sources, **raw)
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -121,8 +126,8 @@ def analytic_profile(
     for lengths that are not positive.
     """
     sequence = min(tokens, shape.context) if sequence is None else sequence
-    if tokens < 1 or sequence < 1:
-        raise ConfigError(f"found {tokens} tokens in sequences of {sequence}, expected both >= 1")
+    if tokens < 1 or sequence < 1 or max(tokens, sequence) > MOST_TOKENS:
+        raise ConfigError(f"found {tokens} tokens in sequences of {sequence}, expected 1 to {MOST_TOKENS} of both")
     units = tuple(_unit_profile(u, shape, device, tokens, sequence, recompute) for u in shape.units)
     return Profile(units, device.name, f"host of {device.name}", tokens=tokens, steps=0, host_memory_gb_per_s=device.host_memory_gb_per_s,
                    commit_us=LAUNCH_US_PER_UNIT * len(units))

@@ -16,6 +16,7 @@ cores.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -66,7 +67,7 @@ def measure_machine(name: str | None, seconds: float, host_bytes: int, workers: 
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     workers = default_workers(device) if workers is None else workers
-    if seconds <= 0 or host_bytes < _LEAST_BYTES or workers < 1:
+    if not 0 < seconds < math.inf or host_bytes < _LEAST_BYTES or workers < 1:
         raise ConfigError(f"found {seconds} s on {host_bytes} bytes by {workers} workers, expected more than 0 s, at least "
                           f"{_LEAST_BYTES} bytes and one worker")
     if 2 * host_bytes > available_host_bytes():

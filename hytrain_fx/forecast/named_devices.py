@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.ir.named_files import read_text
 from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
 
 GIB = 1 << 30
@@ -38,7 +39,7 @@ def find_device(source: str | Path) -> DeviceSpec:
         return known[str(source).lower()]
     path = Path(source)
     if path.is_file():
-        return DeviceSpec.from_json(path.read_text())
+        return DeviceSpec.from_json(read_text(path))
     raise ConfigError(f"found neither a file {str(source)!r} nor a device of that name; the names are {', '.join(known)}")
 
 

@@ -12,13 +12,13 @@ imported; known are configs with the keys of Llama (also Mistral, Qwen2, Qwen3),
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hytrain_fx.errors import ConfigError, UnsupportedError
+from hytrain_fx.ir.named_files import json_object, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     if not path.is_file():
         raise ConfigError(f"found neither a file {str(source)!r} nor a shape of that name; the names are {', '.join(sorted(registered))}")
     try:
-        config = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        config = json_object(read_text(path))
+    except ValueError as error:
         raise ConfigError(f"{path} is not a model's config.json: {error}") from error
     return _from_config(config, str(config.get("_name_or_path") or path.parent.name or path.stem))
 
@@ -169,28 +169,54 @@ def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     experts = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)]
     if experts:
         raise UnsupportedError(f"the config has {experts[0]}={config[experts[0]]}: mixtures of experts are not known here")
-    try:
-        if family == "gpt2" or "n_embd" in config:
-            return _gpt2(config, name).shape()
-        if family in ("bert", "roberta") or "type_vocab_size" in config:
-            return _bert(config, name).shape()
-        if family in ("llama", "mistral", "qwen2", "qwen3", "") and "hidden_size" in config:
-            return _llama(config, name, family).shape()
-    except KeyError as error:
-        raise ConfigError(f"the config of {name!r} has no key {error}; found {', '.join(sorted(config))}") from error
-    raise UnsupportedError(f"model_type {family!r} is not known here; expected llama, mistral, qwen2, qwen3, gpt2 or bert")
+    numbers = _Numbers(config, name)
+    if family == "gpt2" or "n_embd" in config:
+        return _gpt2(numbers, name).shape()
+    if family in ("bert", "roberta") or "type_vocab_size" in config:
+        return _bert(numbers, name).shape()
+    if family in ("llama", "mistral", "qwen2", "qwen3", "") and "hidden_size" in config:
+        return _llama(numbers, name, family).shape()
+    found = f"model_type {config['model_type']!r} is not known here" if family else f"the config of {name!r} has no model_type"
+    raise UnsupportedError(f"{found}; expected llama, mistral, qwen2, qwen3, gpt2 or bert. package.module:factory takes any model")
 
 
-def _llama(c: Mapping[str, Any], name: str, family: str) -> _Layers:
+class _Numbers:
+    """The values of a config by key. Raises ConfigError where one is missing, or is none."""
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self._config = config
+        self._name = name
+
+    def __getitem__(self, key: str) -> int:
+        if key not in self._config:
+            raise ConfigError(f"the config of {self._name!r} has no key {key!r}; found {', '.join(sorted(self._config))}")
+        return self._whole(key, self._config[key], 1)
+
+    def get(self, key: str, otherwise: int, least: int = 1) -> int:
+        """A number that may be left out, or null."""
+        value = self._config.get(key)
+        return otherwise if value is None else self._whole(key, value, least)
+
+    def says(self, key: str, otherwise: bool) -> bool:
+        """A switch that may be left out."""
+        return bool(self._config.get(key, otherwise))
+
+    def _whole(self, key: str, value: object, least: int) -> int:
+        if type(value) is not int or value < least:
+            raise ConfigError(f"the config of {self._name!r} has {key}={value!r}; expected a whole number >= {least}")
+        return value
+
+
+def _llama(c: _Numbers, name: str, family: str) -> _Layers:
     hidden, inner, heads, vocab = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"], c["vocab_size"]
-    head_dim = c.get("head_dim") or hidden // heads
-    width, kv_width = heads * head_dim, (c.get("num_key_value_heads") or heads) * head_dim
+    head_dim = c.get("head_dim", hidden // heads)
+    width, kv_width = heads * head_dim, c.get("num_key_value_heads", heads) * head_dim
     matmul = 2 * hidden * width + 2 * hidden * kv_width + 3 * hidden * inner
-    qkv_bias = family == "qwen2" or c.get("attention_bias", False)
-    bias = (width + 2 * kv_width if qkv_bias else 0) + (hidden if c.get("attention_bias", False) and family != "qwen2" else 0)
-    bias += 2 * inner + hidden if c.get("mlp_bias", False) else 0
+    qkv_bias = family == "qwen2" or c.says("attention_bias", False)
+    bias = (width + 2 * kv_width if qkv_bias else 0) + (hidden if c.says("attention_bias", False) and family != "qwen2" else 0)
+    bias += 2 * inner + hidden if c.says("mlp_bias", False) else 0
     norms = 2 * hidden + (2 * head_dim if family == "qwen3" else 0)
-    tied = bool(c.get("tie_word_embeddings", False))
+    tied = c.says("tie_word_embeddings", False)
     return _Layers(
         name, c["num_hidden_layers"], hidden, vocab, c.get("max_position_embeddings", 2048),
         embedding_params=vocab * hidden, layer_params=matmul + bias + norms, layer_matmul_params=matmul,
@@ -198,11 +224,11 @@ def _llama(c: Mapping[str, Any], name: str, family: str) -> _Layers:
         attention_width=width, saved_values=4 * hidden + 2 * width + 2 * kv_width + 3 * inner, causal=True)
 
 
-def _gpt2(c: Mapping[str, Any], name: str) -> _Layers:
+def _gpt2(c: _Numbers, name: str) -> _Layers:
     hidden, vocab, context = c["n_embd"], c["vocab_size"], c["n_positions"]
-    inner = c.get("n_inner") or 4 * hidden
+    inner = c.get("n_inner", 4 * hidden)
     matmul = 4 * hidden * hidden + 2 * hidden * inner
-    tied = bool(c.get("tie_word_embeddings", True))
+    tied = c.says("tie_word_embeddings", True)
     return _Layers(
         name, c["n_layer"], hidden, vocab, context,
         embedding_params=(vocab + context) * hidden, layer_params=matmul + 9 * hidden + inner, layer_matmul_params=matmul,
@@ -210,14 +236,14 @@ def _gpt2(c: Mapping[str, Any], name: str) -> _Layers:
         attention_width=hidden, saved_values=8 * hidden + 3 * inner, causal=True)
 
 
-def _bert(c: Mapping[str, Any], name: str) -> _Layers:
+def _bert(c: _Numbers, name: str) -> _Layers:
     hidden, inner, vocab, context = c["hidden_size"], c["intermediate_size"], c["vocab_size"], c["max_position_embeddings"]
     matmul = 4 * hidden * hidden + 2 * hidden * inner
-    tied = bool(c.get("tie_word_embeddings", True))
+    tied = c.says("tie_word_embeddings", True)
     transform = hidden * hidden + 3 * hidden
     return _Layers(
         name, c["num_hidden_layers"], hidden, vocab, context,
-        embedding_params=(vocab + context + c.get("type_vocab_size", 2) + 2) * hidden,
+        embedding_params=(vocab + context + c.get("type_vocab_size", 2, least=0) + 2) * hidden,
         layer_params=matmul + 9 * hidden + inner, layer_matmul_params=matmul,
         head_params=transform + vocab + (0 if tied else vocab * hidden + vocab), head_matmul_params=(vocab + hidden) * hidden,
         attention_width=hidden, saved_values=8 * hidden + 2 * inner, causal=False)

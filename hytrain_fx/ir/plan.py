@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.named_files import json_object
 
 
 class Placement(enum.StrEnum):
@@ -130,7 +131,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read `to_json`'s text back. Raises PlanError where it is not such a text."""
         try:
-            raw: dict[str, Any] = dict(json.loads(text))
+            raw = json_object(text)
             rows = tuple(PlanRow(**{**row, "placement": Placement(row["placement"])}) for row in raw.pop("rows"))
             read = cls(rows=rows, notes=tuple(raw.pop("notes", ())), **raw)
             _require_kinds(read)
@@ -140,13 +141,22 @@ class Plan:
 
 
 def _require_kinds(plan: Plan) -> None:
-    """Raise TypeError where a text holds something else instead of a number."""
-    for name, value in (("k", plan.k), *((name, getattr(row, name)) for row in plan.rows for name in ("unit", "begin", "end"))):
+    """Raise TypeError where a text holds something else instead of a number or a word."""
+    for name, value in (("k", plan.k), *((name, getattr(row, name)) for row in plan.rows for name in ("unit", "begin", "end", "rank"))):
         if type(value) is not int or value < 0:
             raise TypeError(f"{name} is {value!r}")
+    words = (("source", plan.source), *(("notes", note) for note in plan.notes),
+             *((name, getattr(row, name)) for row in plan.rows for name in ("unit_name", "reason")))
+    for name, value in words:
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}")
     for name in ("inputs", "predicted"):
-        if not isinstance(getattr(plan, name), dict):
-            raise TypeError(f"{name} is {getattr(plan, name)!r}")
+        figures = getattr(plan, name)
+        if not isinstance(figures, dict):
+            raise TypeError(f"{name} is {figures!r}")
+        for key, value in figures.items():
+            if not isinstance(value, int | float):
+                raise TypeError(f"{name}[{key!r}] is {value!r}")
 
 
 class PlannedUnit(Protocol):

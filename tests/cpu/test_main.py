@@ -54,22 +54,6 @@ def test_build_says_where_the_engine_is(capsys: pytest.CaptureFixture[str]) -> N
     assert path.is_file()
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["report", "--model", "no-such", "--device", "h200", "--tokens", "1"], "no-such"),
-    (["explain", "--plan", "{tmp}/missing.json"], "missing.json"),
-    (["explain", "--plan", "{tmp}/no_plan.json"], "not a saved plan"),
-    (["inspect", "{tmp}"], "no graph texts"),
-])
-def test_errors_are_told_on_stderr(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command that fails returns 1 and prints nothing but the reason."""
-    (tmp_path / "no_plan.json").write_text("{}")
-    assert main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert message in told.err
-    assert "Traceback" not in told.err
-
-
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` exits with 0."""
     with pytest.raises(SystemExit) as left:
