@@ -1,8 +1,8 @@
 """Which CPUs this process may run on, and starting threads there.
 
-A thread's affinity is not the process's: an OpenMP runtime that binds threads (`OMP_PROC_BIND`,
-`OMP_PLACES`, `GOMP_CPU_AFFINITY`) binds the launching thread too, to one core, and every thread
-that it starts inherits that. What was allowed before are the runtime's places.
+A thread may have another affinity than its process. An OpenMP runtime that binds threads
+(`OMP_PROC_BIND`, `OMP_PLACES`, `GOMP_CPU_AFFINITY`) also binds the launching thread, to one core,
+and every thread that it starts inherits that. The runtime's places are what was allowed before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _OPENMP = ("gomp", "iomp", "libomp")  # in the names of GCC's, Intel's and LLVM'
 
 
 def allowed_cpus() -> frozenset[int]:
-    """Logical CPUs that this process may run on: those of the calling thread, or of all places where OpenMP has bound it to one of them."""
+    """Logical CPUs that this process may run on.
+
+    They are the calling thread's, or all places where OpenMP has bound it to one of them.
+    """
     own = frozenset(os.sched_getaffinity(0))
     places = _places()
     return places if own < places else own
@@ -26,12 +29,16 @@ def allowed_cpus() -> frozenset[int]:
 
 @contextlib.contextmanager
 def threads_on(cpus: Collection[int]) -> Iterator[None]:
-    """Threads and processes that are started within may run on these CPUs, whatever the calling thread is bound to."""
+    """Threads and processes started within may run on these CPUs.
+
+    What the calling thread is bound to does not matter.
+    """
     before = os.sched_getaffinity(0)
     if set(cpus) == set(before):
         yield
         return
-    with contextlib.suppress(OSError):  # a container may forbid it; then they run where the caller does
+    # a container may forbid it; then they run where the caller does
+    with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cpus)
     try:
         yield
@@ -41,7 +48,10 @@ def threads_on(cpus: Collection[int]) -> Iterator[None]:
 
 
 def _places() -> frozenset[int]:
-    """The CPUs of all places of the OpenMP runtimes in this process that bind threads; empty where none does."""
+    """The CPUs of all places of the OpenMP runtimes in this process that bind threads.
+
+    Empty where none does.
+    """
     found: set[int] = set()
     for path in _openmp_runtimes():
         with contextlib.suppress(OSError, AttributeError):  # not a runtime after all, or an old one

@@ -36,7 +36,9 @@ from hytrain_fx.runtime.scalars import UpdateFlag, UpdateScalars, f32, number, p
 
 @dataclass(frozen=True, slots=True)
 class AdamScalars(UpdateScalars):
-    """What one step of Adam/AdamW multiplies, adds and divides by. Every float holds a binary32 value.
+    """What one step of Adam/AdamW multiplies, adds and divides by.
+
+    Every float holds a binary32 value.
 
     decay            1 - lr * weight_decay (AdamW), or 1
     l2               weight_decay (Adam), or 0
@@ -66,7 +68,8 @@ class AdamScalars(UpdateScalars):
     def of(
         cls, group: Mapping[str, object], step: float, *, decoupled: bool, torch_cuda: bool, factors: tuple[float, ...] = ()
     ) -> AdamScalars:
-        """The scalars of step `step` (1 for the first) from a param_group of torch.optim.Adam or AdamW.
+        """The scalars of step `step` (1 for the first) from a param_group of torch.optim.Adam or
+        AdamW.
 
         Computed as torch.optim does: in double, each rounded to binary32 where it meets a tensor.
         decoupled    AdamW's weight decay, else Adam's
@@ -117,22 +120,27 @@ class AdamScalars(UpdateScalars):
 
 
 AT_REST: Final = AdamScalars(1.0, l2=0.0, lerp=0.0, beta2=1.0, one_minus_beta2=0.0, neg_step_size=0.0, bias2_sqrt=1.0, eps=1.0, flags=0)
-"""Of a step that changes nothing: of rows that another optimizer updates."""
+"""The scalars of a step that changes nothing, for rows that another optimizer updates."""
 
 
-# Of one pass on a CPU: temporaries of more are pages that the system hands out anew each time (4.5
-# M at once: 154 ns a parameter, 28 so).
+# Parameters of one pass on a CPU. The system hands out pages for larger temporaries each time again
+# (4.5 M at once: 154 ns a parameter, 28 so).
 _BLOCK_PARAMS = 256 << 10
 
 
 def adamw_(
     grad: torch.Tensor,  # [n] (or any shape, all the same) fp32, bf16 or fp16
     master: torch.Tensor,  # [n] fp32, in place
-    states: Sequence[torch.Tensor],  # [n] each, in place: those of ir/states.py's ADAMW, the last with AMSGRAD
+    # [n] each, in place: ir/states.py's ADAMW, the last with AMSGRAD
+    states: Sequence[torch.Tensor],
     scalars: AdamScalars,
-    out: torch.Tensor | None = None,  # [n] the new weight, rounded to nearest even; may be the memory of grad
+    # [n] new weight, rounded to nearest even; may be grad's memory
+    out: torch.Tensor | None = None,
 ) -> None:
-    """One step, one torch op per rounding, on any device: the readable and slow form of csrc/adamw.h, with the same bits."""
+    """One step, one torch op per rounding, on any device.
+
+    The readable and slow form of csrc/adamw.h, with the same bits.
+    """
     if grad.device.type != "cpu" or grad.dim() != 1:
         return _adamw_block(grad, master, states, scalars, out)
     for begin in range(0, grad.numel(), _BLOCK_PARAMS):
@@ -188,7 +196,10 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root of an fp32 tensor: torch's in fp32 is not on the CPU, its double one is near enough to round right."""
+    """Correctly rounded square root of an fp32 tensor.
+
+    On the CPU torch's fp32 root is not; its double one is near enough to round right.
+    """
     return x.double().sqrt_().float()
 
 

@@ -1,8 +1,7 @@
 """The engine as the rest of the library sees it, and what is handed to it.
 
-Two engines stand behind this Protocol: `native` (C++ threads that never take the GIL) and
-`fallback` (one Python thread and plain torch ops, where no compiler is at hand). Both give the same
-bits.
+Two engines implement this Protocol: `native` (C++ threads that never take the GIL) and `fallback`
+(one Python thread and plain torch ops, where there is no compiler). Both give the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RowSpec:
 
     numel: int
     unit: int
-    weight: torch.Tensor  # the parameter's own memory, dense, any shape; fp32, bf16 or fp16
+    weight: torch.Tensor  # the parameter's own memory, dense, any shape; fp32, bf16, fp16
     name: str = ""  # for messages
 
 
@@ -44,16 +43,18 @@ class RowStates:
     dtype; of rows with a copy it is fp32, and a bf16 gradient fills half of it. An update leaves
     the gradient there: `.grad` may be read after `step()`. With `low` the master is in two halves
     (split_master.py), and the signs of the state `table.tie` are part of it. `out` (host only) is
-    there for 16-bit weights whose master is whole. Rows whose optimizer has no kernel keep `own`
+    there for 16-bit weights whose master is whole. A row whose optimizer has no kernel keeps `own`
     instead of `states`.
     """
 
     table: StateTable
     master: torch.Tensor  # [numel] fp32; with `low` bf16, the new weight
     states: tuple[torch.Tensor, ...] = ()  # [numel] each, in the table's order
-    slot: torch.Tensor | None = None  # [numel] gradient in; None on the device and for streamed rows
+    # [numel] gradient in; None on the device and for streamed rows
+    slot: torch.Tensor | None = None
     low: torch.Tensor | None = None  # [numel] int16, bf16 rows on the host
-    out: torch.Tensor | None = None  # [numel] the new 16-bit weight, on its way to the device; None where the master holds it
+    # [numel] the new 16-bit weight, going to the device; None where the master holds it
+    out: torch.Tensor | None = None
     own: OwnStates | None = None
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RowStates:
@@ -70,14 +71,19 @@ class RowStates:
         return dict(zip(self.table.names, self.states, strict=True))
 
     def marked(self) -> torch.Tensor:
-        """The state whose signs are part of a master in halves. Raises EngineError for a table without one."""
+        """The state whose signs are part of a master in halves.
+
+        Raises EngineError for a table without such a state.
+        """
         if self.table.tie is None:
             raise EngineError(f"internal: no state of {self.table.optimizer} has signs to spare, so its masters are whole")
         return self.states[self.table.tie]
 
 
 class RowStep(Protocol):
-    """One step of one row of any optimizer, its numbers fixed: updates whole tensors where they rest.
+    """One step of one row of any optimizer, its numbers fixed.
+
+    It updates whole tensors where they rest.
 
     gradient   [numel] in the weight's dtype; it may be written to
     factors    multiplications of the gradient, in order, each rounded to its dtype
@@ -91,10 +97,10 @@ class RowStep(Protocol):
 class CommitItem:
     """One row's part of a `step()`.
 
-    grad     the real gradient of a row updated on the device (its states resting there or
-             streamed), None for one that went to its slot
-    at_end   the weight or the gradient was touched outside the graphs: go by the compute stream as
-             of now
+    grad     the real gradient of a row updated on the device (its states rest there or are
+             streamed), None for a gradient that went to its slot
+    at_end   the weight or the gradient was touched outside the graphs: go by the present point of
+             the compute stream
     factors  multiplications logged on the gradient, each a float or a 0-dim fp32 tensor on the
              device, unchanged until the next commit
     step     what to run for a row whose optimizer has no kernel, instead of `scalars`
@@ -109,7 +115,10 @@ class CommitItem:
 
 
 class Stage(IntEnum):
-    """A stage of the pipeline, for recording and for delays in tests. STREAM_IN and STREAM_OUT copy states of streamed rows."""
+    """A stage of the pipeline, for recording and for delays in tests.
+
+    STREAM_IN and STREAM_OUT copy states of streamed rows.
+    """
 
     D2H = 0
     CPU_UPDATE = 1
@@ -134,7 +143,9 @@ class TaskRecord:
 
 
 def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:
-    """Slots, arrays in each, fp32 elements in each array: the device memory that the states of streamed rows pass through.
+    """Slots, arrays in each, fp32 elements in each array.
+
+    This is the device memory that the states of streamed rows pass through.
 
     largest_params   of the largest of them
     arrays           fp32 tensors that a row may have there: master and states
@@ -145,16 +156,19 @@ def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class GuessCounts:
-    """Updates that began before the factors of their gradients were known, with those that last came twice running.
+    """Updates that began before the factors of their gradients were known.
+
+    They guessed the factors that last came twice running.
 
     Counted since the engine was made:
+
     commits   steps with such updates
-    missed    of those, where a factor came out otherwise and updates were made again
-    params    parameters updated so, and `redone` of them
-    shadow_bytes    the most host memory that other places for states in such updates, and in those
-                    ahead of `step()`, have taken
-    sent      parameters, of `params`, whose new weights were sent to the device before the factors
-              had come
+    missed    those of them in which a factor came out differently and updates were made again
+    params    parameters updated so
+    redone    those of them that were updated again
+    shadow_bytes    the most host memory that new places for states have taken, in such updates and
+                    in those ahead of `step()`
+    sent      parameters, of `params`, whose new weights were sent before the factors had come
     """
 
     commits: int = 0
@@ -167,16 +181,19 @@ class GuessCounts:
 
 @dataclass(frozen=True, slots=True)
 class EarlyCounts:
-    """Updates that began before `step()`, on a guess at its hyper-parameters and factors; since the engine was made.
+    """Updates that began before `step()`, on a guess at its hyper-parameters and factors.
+
+    Counted since the engine was made:
 
     commits   steps with such updates
-    missed    of those, where some were put back or made again; where a factor that came later was
-              the cause, that counts as a missed guess
-    params    parameters updated so, and `redone` of them
-    host_params, landed_params    of the last commit: parameters in rows on the host, and of those
-                                  whose gradients had arrived by then
-    waiting_params, guessed_params    of host_params: whose factors had not arrived by then, and of
-                                      those that may begin on a guess
+    missed    those of them in which some updates were put back or made again; if a factor that came
+              later was the cause, that counts as a missed guess
+    params    parameters updated so
+    redone    those of them that were put back or updated again
+    host_params, landed_params    of the last commit: parameters in rows on the host, and those of
+                                  them whose gradients had arrived by then
+    waiting_params, guessed_params    of host_params: those whose factors had not arrived by then,
+                                      and those of them that may begin on a guess
     """
 
     commits: int = 0
@@ -191,20 +208,21 @@ class EarlyCounts:
 
 @dataclass(frozen=True, slots=True)
 class FinishTimes:
-    """When the updates of a step ended, in microseconds from its commit; 0 where there were none of the kind.
+    """When the updates of a step ended, in microseconds from its commit.
+
+    0 where there were none of the kind.
 
     cpu_paused_us     idle time of the workers, over their number, from the first update by the CPU
-                      to the last: gradients had yet to come
+                      to the last: gradients had not come yet
     cpu_begun_us      when the first update by the CPU began
-    streamed_held_us  for how long states that were to be streamed stood on the lane behind new
-                      weights that the CPU was yet to update
+    streamed_held_us  how long states to be streamed stood on the lane after new weights that the
+                      CPU had not updated
     launching_us      what the launching thread then took from its last wait to the next commit,
                       without what held it up (a full queue); 0 where the loop waited for the device
                       before the commit
-    ahead             gradients that it had sent on their way by then though their rows' updates had
-                      not ended
-    at_once           parameters whose updates stood on the lane to the device together, as the rest
-                      of the step, which it did not wait for
+    ahead             gradients offloaded by then, before their rows' previous updates had ended
+    at_once           parameters whose updates were put on the lane to the device together, as the
+                      rest of the step, which the launching thread did not wait for
     """
 
     cpu_us: float = 0.0
@@ -218,7 +236,7 @@ class FinishTimes:
 
 
 def engine_error(message: str, names: Sequence[str]) -> EngineError:
-    """The error that an engine's message stands for, with the parameters' names beside their rows."""
+    """The error for an engine's message, with the parameters' names next to their rows."""
 
     def named(match: re.Match[str]) -> str:
         row = int(match[1])
@@ -236,7 +254,10 @@ def engine_error(message: str, names: Sequence[str]) -> EngineError:
 
 
 def forked_error() -> EngineError:
-    """For what a forked child asks of an engine, whose threads it does not have. Its weights were settled before the fork."""
+    """The error for a forked child that asks something of an engine.
+
+    It does not have the engine's threads. Its weights were settled before the fork.
+    """
     return EngineError(
         "this process was forked from the one that compiled the model: it has the weights, but no engine to train with. Train in the "
         "parent, or start the process with multiprocessing's \"spawn\" method and compile there"
@@ -244,12 +265,15 @@ def forked_error() -> EngineError:
 
 
 class Engine(Protocol):
-    """Takes gradients, updates, and brings new weights back. Every method raises EngineError when a worker has failed."""
+    """Takes gradients, updates, and brings new weights back.
+
+    Every method raises EngineError when a worker has failed.
+    """
 
     name: str
     workers: int
     can_stream: bool  # whether rows may be placed with place_streamed
-    splits_masters: bool  # whether bf16 rows on the host have their masters in two halves
+    splits_masters: bool  # whether bf16 rows on the host have masters in halves
     can_skip: bool  # whether there are `commit_unless` and `skipped`
     takes_copies: bool  # whether there is `use_copy`
     can_begin_early: bool  # whether there is `commit_early`
@@ -259,16 +283,16 @@ class Engine(Protocol):
     def add_row(self, spec: RowSpec) -> int: ...  # its number
     def set_unit(self, row: int, unit: int) -> None: ...
     def set_weight(self, row: int, weight: torch.Tensor) -> None: ...
-    def use_copy(self, row: int, copy: torch.Tensor) -> None: ...  # in the place of an fp32 weight
+    def use_copy(self, row: int, copy: torch.Tensor) -> None: ...  # replaces an fp32 weight
     def place_on_host(self, row: int, states: RowStates) -> None: ...
     def place_on_device(self, row: int, states: RowStates) -> None: ...
     def place_streamed(self, row: int, states: RowStates) -> None: ...
     def send_weight(self, row: int, on: bool) -> None: ...  # only where can_stream
-    # The ring's size; without `streams`, where no row is streamed, memory for that is let go. All
-    # rows are at rest.
+    # The ring's size. Without `streams` no row is streamed, and memory for that is let go. All rows
+    # are at rest.
     def set_transit(self, ring_bytes: int, streams: bool) -> None: ...
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None: ...
-    # Copies of gradients that stay on the device: dense, of one dtype and order of memory with what
+    # Copies of gradients that stay on the device: dense, with the dtype and order of memory of what
     # they are copied to.
     def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None: ...
     def arm_cpu(self, rows: Sequence[int]) -> None: ...
@@ -276,39 +300,48 @@ class Engine(Protocol):
     def arm_reload(self, rows: Sequence[int]) -> None: ...
     def release(self, rows: Sequence[int]) -> None: ...
     def commit(self, items: Sequence[CommitItem]) -> None: ...
-    def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None: ...  # updates nothing where `skip` is not 0
-    def skipped(self) -> bool: ...  # whether that was so at the last commit_unless; must be asked before the next commit
-    def commit_early(self, items: Sequence[CommitItem]) -> None: ...  # guesses at items of the commit to come, without factors
+    # updates nothing where `skip` is not 0
+    def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None: ...
+    # whether the last commit_unless updated nothing; ask before the next commit
+    def skipped(self) -> bool: ...
+    # guesses at items of the next commit, without factors
+    def commit_early(self, items: Sequence[CommitItem]) -> None: ...
     def wait(self, rows: Sequence[int]) -> None: ...
-    def settle(self, rows: Sequence[int]) -> None: ...  # until new weights are there and may be read and written
+    # until new weights are there and may be read and written
+    def settle(self, rows: Sequence[int]) -> None: ...
     def drain(self, rows: Sequence[int]) -> None: ...  # and states are at rest in their own memory
-    # Gradients in slots to `out`, dense, of any dtype: in order, each padded to 64 bytes. They may
-    # be read, and `out` may be let go, once the compute stream has been made to wait: by `fetched`,
-    # with the number that `fetch` gave.
+    # Gradients in slots go to `out`, dense, of any dtype: in order, each padded to 64 bytes. They
+    # may be read, and `out` may be let go, once the compute stream has been made to wait by
+    # `fetched`, with the number that `fetch` gave.
     def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int: ...
     def fetched(self, fetch: int) -> None: ...
     def discard(self, rows: Sequence[int]) -> None: ...
     def pending(self, row: int) -> bool: ...
     def record(self, on: bool) -> None: ...
-    def take_records(self) -> list[TaskRecord]: ...  # all that have ended, since the last call
+    def take_records(self) -> list[TaskRecord]: ...  # all that have ended since the last call
     def guess_counts(self) -> GuessCounts: ...
     def early_counts(self) -> EarlyCounts: ...
-    def finish_times(self) -> FinishTimes: ...  # of the step before the last commit; zeros where it had not ended by then
+    # of the step before the last commit; zeros if it had not ended by then
+    def finish_times(self) -> FinishTimes: ...
     def cpu_update_us(self, row: int) -> float: ...
     def set_delay(self, stage: Stage, mean_us: float) -> None: ...
     def fail_next_update(self, row: int) -> None: ...
-    def retire(self, row: int) -> None: ...  # an idle row is not used for now: its states may be let go of
+    # an idle row is not used for now: its states may be let go
+    def retire(self, row: int) -> None: ...
     def close(self) -> None: ...
 
 
 def settling(engine: Engine) -> Callable[[], None]:
-    """What waits for all updates, before a fork: the child gets what memory holds then, and no threads that could finish one."""
+    """What waits for all updates, before a fork.
+
+    The child gets what memory holds then, and no threads that could finish an update.
+    """
     found = weakref.ref(engine)
 
     def settle() -> None:
         alive = found()
         if alive is not None:
-            with suppress(EngineError):  # closed, or the parent hears of it at its next gate
+            with suppress(EngineError):  # closed, or the parent learns of it at its next gate
                 alive.drain(range(alive.rows))
 
     return settle

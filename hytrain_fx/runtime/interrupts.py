@@ -1,4 +1,6 @@
-"""Ctrl+C comes between the parts of a training loop, as in plain code: a step happens whole or not at all.
+"""Ctrl+C comes between the parts of a training loop, as in plain code.
+
+A step happens whole or not at all.
 
 Python runs a signal's handler between any two lines of the main thread. Within `whole` it is noted,
 and runs at the end.
@@ -16,14 +18,20 @@ from types import FrameType
 
 @dataclass
 class Gap:
-    """open: whether an interrupt is raised at once after all; one that was has closed it, so that what cleans up after it is whole."""
+    """Where an interrupt may break off a block of `whole`.
+
+    `open`: whether it is raised at once. One that was raised has closed the gap, so that what
+    cleans up after it is whole.
+    """
 
     open: bool = False
 
 
 @contextmanager
 def whole() -> Iterator[Gap]:
-    """Around what must not be left half-done: an interrupt that comes meanwhile is raised after it. About 2 us.
+    """Protects what must not be left half-done.
+
+    An interrupt that comes meanwhile is raised after it. About 2 us.
 
         with whole() as gap:
             begin()
@@ -54,7 +62,8 @@ def whole() -> Iterator[Gap]:
         signal.signal(signal.SIGINT, note)
         yield gap
     finally:
-        if signal.getsignal(signal.SIGINT) is note:  # else the user's code in the gap has set another
+        # else the user's code in the gap has set another
+        if signal.getsignal(signal.SIGINT) is note:
             signal.signal(signal.SIGINT, handler)
         if noted:
             handler(signal.SIGINT, noted[0])

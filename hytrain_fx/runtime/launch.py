@@ -22,12 +22,16 @@ from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
 from hytrain_fx.runtime.updates import KERNEL_UPDATES
 
-STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, ADAMW_DEFAULT.tensors)) * FP32_BYTES  # of TRANSIT_BYTES, for AdamW's streamed states
+# part of TRANSIT_BYTES, for AdamW's streamed states
+STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, ADAMW_DEFAULT.tensors)) * FP32_BYTES
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 
 
 def default_workers(device: torch.device | None = None) -> int:
-    """CPU update threads where the option is not given: this rank's physical cores less those that launch."""
+    """CPU update threads where the option is not given.
+
+    This rank's physical cores less the launching ones.
+    """
     topology = read_topology(device)
     cores = _cores_without_topology() if topology is None else usable_cores(topology)
     return max(1, cores - LAUNCHING_CORES)
@@ -84,7 +88,9 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
 
 
 def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
-    """The engine that `config.engine` names. "auto" takes the native one and, where it cannot be built, says so and takes torch's.
+    """The engine that `config.engine` names.
+
+    "auto" takes the native one. Where that cannot be built, it says so and takes torch's.
 
     Its threads do not take over what the calling thread is bound to. Raises EngineError when the
     named engine cannot be had.
@@ -95,7 +101,8 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     if config.workers is not None and workers > cpus:
         warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "
                       f"None takes {default_workers(device)}", stacklevel=4)
-    ring_bytes = ring_bytes_for(parameters, config, streams=False)  # `Engine.set_transit`, where states come to be streamed
+    # `Engine.set_transit` when states are streamed
+    ring_bytes = ring_bytes_for(parameters, config, streams=False)
     room = total_bytes(device) if device.type == "cuda" else psutil.virtual_memory().total
     if config.ring_bytes is not None and ring_bytes > room:
         raise ConfigError(f"option ring_bytes={ring_bytes}: the device has no room for it, {room} bytes in all; None takes what is needed")

@@ -19,7 +19,10 @@ _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def ask_for_long_queue() -> None:
-    """Set the variable for this process and its children, unless it is set (also to nothing), or comes too late, or there is no driver."""
+    """Set the variable for this process and its children.
+
+    Not where it is set (also to nothing), where it would come too late, or without a driver.
+    """
     if VARIABLE not in os.environ and _cuda_has_begun() is False:
         os.environ[VARIABLE] = LONGEST
 

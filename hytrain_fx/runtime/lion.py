@@ -1,4 +1,6 @@
-"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the optimizer, and the same step on fp32 masters.
+"""Lion: the optimizer, and the same step on fp32 masters.
+
+From Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
 
 One state a parameter. Each operation of the step is one of torch's that rounds once, and none is
 fused, so it has the same bits on every device; csrc/lion.h and csrc/update_rows.cu write the same.
@@ -17,13 +19,15 @@ from hytrain_fx.runtime.scalars import UpdateScalars, f32, number, pair, read_gr
 
 
 class Lion(torch.optim.Optimizer):
-    """Moves each weight by `lr`, along the sign of an average of gradients; with decoupled weight decay.
+    """Moves each weight by `lr`, along the sign of an average of gradients.
+
+    Weight decay is decoupled.
 
     lr             length of a step, 3 to 10 times less than AdamW's
     betas          of the average whose sign is taken, and of the one that is kept
     weight_decay   3 to 10 times AdamW's
 
-    As torch's classes it keeps what it keeps in the parameters' dtype; compiled, masters and states
+    Like torch's classes it keeps its states in the parameters' dtype; compiled, masters and states
     of 16-bit parameters are fp32. Raises ValueError for options out of range.
     """
 
@@ -54,7 +58,10 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class LionScalars(UpdateScalars):
-    """What one step of Lion multiplies and adds: `lerp` is 1 - beta1, `neg_step_size` is -lr, `decay` is 1 - lr * weight_decay."""
+    """What one step of Lion multiplies and adds.
+
+    `lerp` is 1 - beta1, `neg_step_size` is -lr, `decay` is 1 - lr * weight_decay.
+    """
 
     kernel: ClassVar[Kernel] = Kernel.LION
 
@@ -67,14 +74,17 @@ class LionScalars(UpdateScalars):
 
     @classmethod
     def of(cls, group: Mapping[str, object], factors: tuple[float, ...] = ()) -> LionScalars:
-        """From a group's options, computed in double. Raises UnsupportedError for options that are missing or no numbers."""
+        """From a group's options, computed in double.
+
+        Raises UnsupportedError for options that are missing or no numbers.
+        """
         lr, weight_decay, (beta1, beta2) = number(group, "lr"), number(group, "weight_decay"), pair(group, "betas")
         return cls(*map(f32, (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr)), factors=factors)
 
     def update_(
         self, grad: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor], out: torch.Tensor | None = None
     ) -> None:
-        """As the class's step."""
+        """Like the class's step."""
         _step(master, read_gradient(grad, self), states[0], self)
         if out is not None:
             out.copy_(master)

@@ -9,8 +9,8 @@ from typing import Literal
 import psutil
 import torch
 
-# Left free on a tier: for the allocator's fragments, for other processes, for what a later step may
-# need.
+# Left free on each tier: for the allocator's fragments, for other processes, for what a later step
+# may need.
 _DEVICE_MARGIN_BYTES = 1 << 30
 _HOST_SHARE = 0.9
 CGROUPS = Path("/sys/fs/cgroup")
@@ -49,14 +49,20 @@ def host_budget_bytes(limit_bytes: int | None) -> int:
 
 
 def available_host_bytes(root: Path = CGROUPS) -> int:
-    """Bytes that this process can still take on the host: what the system has available, or less where its control group has a limit."""
+    """Bytes that this process can still take on the host.
+
+    What the system has available, or less where its control group has a limit.
+    """
     available = int(psutil.virtual_memory().available)
     left = (_left_in_group(root, *names) for names in _GROUP_FILES)
     return min([available, *(nbytes for nbytes in left if nbytes is not None)])
 
 
 def _left_in_group(root: Path, limit: str, usage: str, statistics: str) -> int | None:
-    """None without a limit. Cached file pages that are not in use are given back when memory is short."""
+    """Bytes left in the control group; None without a limit.
+
+    Cached file pages that are not in use are given back when memory is short.
+    """
     try:
         left = int((root / limit).read_text()) - int((root / usage).read_text())
         of = dict(line.split() for line in (root / statistics).read_text().splitlines())

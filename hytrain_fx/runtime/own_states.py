@@ -1,4 +1,7 @@
-"""What any optimizer keeps for one row, under its own names: tensors of any shape where the row rests, scalar tensors on the CPU."""
+"""What any optimizer keeps for one row, under its own names.
+
+Tensors of any shape rest with the row, scalar tensors on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Entry = dict[str, Any]
 
 @dataclass(slots=True)
 class OwnStates:
-    """An optimizer's entry for one row, beside its master; None before the first step."""
+    """An optimizer's entry for one row, next to its master; None before the first step."""
 
     entry: Entry | None = None
 
@@ -29,7 +32,10 @@ class OwnStates:
 
 
 def is_scalar(leaf: object) -> bool:
-    """Whether a leaf of an entry is a scalar tensor of torch's kind (`step`): on the CPU whatever the parameter's device is."""
+    """Whether a leaf of an entry is a scalar tensor such as `step`.
+
+    Such a leaf is on the CPU, whatever the parameter's device is.
+    """
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.device.type == "cpu"
 
 
@@ -38,7 +44,9 @@ def is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and not is_scalar(leaf)
 
 
-# ---- Values nested in plain dicts, lists and tuples: what optimizers keep for a parameter, and what torch operations take ----
+# ---- Values nested in plain dicts, lists and tuples ----
+#
+# Optimizers keep them for a parameter, and torch operations take them.
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:

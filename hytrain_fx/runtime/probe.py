@@ -1,4 +1,7 @@
-"""Times what no row of the model has done yet: the update on the device with a row of its own, and both directions of the link at once."""
+"""Times what no row of the model has done yet.
+
+The update on the device, with a row of its own, and both directions of the link at once.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,19 @@ from hytrain_fx.ir.limits import TIMED_COPY_BYTES
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates, Stage
 from hytrain_fx.runtime.updates import KERNEL_UPDATES, KernelUpdate
 
-# Large enough that launching is no part of the rate, small beside what the device holds.
+# Large enough that launching is no part of the rate, small compared with what the device holds.
 MAX_PARAMS = 16 << 20
 _RUNS, _COLD_RUNS = 7, 2
 _COPIES = 3
-_GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}  # as every kernel takes them
+# as every kernel takes them
+_GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
 class UpdateProbe:
-    """A row of its own, as large as the model's largest tensor, with memory only while it is timed. `update`: what is timed."""
+    """A row of its own, as large as the model's largest tensor, with memory only while it is timed.
+
+    `update`: what is timed.
+    """
 
     def __init__(
         self, engine: Engine, parameters: Sequence[torch.Tensor], update: KernelUpdate = KERNEL_UPDATES[torch.optim.AdamW],
@@ -30,11 +37,15 @@ class UpdateProbe:
         largest = max(parameters, key=lambda p: p.numel())
         self._engine = engine
         self._numel = min(largest.numel(), most_params)
-        self._like = torch.empty(0, dtype=largest.dtype, device=largest.device)  # no alias of a weight that lives longer
+        # no alias of a weight that lives longer
+        self._like = torch.empty(0, dtype=largest.dtype, device=largest.device)
         self._row: int | None = None  # rows are not taken out of an engine: it is used again
 
     def us_per_param(self) -> float:
-        """Median microseconds per parameter. Uses up to 18 bytes of device memory a parameter of the row while it runs."""
+        """Median microseconds per parameter.
+
+        Uses up to 18 bytes of device memory per parameter of the row while it runs.
+        """
         device, dtype = self._like.device, self._like.dtype
         weight, grad = (torch.rand(self._numel, device=device).to(dtype) for _ in range(2))
         states = self._states(weight if dtype == torch.float32 else weight.float())
@@ -69,7 +80,9 @@ class UpdateProbe:
 
 
 def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
-    """Microseconds per byte to the device and back to the host while both directions are busy, from pinned memory.
+    """Microseconds per byte to the device and back while both directions are busy.
+
+    The host's memory is pinned.
 
     On a GPU two streams copy three blocks of 16 MB each; with the model on the CPU copies are the
     host's own.
@@ -86,7 +99,8 @@ def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
         timed = []
         for stream, (target, source) in zip(streams, ways, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with torch.cuda.device(device), torch.cuda.stream(stream):  # leaving a stream of another device makes a context on this one
+            # leaving a stream of another device makes a context on this one
+            with torch.cuda.device(device), torch.cuda.stream(stream):
                 begin.record(stream)
                 for _ in range(copies):
                     target.copy_(source, non_blocking=True)

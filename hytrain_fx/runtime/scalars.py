@@ -1,4 +1,7 @@
-"""The numbers of one step as kernels take them, whichever kernel it is, and how they are read from a group's options."""
+"""The numbers of one step as kernels take them, whichever kernel it is.
+
+Also how they are read from a group's options.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class ScalarsStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateScalars(ABC):
-    """What one step multiplies, adds and divides by. Every float holds a binary32 value.
+    """What one step multiplies, adds and divides by; every float holds a binary32 value.
 
     flags      of `UpdateFlag`
     factors    multiplications of the gradient, in order, at most MAX_FACTORS; each rounded to the
@@ -82,7 +85,7 @@ class UpdateScalars(ABC):
 
 
 def read_gradient(grad: torch.Tensor, scalars: UpdateScalars) -> torch.Tensor:
-    """In fp32, factors applied."""
+    """The gradient in fp32, its factors applied."""
     g = grad.float() if scalars.flags & UpdateFlag.WIDE_FACTORS else grad
     for factor in scalars.factors:
         g = (g.float() * factor).to(g.dtype)
@@ -91,7 +94,9 @@ def read_gradient(grad: torch.Tensor, scalars: UpdateScalars) -> torch.Tensor:
 
 
 def number(group: Mapping[str, object], key: str) -> float:
-    """An option as the group has it: a float of numpy computes in its own precision, as it does in torch's step.
+    """An option as the group has it.
+
+    A numpy float computes in its own precision, as it does in torch's step.
 
     A 0-dim tensor is read here, which waits for its device. Raises UnsupportedError.
     """
@@ -99,7 +104,7 @@ def number(group: Mapping[str, object], key: str) -> float:
 
 
 def pair(group: Mapping[str, object], key: str) -> tuple[float, float]:
-    """As `number`, for an option of two."""
+    """Like `number`, for an option of two."""
     value = _option(group, key)
     if isinstance(value, tuple | list) and len(value) == 2:
         return _number(value[0], key), _number(value[1], key)

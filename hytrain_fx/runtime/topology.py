@@ -1,7 +1,10 @@
-"""Which logical CPUs the update workers run on: one of each physical core, near the GPU, disjoint between the ranks of a host.
+"""Which logical CPUs the update workers run on.
 
-    read_topology(...)  ->  Topology  ->  cores_of_rank  ->  pick_workers  ->  (2, 3, 4, ...)   one for each, where they are pinned
-                                                         ->  cpus_for      ->  {2, 3, 4, ...}   for all of them, where they are not
+One of each physical core, near the GPU, disjoint between the ranks of a host.
+
+    read_topology(...)  ->  Topology  ->  cores_of_rank
+        ->  pick_workers  ->  (2, 3, 4, ...)    one for each worker, where they are pinned
+        ->  cpus_for      ->  {2, 3, 4, ...}    for all of them, where they are not
 
 The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also
 how hosts number their GPUs.
@@ -27,7 +30,10 @@ SYS = Path("/sys")
 
 @dataclass(frozen=True, slots=True)
 class LogicalCpu:
-    """One logical CPU: its number, the lowest number among the threads of its physical core, its NUMA node."""
+    """One logical CPU.
+
+    Its number, the lowest number among the threads of its physical core, its NUMA node.
+    """
 
     number: int
     core: int
@@ -55,7 +61,9 @@ class Topology:
 
 
 def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
-    """`count` logical CPUs, each of another physical core of this rank, those of the GPU's node first, ascending within a node.
+    """`count` logical CPUs, each of another physical core of this rank.
+
+    The GPU's node comes first; numbers ascend within a node.
 
     The launching cores are left out: that of the calling thread, and others of its node. None where
     nothing should be pinned: too few cores for `count` workers beside the launching ones (two
@@ -81,7 +89,9 @@ def cores_of_rank(topology: Topology) -> tuple[LogicalCpu, ...]:
 
 
 def cpus_for(topology: Topology, workers: int) -> frozenset[int]:
-    """Logical CPUs for `workers` update workers that are not pinned, and for making host memory: it is on the node of the CPU that does.
+    """Logical CPUs for `workers` update workers that are not pinned, and for making host memory.
+
+    Host memory is on the node of the CPU that makes it.
 
     Those of the GPU's node where this rank has cores for all workers there, beside the launching
     ones: then no update reads memory across sockets, and no copy to the GPU does. Else all: more
@@ -93,13 +103,19 @@ def cpus_for(topology: Topology, workers: int) -> frozenset[int]:
 
 
 def usable_cores(topology: Topology) -> int:
-    """Physical cores that this rank can keep busy: those of its block, within its share of a limit on CPU time."""
+    """Physical cores that this rank can keep busy.
+
+    The cores of its block, within its share of a limit on CPU time.
+    """
     cores = len(cores_of_rank(topology))
     return cores if topology.quota_cores is None else min(cores, int(topology.quota_cores / topology.ranks))
 
 
 def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topology | None:
-    """This process's topology from sysfs under `root` and the variables LOCAL_RANK and LOCAL_WORLD_SIZE; None where it cannot be read."""
+    """This process's topology, or None where it cannot be read.
+
+    It comes from sysfs under `root` and the variables LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """
     try:
         nodes = _node_of_cpu(root)
         cpus = tuple(_logical_cpu(root, number, nodes.get(number, 0)) for number in sorted(allowed_cpus()))
@@ -112,7 +128,10 @@ def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topol
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """The numbers of a kernel CPU list such as "0-3,8,10-11". Raises ValueError where it is not one."""
+    """The numbers of a kernel CPU list such as "0-3,8,10-11".
+
+    Raises ValueError for any other text.
+    """
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -131,13 +150,17 @@ def _logical_cpu(root: Path, number: int, node: int) -> LogicalCpu:
 
 
 def _node_of_cpu(root: Path) -> dict[int, int]:
-    """Empty where the kernel was built without NUMA."""
+    """The NUMA node of each CPU; empty where the kernel was built without NUMA."""
     lists = root.glob("devices/system/node/node[0-9]*/cpulist")
     return {cpu: int(path.parent.name.removeprefix("node")) for path in lists for cpu in cpu_list(path.read_text())}
 
 
 def _gpu_node(root: Path, device: torch.device) -> int | None:
-    """None where torch does not tell the address, sysfs does not have it, or says -1: the firmware gives no node."""
+    """The GPU's NUMA node.
+
+    None where torch does not tell the address, sysfs does not have it, or says -1: the firmware
+    gives no node.
+    """
     found: Any = torch.cuda.get_device_properties(device)
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

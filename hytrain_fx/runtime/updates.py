@@ -1,4 +1,7 @@
-"""Which optimizers have a kernel, which states it keeps, and what a step of it takes: one row of `KERNEL_UPDATES` for each class."""
+"""Which optimizers have a kernel, which states it keeps, and what a step of it takes.
+
+One row of `KERNEL_UPDATES` for each class.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,19 @@ from hytrain_fx.runtime.lion import Lion, LionScalars
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 ScalarsOf = Callable[[Mapping[str, object], float, bool], UpdateScalars]
-"""From a group's options, the number of the step (1 for the first), and whether in the form of torch's CUDA kernels."""
+"""The scalars of a step.
+
+From a group's options, the number of the step (1 for the first), and whether in the form of torch's
+CUDA kernels.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelUpdate:
-    """Of one optimizer: its states, and the scalars of a step. The latter raises UnsupportedError for options that no step can take."""
+    """The states of one optimizer, and the scalars of a step.
+
+    The latter raises UnsupportedError for options that no step can take.
+    """
 
     table: StateTable
     scalars: ScalarsOf
@@ -36,9 +46,9 @@ KERNEL_UPDATES: Final[Mapping[type[torch.optim.Optimizer], KernelUpdate]] = Mapp
     torch.optim.Adam: KernelUpdate(ADAMW, partial(_adam, decoupled=False)),
     Lion: KernelUpdate(LION, lambda group, step, torch_cuda: LionScalars.of(group)),
 })
-"""By the classes themselves, not what is derived from them, whose steps may be others."""
+"""By the exact classes. A class derived from one of them may have another step."""
 
 
 def kernel_update(optimizer: torch.optim.Optimizer) -> KernelUpdate | None:
-    """None for an optimizer whose own step is to run."""
+    """The kernel's update; None for an optimizer whose own step is to run."""
     return KERNEL_UPDATES.get(type(optimizer))

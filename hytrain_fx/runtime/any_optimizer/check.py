@@ -1,4 +1,6 @@
-"""Whether parameters may be stepped one by one: the optimizer's class tried on small parameters, all together, apart, and traced.
+"""Whether parameters may be stepped one by one.
+
+The optimizer's class is tried on small parameters: all together, apart, and traced.
 
     together != apart     its step needs all parameters at once: refused
     together != traced    its step runs op by op
@@ -22,8 +24,8 @@ from hytrain_fx.runtime.own_states import Entry, OwnStates, leaves, map_leaves
 from hytrain_fx.torch_private.tensors import memory_of
 
 _STEPS = 3
-_OF_A_GROUP = 3  # parameters
-_LARGEST = 5  # elements of a dimension
+_OF_A_GROUP = 3  # parameters in a group
+_LARGEST = 5  # elements in a dimension
 _INSTEAD = "use an optimizer that updates every parameter from its own gradient and state"
 
 
@@ -49,17 +51,20 @@ class _Trial:
             self._construct()
 
     def _construct(self) -> None:
-        """Begin from what the class's __init__ puts into its state, where it does and can be called so."""
+        """Begin with what the class's __init__ puts into its state, if it can be called so."""
         parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
         groups = [{**options, "params": of} for options, of in zip(self.options, parameters, strict=True)]
         try:
             made = self.shells.kind(groups, **self.shells.defaults)
-        except Exception:  # its arguments are others than its defaults
+        except Exception:  # its arguments are not its defaults
             return
         self.states = [[dict(made.state[p]) if p in made.state else None for p in group["params"]] for group in made.param_groups]
 
     def together(self) -> list[Any]:
-        """Weights and entries after the steps of one optimizer. Raises UnsupportedError for state that is no parameter's own."""
+        """Weights and entries after the steps of one optimizer.
+
+        Raises UnsupportedError for state that belongs to no parameter.
+        """
         parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
         flat = [p for of in parameters for p in of]
         state: dict[torch.Tensor, Entry] = {
@@ -78,7 +83,10 @@ class _Trial:
         return [[p.detach(), shell.state.get(p)] for p in flat]
 
     def apart(self, *, traced: bool) -> Iterator[list[Any]]:
-        """The same of an optimizer for each parameter, or of recorded steps. Raises Untraceable."""
+        """The same with an optimizer for each parameter, or with recorded steps.
+
+        Raises Untraceable.
+        """
         for options, weights, entries, *grads in zip(self.options, self.weights, self.states, *self.grads, strict=True):
             for weight, entry, *of_weight in zip(weights, entries, *grads, strict=True):
                 states = RowStates(MASTER_ALONE, weight.clone().flatten(), own=OwnStates(_copy(entry)))
@@ -101,14 +109,20 @@ class _Trial:
 
 
 def refuse_searches(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnsupportedError for LBFGS, whose step needs all parameters at once and the model besides."""
+    """Raises UnsupportedError for LBFGS.
+
+    Its step needs all parameters at once, and the model too.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(f"{type(optimizer).__name__} needs all parameters at once: it searches along one line for all of them, and "
                                f"calls the model within its step; {_INSTEAD}")
 
 
 def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnsupportedError where parameters cannot be stepped one by one, Untrusted where recorded steps are not the class's."""
+    """Raises UnsupportedError where parameters cannot be stepped one by one.
+
+    Raises Untrusted where recorded steps are not the class's.
+    """
     name = shells.kind.__name__
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
@@ -141,7 +155,7 @@ def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _small_shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Shapes of as many dimensions as the parameters have: one of each number first."""
+    """Shapes with as many dimensions as the parameters have: one of each number first."""
     by_dim = {p.dim(): p for p in reversed(parameters)}
     chosen = [*by_dim.values(), *parameters][:_OF_A_GROUP]
     return [tuple(min(size, _LARGEST - i % 2) for i, size in enumerate(p.shape)) for p in chosen]

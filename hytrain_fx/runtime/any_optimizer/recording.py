@@ -1,10 +1,13 @@
-"""One step of an optimizer on one parameter, run without memory: the parameter, its gradient and
-what is kept in its shape are meta tensors, scalars are real. The numbers come out as the user's own
-Python computes them, the operations on tensors are written down.
+"""One step of an optimizer on one parameter, run without memory.
+
+The parameter, its gradient and what is kept in its shape are meta tensors; scalars are real. The
+numbers come out as the user's own Python computes them, and the operations on tensors are written
+down.
 
     Python          step += 1; p.mul_(1 - lr * decay); m.lerp_(grad, 1 - beta1); ...
-    written down    mul_(v0, n0), lerp_(v2, v1, n1), ...          v: values (0 the parameter, 1 its gradient, then its states)
-    numbers         n0 = 0.999, n1 = 0.1                           a new recording of the next step has others
+    written down    mul_(v0, n0), lerp_(v2, v1, n1), ...
+                    v: values (0 the parameter, 1 its gradient, then its states)
+    numbers         n0 = 0.999, n1 = 0.1          a recording of the next step has others
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number, or a 0-dim tensor on the CPU, which every recording has anew."""
+    """A number, or a 0-dim tensor on the CPU; every recording has its own."""
 
     index: int
     kind: str
@@ -50,7 +53,11 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation. Its arguments are nests of `Value`, `Number`, `Device` and constants; `made` are the values it makes, by position."""
+    """One operation.
+
+    Its arguments are nests of `Value`, `Number`, `Device` and constants; `made` are the values it
+    makes, by position.
+    """
 
     operation: Any
     args: tuple[Any, ...]
@@ -80,7 +87,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a step does. `entry` is what is kept afterwards: a nest of `Value`, copies of scalars, and other values; None for nothing.
+    """What a step does.
+
+    `entry` is what is kept afterwards: a nest of `Value`, copies of scalars, and other values; None
+    for nothing.
 
     inputs     values that are given: parameter, gradient, states
     copied     values of `entry` that are the gradient's memory: what is kept is a copy
@@ -97,7 +107,10 @@ class Recording:
 
     @property
     def key(self) -> Hashable:
-        """Equal for steps that differ in numbers only. Raises TypeError where a constant cannot be compared."""
+        """Equal for steps that differ in numbers only.
+
+        Raises TypeError where a constant cannot be compared.
+        """
         calls = tuple((call.operation, frozen(call.args), frozen(call.kwargs), call.made) for call in self.calls)
         return self.inputs, calls, self.kept, self.copied
 
@@ -110,7 +123,10 @@ class Recording:
 
 
 def record(shells: Shells, form: Form, options: Options, entry: Entry | None) -> Recording:
-    """The step on a parameter of this form with this entry, which is not changed. Raises Untraceable."""
+    """The step on a parameter of this form with this entry, which stays the same.
+
+    Raises Untraceable.
+    """
     shell, parameter, states = _without_memory(shells, form, options, entry)
     gradient = parameter.grad
     assert gradient is not None
@@ -130,7 +146,10 @@ def record(shells: Shells, form: Form, options: Options, entry: Entry | None) ->
 
 
 def entry_after(shells: Shells, form: Form, options: Options, entry: Entry | None) -> Entry:
-    """What is kept after a step, tensors on the meta device; where the step needs values, what it has made until then."""
+    """What is kept after a step, tensors on the meta device.
+
+    Where the step needs values, what it has made until then.
+    """
     shell, parameter, _ = _without_memory(shells, form, options, entry)
     with contextlib.suppress(Exception):
         run_step(shell)
@@ -140,7 +159,10 @@ def entry_after(shells: Shells, form: Form, options: Options, entry: Entry | Non
 def _without_memory(
     shells: Shells, form: Form, options: Options, entry: Entry | None
 ) -> tuple[torch.optim.Optimizer, nn.Parameter, list[torch.Tensor]]:
-    """An optimizer of a parameter on the meta device that has a gradient and this entry; the tensors of the entry, in order."""
+    """An optimizer of a parameter on the meta device that has a gradient and this entry.
+
+    Also the tensors of the entry, in order.
+    """
     states: list[torch.Tensor] = []
 
     def at_rest(leaf: Any) -> Any:
@@ -216,7 +238,8 @@ class _Tape:
     def _find(self, tensor: torch.Tensor) -> int:
         if id(tensor) in self._index:
             return self._index[id(tensor)]
-        memory = memory_of(tensor)  # `.data` makes another tensor of the same memory without an operation
+        # `.data` makes another tensor of the same memory without an operation
+        memory = memory_of(tensor)
         for index, value in enumerate(self._values):
             if memory_of(value) == memory and Form.of(value) == Form.of(tensor) and value.storage_offset() == tensor.storage_offset():
                 self._remember(tensor, index)

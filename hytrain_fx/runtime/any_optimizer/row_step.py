@@ -1,4 +1,6 @@
-"""What a commit hands to the engine for one row: the step, its numbers fixed, to be run where the row rests and when its gradient is there.
+"""What a commit hands to the engine for one row.
+
+It is the step, its numbers fixed, to be run where the row rests, once its gradient is there.
 
     TracedStep     the FX graph with this step's numbers
     OpByOpStep     the class's own step, on an optimizer that holds this parameter alone
@@ -31,7 +33,10 @@ class TracedStep:
     recording: Recording
 
     def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float], out: torch.Tensor | None) -> None:
-        """Update the states in place; `gradient` and `out`, the new weight, are flat, in the weight's dtype."""
+        """Update the states in place.
+
+        `gradient` and `out`, the new weight, are flat, in the weight's dtype.
+        """
         own = own_of(states)
         given = [self.form.view(states.master), self.form.view(scaled(gradient, factors)), *filter(is_tensor, leaves(own.entry))]
         made = dict(zip(returned(self.recording), self.graph.forward(states.master.device, *given, *self.recording.numbers), strict=True))
@@ -55,13 +60,13 @@ class OpByOpStep:
     options: Options
 
     def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float], out: torch.Tensor | None) -> None:
-        """As that of `TracedStep`."""
+        """Like `TracedStep`."""
         self.run(states, gradient, factors)
         if out is not None:
             out.copy_(states.master)
 
     def run(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float]) -> torch.optim.Optimizer:
-        """Update the states in place; the optimizer that did."""
+        """Update the states in place, and return the optimizer that did."""
         own, weight = own_of(states), self.form.view(states.master)
         parameter = nn.Parameter(weight)
         parameter.grad = grad = self.form.view(scaled(gradient, factors))
@@ -74,7 +79,10 @@ class OpByOpStep:
 
 
 def scaled(gradient: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
-    """The gradient in fp32, multiplied by its factors, each product rounded to the gradient's dtype."""
+    """The gradient in fp32, multiplied by its factors.
+
+    Each product is rounded to the gradient's dtype.
+    """
     for factor in factors:
         gradient = (gradient.float() * factor).to(gradient.dtype)
     return gradient.float()
@@ -88,13 +96,16 @@ def own_of(states: RowStates) -> OwnStates:
 
 
 def _apart(leaf: Any, gradient: torch.Tensor) -> Any:
-    """The gradient's memory is another one's after the step: what is kept of it is a copy."""
+    """After the step the gradient's memory belongs to another gradient: keep a copy."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and memory_of(leaf) == memory_of(gradient) else leaf
 
 
-# ---- A recorded step as an FX graph: the same operations of torch in the same order, so the same bits; every operation lets go of the GIL
+# ---- A recorded step as an FX graph: torch's operations in the same order, so the same bits ----
 #
-#     forward(device, v0, v1, ..., n0, n1, ...)      device of the row; parameter, gradient, states; numbers
+# Every operation lets go of the GIL.
+#
+#     forward(device, v0, v1, ..., n0, n1, ...)      device of the row; parameter, gradient, states;
+#                                                    numbers
 #         mul_ = torch.ops.aten.mul_.Tensor(v0, n0)
 #         ...
 #         return (v5, ...)                           values that are kept and were not given
@@ -106,7 +117,10 @@ def returned(recording: Recording) -> tuple[int, ...]:
 
 
 def graph_of(recording: Recording) -> fx.GraphModule:
-    """The graph, in which numbers are inputs: it serves every recording of the same key, on any device."""
+    """The graph, in which numbers are inputs.
+
+    It serves every recording of the same key, on any device.
+    """
     graph = fx.Graph()
     device = graph.placeholder("device")
     values = {index: graph.placeholder(f"v{index}") for index in range(recording.inputs)}

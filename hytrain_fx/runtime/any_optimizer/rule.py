@@ -1,7 +1,11 @@
-"""The update of any optimizer, parameter by parameter: what a `step()` runs for each row, and what it keeps.
+"""The update of any optimizer, parameter by parameter.
 
-    step()      for every row with a gradient: its step recorded with the options and scalars of now (rows that are alike share it)
-                known operations: their graph with these numbers; not to be recorded: the class's own step, op by op
+It says what a `step()` runs for each row, and what it keeps.
+
+    step()      for every row with a gradient: its step, recorded with the present options and
+                scalars (rows that are alike share it)
+                known operations: their graph with these numbers
+                a step that cannot be recorded: the class's own step, op by op
     the engine  runs it where the row rests, when the gradient is there
 """
 
@@ -43,19 +47,19 @@ class UpdateRule:
         self._forms = [Form.of(parameter) for parameter in parameters]
         self._names = tuple(names)
         self._graphs: dict[Hashable, fx.GraphModule] = {}
-        self._untraceable: dict[Hashable, str] = {}  # by what rows and their states are: why
-        self._op_by_op: dict[int, str] = {}  # by row: why
+        self._untraceable: dict[Hashable, str] = {}  # why, by what rows and their states are
+        self._op_by_op: dict[int, str] = {}  # why, by row
         try:
             check_one_by_one(self._shells, optimizer)
             self._distrust: str | None = None
         except Untrusted as why:
             self._distrust = str(why)
-        self._alike: dict[Hashable, Recording] = {}  # of the last step()
+        self._alike: dict[Hashable, Recording] = {}  # recordings of the last step()
         self._row_of = row_of = {id(parameter): row for row, parameter in enumerate(parameters)}
         groups = [(options_of(group), group["params"]) for group in optimizer.param_groups]
         self._first_options = {row_of[id(p)]: options for options, of in groups for p in of if id(p) in row_of}
         given = {row_of[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in row_of}
-        first: dict[Hashable, Entry] = {}  # of rows that are alike, and begin with nothing
+        first: dict[Hashable, Entry] = {}  # entries of rows that are alike, and begin with nothing
         self._first: list[Entry] = []
         for row, form in enumerate(self._forms):
             options, entry = self._first_options[row], given.get(row)
@@ -65,11 +69,12 @@ class UpdateRule:
             self._first.append(first[key])
 
     def steps(self, groups: Sequence[Mapping[str, Any]], rows: Mapping[int, RowStates]) -> dict[int, RowStep]:
-        """What one `step()` runs for these rows, with the options that the groups have now, and the
-        attributes that the user's optimizer has; sets what the step sets there.
+        """What one `step()` runs for these rows, with the present options of the groups.
+
+        It has the attributes of the user's optimizer, and sets what the step sets there.
 
         The rows must be at rest. Raises UnsupportedError, and has done nothing, for groups that
-        have lost an option, or its kind.
+        have lost an option, or the kind of one.
         """
         for group in groups:
             self._require_options(group)
@@ -92,19 +97,22 @@ class UpdateRule:
         return made
 
     def step_of(self, row: int, states: RowStates) -> RowStep:
-        """What a step runs for states like those of this row, with the first options of its group."""
+        """What a step runs for states like this row's, with the first options of its group."""
         return self._step(row, self._first_options[row], states, None, {})
 
     def table(self, row: int) -> StateTable:
-        """Of a row: no states but what the optimizer keeps itself, beside its master."""
+        """The table of a row: only what the optimizer keeps itself, next to the master."""
         return MASTER_ALONE.with_own(OwnStates(self._first[row]).nbytes)
 
     def first_entry(self, row: int) -> Entry:
-        """What is kept for a row after a step, tensors on the meta device, as far as a step without values gets."""
+        """What is kept for a row after a step, tensors on the meta device.
+
+        As far as a step without values gets.
+        """
         return self._first[row]
 
     def expected_entry(self, row: int, group: Mapping[str, Any]) -> Entry:
-        """What is kept for a row after a step with the options of this group, as `first_entry`."""
+        """What is kept for a row after a step with this group's options, as `first_entry` says."""
         return entry_after(self._shells, self._forms[row], options_of(group), None) or self._first[row]
 
     @property
@@ -127,7 +135,10 @@ class UpdateRule:
         return tuple(said)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """A step that fails on a worker ends the engine: so an option that was a number must still be one."""
+        """Check that an option that was a number still is one.
+
+        A step that fails on a worker ends the engine.
+        """
         first = next((self._first_options[self._row_of[id(p)]] for p in group["params"] if id(p) in self._row_of), Options())
         for key, value in first.items():
             if key not in group:
@@ -136,7 +147,11 @@ class UpdateRule:
                 raise UnsupportedError(f"{key} of a parameter group is {group[key]!r}: expected a number, as it was at compile")
 
     def _step(self, row: int, options: Options, states: RowStates, group: Hashable, before: Mapping[Hashable, Recording]) -> RowStep:
-        """`group` stands for the options, `before` has recordings of the step before, which may be the same."""
+        """Record a step.
+
+        `group` stands for the options; `before` has recordings of the previous step, which may be
+        the same.
+        """
         form, own = self._forms[row], own_of(states)
         if self._distrust is None:
             try:
@@ -173,7 +188,7 @@ def _is_number(value: object) -> bool:
 
 
 def _same_as(values: Mapping[str, Any]) -> Hashable:
-    """Equal for equal values; equal to nothing where they cannot be compared."""
+    """Equal for equal values; where they cannot be compared, equal to nothing."""
     try:
         return _signature(values, values=True)
     except TypeError:
@@ -181,7 +196,9 @@ def _same_as(values: Mapping[str, Any]) -> Hashable:
 
 
 def _signature(entry: Mapping[str, Any] | None, *, values: bool) -> Hashable:
-    """Equal for entries (options, attributes) from which a step has the same operations; with `values` of scalars, also the same numbers.
+    """Equal for entries (options, attributes) from which a step has the same operations.
+
+    With `values` of scalars, they also have the same numbers.
 
     Raises TypeError for what cannot be compared.
     """
@@ -200,7 +217,11 @@ def _signature(entry: Mapping[str, Any] | None, *, values: bool) -> Hashable:
 
 
 class RuleProbe(UpdateProbe):
-    """As `UpdateProbe`; the row has the form of the largest of the model's rows that is no larger than that one's, else of the smallest."""
+    """Like `UpdateProbe`, for any optimizer.
+
+    The row has the form of the largest of the model's rows that is no larger than the probe's, else
+    of the smallest.
+    """
 
     def __init__(self, engine: Engine, parameters: Sequence[torch.Tensor], rule: UpdateRule) -> None:
         sizes = [parameter.numel() for parameter in parameters]

@@ -1,4 +1,6 @@
-"""An optimizer of the user's class that holds one parameter (or a few), so that one parameter's step is that class's own code.
+"""An optimizer of the user's class that holds one parameter, or a few.
+
+So one parameter's step is that class's own code.
 
     optimizer              shell
     its class              the same class, its __init__ not called
@@ -26,11 +28,15 @@ from hytrain_fx.torch_private.tensors import own_step
 Options = dict[str, Any]
 
 _NOT_OPTIONS = ("params", "param_names")
-_FORMS = ("foreach", "fused", "capturable")  # ways to compute the same step, of which only the for-loop takes one parameter on any device
+# Ways to compute the same step. Only the for-loop takes one parameter on any device.
+_FORMS = ("foreach", "fused", "capturable")
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
-    """The options of a group as they are now, tensors copied to the CPU (waits for their device); the for-loop form."""
+    """The options of a group now, tensors copied to the CPU (waits for their device).
+
+    The form is the for-loop.
+    """
     options = {key: map_leaves(value, _kept) for key, value in group.items() if key not in _NOT_OPTIONS}
     return options | {form: False for form in _FORMS if form in options}
 
@@ -54,10 +60,13 @@ class Shells:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Shells:
-        """Like the user's optimizer is now. Raises UnsupportedError where its attributes hold tensors or other optimizers."""
+        """Like the user's optimizer is now.
+
+        Raises UnsupportedError where its attributes hold tensors or other optimizers.
+        """
         kind, common = type(optimizer), _common_attributes()
-        # What is callable on the class too was put there by a scheduler, or by an earlier
-        # compile(): calls of the whole optimizer.
+        # A callable that the class has too was put there by a scheduler, or by an earlier
+        # compile(): it is for calls of the whole optimizer.
         own = {key: value for key, value in vars(optimizer).items() if key not in common and not callable(getattr(kind, key, None))}
         for key, value in own.items():
             _require_free(kind.__name__, key, value)
@@ -85,7 +94,7 @@ class Shells:
 
 
 def run_step(shell: torch.optim.Optimizer) -> None:
-    """The class's own step, without the user's hooks: those are of the whole optimizer."""
+    """The class's own step, without the user's hooks: they are for the whole optimizer."""
     with torch.no_grad():
         own_step(shell)(shell)
 
@@ -124,6 +133,6 @@ def _same(one: Any, other: Any) -> bool:
         first, second = list(leaves(one)), list(leaves(other))
         return type(one) is type(other) and len(first) == len(second) and all(map(_same, first, second))
     try:
-        return bool(one == other) or bool(one != one and other != other)  # NaN is itself
+        return bool(one == other) or bool(one != one and other != other)  # NaN equals itself
     except Exception:
         return False

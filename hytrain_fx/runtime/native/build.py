@@ -32,8 +32,8 @@ CSRC = Path(__file__).parents[1] / "csrc"
 _WIDEST = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 # -ffp-contract=off: only the fused multiply-adds that are written (adamw.h). The -fno- pair lets
-# square roots and divisions vectorise and changes no result. Never -ffast-math: besides rounding,
-# linking with it turns denormals off for the whole process.
+# square roots and divisions vectorise and changes no result. Never -ffast-math: besides other
+# rounding, linking with it turns denormals off for the whole process.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -53,7 +53,10 @@ ELSE = "Or set CXX to another C++17 compiler, or pass engine='torch' (slower)."
 
 
 def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
-    """The library of `sources`, loaded; built first where the cache has none. Raises EngineError as `library` does."""
+    """The library of `sources`, loaded; built first where the cache has none.
+
+    Raises EngineError like `library`.
+    """
     path = library(sources, flags=flags)
     try:
         return ctypes.CDLL(str(path))
@@ -75,7 +78,10 @@ def library(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> Path
 
 
 def find_compiler() -> str:
-    """Path of `$CXX` if set, else of the first of g++, clang++, c++. Raises EngineError when there is none."""
+    """Path of `$CXX` if set, else of the first of g++, clang++, c++.
+
+    Raises EngineError when there is none.
+    """
     asked = os.environ.get("CXX")
     for name in (asked,) if asked else COMPILERS:
         path = shutil.which(name)
@@ -98,7 +104,10 @@ def cache_dir() -> Path:
 
 
 def publish(data: bytes, path: Path) -> None:
-    """Write `data` to `path` in one rename, so that no process ever sees half of it. Raises EngineError where it cannot."""
+    """Write `data` to `path` in one rename, so that no process ever sees half of it.
+
+    Raises EngineError where it cannot.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="publish-") as scratch:
             (Path(scratch) / path.name).write_bytes(data)
@@ -147,7 +156,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """What -march=native resolves by: the instruction sets and model of the first CPU."""
+    """What -march=native depends on: the instruction sets and model of the first CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,4 +1,6 @@
-"""CUDA source to a function that C++ can launch: compiled once by NVRTC, kept as a cubin, loaded by the driver.
+"""CUDA source to a function that C++ can launch.
+
+It is compiled once by NVRTC, kept as a cubin, and loaded by the driver.
 
 NVRTC and the driver come from `cuda.bindings`, which torch's CUDA wheels bring; no CUDA toolkit is
 needed. Cubins are kept in `build.cache_dir()` under a hash of source, options, architecture and
@@ -22,14 +24,17 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.ir import limits
 from hytrain_fx.runtime.native import build
 
-# Each is the default or implied by the intrinsics; said again because one bit depends on each.
+# Each is the default or implied by the intrinsics. They are repeated because one bit depends on
+# each.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", *limits.definitions())
 _HEADERS = ("update_scalars.h", "shared_limits.h")  # all that the sources include
 
 
 @functools.cache
 def function(ordinal: int, source_name: str, name: str) -> int:
-    """CUfunction handle of kernel `name` of csrc/`source_name`, valid in the primary context of device `ordinal` until the process ends.
+    """CUfunction handle of kernel `name` of csrc/`source_name`.
+
+    It is valid in the primary context of device `ordinal` until the process ends.
 
     Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
     """
@@ -39,7 +44,9 @@ def function(ordinal: int, source_name: str, name: str) -> int:
 
 
 def cubin(source_name: str, architecture: str) -> bytes:
-    """Machine code of csrc/`source_name` for `architecture`, as "sm_90"; from the cache, else compiled by NVRTC, which needs no GPU.
+    """Machine code of csrc/`source_name` for `architecture`, such as "sm_90".
+
+    From the cache, else compiled by NVRTC, which needs no GPU.
 
     Raises EngineError.
     """
@@ -81,8 +88,10 @@ def _module(ordinal: int, source_name: str) -> Any:
 
 @contextlib.contextmanager
 def primary_context(driver: ModuleType, ordinal: int) -> Iterator[None]:
-    """Within, torch's context of the device is current on this thread, whose own device is left
-    alone; retained until the process ends, as torch does.
+    """Within the block, torch's context of the device is current on this thread.
+
+    The thread's own device is left alone. The context is retained until the process ends, as torch
+    does.
     """
     checked(driver, driver.cuInit(0), "initialise the driver")
     checked(driver, driver.cuCtxPushCurrent(_primary_context(ordinal)), "set the context")
@@ -103,7 +112,8 @@ def _primary_context(ordinal: int) -> Any:
 def binding(name: str) -> ModuleType:
     try:
         binding = importlib.import_module(f"cuda.bindings.{name}")
-        binding.nvrtcVersion() if name == "nvrtc" else binding.cuDriverGetVersion()  # loads the library behind it
+        # this loads the library
+        binding.nvrtcVersion() if name == "nvrtc" else binding.cuDriverGetVersion()
     except (ImportError, RuntimeError) as error:
         raise EngineError(
             f"the CUDA kernel needs cuda.bindings.{name} and its library ({error}); torch's CUDA wheels bring both: pip install "
@@ -113,7 +123,10 @@ def binding(name: str) -> ModuleType:
 
 
 def checked(binding: ModuleType, result: tuple[Any, ...], what: str) -> Any:
-    """The value of a binding's (status, value) pair. Raises EngineError with the status' name where it is not 0."""
+    """The value of a binding's (status, value) pair.
+
+    Raises EngineError with the status' name where it is not 0.
+    """
     status, *values = result
     if int(status) != 0:
         raise EngineError(f"{binding.__name__} failed to {what}: {status!r}")

@@ -57,21 +57,26 @@ SOURCES = ("engine_c.cpp", "engine.cpp", "engine_state.cpp", "row.cpp", "guess.c
            "flagged_tail.cpp", "streamed_visits.cpp", "device_updates.cpp", "lander.cpp", "workers.cpp", "uploader.cpp", "grad_offload.cpp",
            "grad_fetches.cpp", "commit.cpp", "waits.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")  # nothing is in flight in a child
+# nothing is in flight in a child
+_SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
-_FETCHES = 8  # under way at once: the next node's and one read by hand are two; older ones were left by an error
+# Fetches under way at once: the next node's and one read by hand are two. Older ones were left by
+# an error.
+_FETCHES = 8
 _bytes_of = property_reader("nbytes")
 _log = logging.getLogger("hytrain_fx")
 
 
 class NativeEngine:
-    """Implements `Engine`. Raises EngineError where the library cannot be built or a worker has failed.
+    """Implements `Engine`.
+
+    Raises EngineError where the library cannot be built or a worker has failed.
 
     worker_cores   a logical CPU for each worker to stay on; None: the system moves them as it likes
-    shadow_bytes   host memory for other places of states, for updates on a guess; None: half of
-                   what is available when one is first made; 0: updates wait for their commit and
-                   their factors
+    shadow_bytes   host memory for new places of states, for updates on a guess; None: half of what
+                   is available when it is first needed; 0: updates wait for their commit and
+                   factors
     """
 
     name = "native"
@@ -120,12 +125,16 @@ class NativeEngine:
         self._shadow: HostSlab | None = None
         self._shadow_bytes = shadow_bytes
         self._shadow_was_asked_for = False
-        self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}  # nodes pass the same rows in every step
-        self._keep: deque[list[object]] = deque(maxlen=2)  # by commit: factors that the lane to the host may still read
+        # nodes pass the same rows in every step
+        self._arrays: dict[tuple[int, ...], ctypes.Array[c_int32]] = {}
+        # by commit: factors that the lane to the host may still read
+        self._keep: deque[list[object]] = deque(maxlen=2)
         self._skips: dict[int, torch.Tensor] = {}
         self._skipped = False
-        self._slot_dtypes: dict[int, torch.dtype] = {}  # rows with copies: of the gradient that came last
-        self._fetching: dict[int, torch.Tensor] = {}  # where gradients come to that nobody has waited for, by number
+        # rows with copies: dtype of the latest gradient
+        self._slot_dtypes: dict[int, torch.dtype] = {}
+        # by number: memory of gradients on their way that nobody has waited for
+        self._fetching: dict[int, torch.Tensor] = {}
 
     def _call(self, name: str, *arguments: object, with_handle: bool = True) -> None:
         function = getattr(self._library, f"hytrain_{name}")
@@ -169,7 +178,10 @@ class NativeEngine:
         self._rows[row] = replace(self._rows[row], weight=weight)
 
     def use_copy(self, row: int, copy: torch.Tensor) -> None:
-        """From now on `copy`, bf16, is what updates of this fp32 row write; states are placed anew after it. The row must be idle."""
+        """From now on updates of this fp32 row write `copy`, bf16; the row must be idle.
+
+        Its states must be placed again after this.
+        """
         self._call("use_copy", row, c_void_p(copy.data_ptr()))
         self._rows[row] = replace(self._rows[row], weight=copy)
         self._slot_dtypes[row] = copy.dtype
@@ -201,7 +213,8 @@ class NativeEngine:
             return
         staging = torch.empty(shape, dtype=torch.float32, device=self._device)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # kernels before this point may still use what the memory was
+            # earlier kernels may still use this memory
+            torch.cuda.current_stream(self._device).synchronize()
         self._call("set_staging", byref(CStagingMemory(staging.data_ptr(), shape[2], shape[1], shape[0])))
         self._staging = staging
 
@@ -272,7 +285,11 @@ class NativeEngine:
         self._call("commit", packed, len(items), sources, len(factors.sources), skip_at, self._stream())
 
     def _make_shadow(self) -> None:
-        """Once. Pages come as slots are first used. Where the system refuses the memory, no update begins on a guess."""
+        """Called once.
+
+        Pages come as slots are first used. Where the system refuses the memory, no update begins on
+        a guess.
+        """
         if self._shadow_was_asked_for:
             return
         self._shadow_was_asked_for = True
@@ -361,7 +378,10 @@ class NativeEngine:
         self._call("fail_next_copy", row)
 
     def fail_device_after(self, operations: int) -> None:
-        """The device, which must be the CPU, does so many more copies, events and updates, then none; tests only."""
+        """The device, which must be the CPU, fails after so many more operations; tests only.
+
+        Operations are copies, events and updates.
+        """
         self._call("fail_device_after", operations)
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""What crosses the C interface of csrc/native_structs.h: its structs, field by field, and the numbering of a commit's factors."""
+"""What crosses the C interface of csrc/native_structs.h.
+
+Its structs, field by field, and the numbering of a commit's factors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.scalars import ScalarsStruct
 
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
-MAX_STATES = 3  # of one row, beside its master
+MAX_STATES = 3  # states of one row, next to its master
 
 
 class CRowSpec(Structure):
@@ -47,7 +50,7 @@ class CStagingMemory(Structure):
 
 
 class CShadowMemory(Structure):
-    """Other places for states that are updated on a guess."""
+    """New places for states that are updated on a guess."""
 
     _fields_ = [("base", c_void_p), ("bytes", c_int64), ("arrays", c_int32)]
 
@@ -119,7 +122,10 @@ class COptions(Structure):
 
 
 class FactorTable:
-    """Numbers the distinct factors of one commit: numbers go straight to their slot, tensors are copied there by the lane to the host."""
+    """Numbers the distinct factors of one commit.
+
+    Numbers go straight to their slot; the lane to the host copies tensors there.
+    """
 
     def __init__(self, slots: ctypes._Pointer[c_float]) -> None:
         self._slots = slots

@@ -1,4 +1,6 @@
-"""Fp32 weights that the device has in 16 bits: what graphs read is a bf16 copy; the fp32 memory is there only while somebody looks.
+"""Fp32 weights that the device has in 16 bits.
+
+Graphs read a bf16 copy; the fp32 memory is there only while somebody looks.
 
     resident row       the parameter's memory is the master; the update writes it and the copy
     row on the host    the masters are in halves there (split_master.py); the parameter's memory is
@@ -44,7 +46,7 @@ class CopiedWeight:
             self.weight.untyped_storage().resize_(self.weight.numel() * self.weight.element_size())
 
     def give_memory_back(self) -> None:
-        """Nobody else may hold it."""
+        """Give the memory back; nobody else may hold it."""
         self.weight.untyped_storage().resize_(0)
         self.current = False
 
@@ -70,18 +72,21 @@ class CopiedWeights:
 
     def add(self, row: int, weight: torch.Tensor) -> torch.Tensor:
         """Make the copy of a weight."""
-        copy = weight.detach().to(torch.bfloat16)  # strides as they are: the weight is dense
+        copy = weight.detach().to(torch.bfloat16)  # the same strides: the weight is dense
         self._of[row] = CopiedWeight(weight, copy)
         self.tensors[row] = copy
         return copy
 
     def updated(self, rows: Iterable[int]) -> None:
-        """The copies of these rows, on the host, are about to be others."""
+        """Note that the copies of these rows, on the host, are about to change."""
         for row in rows:
             self._of[row].current = False
 
     def fill(self, row: int, states: RowStates) -> None:
-        """Write the master of a row at rest, in halves, into the parameter's memory; its version is counted up."""
+        """Write the master of a row at rest, in halves, into the parameter's memory.
+
+        The parameter's version is counted up.
+        """
         of = self._of[row]
         of.take_memory()
         target, copy = _flat(of.weight), _flat(of.copy)
@@ -95,7 +100,10 @@ class CopiedWeights:
 
 
 def owns_memory(weight: torch.Tensor) -> bool:
-    """Whether the weight is fp32 and its memory its own to give back: no part of a larger one, no file's, not another process's too."""
+    """Whether the weight is fp32 and may give its memory back.
+
+    The memory must not be a part of a larger one, a file's, or shared with another process.
+    """
     storage = weight.untyped_storage()
     shared = weight.device.type == "cpu" and storage.is_shared()
     whole = weight.storage_offset() == 0 and storage.nbytes() == weight.numel() * weight.element_size()

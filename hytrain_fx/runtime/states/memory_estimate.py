@@ -2,8 +2,9 @@
 
     placed on   device                                          host (pinned for a GPU)
     GPU         weight, gradient until its update, states       -
-    CPU         weight (its gradient passes through the ring)   states, slot, a 16-bit weight that no half of its master is
-    STREAM      weight, gradient until its update               states (they pass through the staging area)
+    CPU         weight (its gradient passes through the ring)   states, slot, and a 16-bit weight
+                                                                that is not half of its master
+    STREAM      weight, gradient until its update               states (through the staging area)
 
 An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient
 and its slot with 4 bytes an element. Its own fp32 memory is the master of a resident row, else
@@ -46,23 +47,23 @@ class RowSize:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weight."""
+        """Bytes of the weight."""
         return self.numel * self.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Of its gradient on the device, and of its slot."""
+        """Bytes of its gradient on the device, and of its slot."""
         return self.numel * (FP32_BYTES if self.copied else self.itemsize)
 
     @property
     def host_bytes(self) -> int:
-        """Of master and states on the host, each padded as in a slab."""
+        """Bytes of master and states on the host, each padded as in a slab."""
         widths = (FP32_BYTES, *(state.itemsize for state in self.table.states))
         return sum(padded_bytes(width * self.numel) for width in widths) + self.table.own_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Of master and states on the device; an fp32 weight is its own master."""
+        """Bytes of master and states on the device; an fp32 weight is its own master."""
         apart = self.table.bytes_per_param - (FP32_BYTES if self.itemsize == FP32_BYTES else 0)
         return apart * self.numel + self.table.own_bytes
 
@@ -92,7 +93,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """All on the device but activations."""
+        """All on the device except activations."""
         return self.weights_bytes + self.device_states_bytes + self.device_gradients_bytes + self.ring_bytes + self.staging_bytes
 
     @property
@@ -103,9 +104,11 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInUse:
-    """Bytes in use: weights, states resting on the device, states and slots on the host and how
-    much of them is pinned, and what the engine has on the device: the ring for gradients on their
-    way to the host, the staging area of streamed states.
+    """Bytes in use on both tiers.
+
+    Weights, states that rest on the device, states and slots on the host and how much of that is
+    pinned. Also what the engine has on the device: the ring for gradients on their way to the host,
+    and the staging area of streamed states.
 
     shadow_bytes         the most that states beside the old ones have taken on the host, in updates
                          on a guess; no estimate
@@ -126,7 +129,10 @@ class MemoryInUse:
 
 
 def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:
-    """What these rows take under this placement. `pinned`: whether host memory is (the device is a GPU)."""
+    """What these rows take under this placement.
+
+    `pinned`: whether host memory is, because the device is a GPU.
+    """
     of = {place: [row for row, at in zip(rows, placement, strict=True) if at is place] for place in Placement}
     host_states, streamed = (sum(row.host_bytes for row in of[place]) for place in (Placement.CPU, Placement.STREAM))
     slots = sum(padded_bytes(row.gradient_bytes) + row.out_bytes for row in of[Placement.CPU])
@@ -145,7 +151,10 @@ def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, 
 
 
 def staging_bytes(streamed: Sequence[RowSize]) -> int:
-    """Device memory that the states of these rows pass through: slots for one chunk of the largest, 0 without any."""
+    """Device memory that the states of these rows pass through.
+
+    Slots for one chunk of the largest; 0 without any row.
+    """
     if not streamed:
         return 0
     return math.prod(staging_shape(max(row.numel for row in streamed), max(row.table.tensors for row in streamed))) * FP32_BYTES

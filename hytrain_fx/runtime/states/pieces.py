@@ -1,13 +1,14 @@
-"""Which rows of the engine each parameter has: one where it is whole, one for each piece where it is cut.
+"""Which rows of the engine each parameter has.
+
+One where the parameter is whole, one for each piece where it is cut.
 
     parameter 3, whole                  row 3
     parameter 3, cut into two pieces    row 3 rests; rows 41 and 42, made when the cut was first
                                         seen
 
-A row keeps its range for good, so a cut that comes back finds its rows again. Who speaks of
-parameters has their numbers turned into rows here; where nothing is cut the two are the same.
+A row keeps its range for good, so a cut that comes back finds its rows again. Numbers of parameters
+become rows here; where nothing is cut the two are the same.
 """
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class PieceRows:
         return self.piece_of[row] if row in self.piece_of else Piece(row, 0, self._numels[row])
 
     def parameter(self, row: int) -> int:
-        """Whose row it is."""
+        """The parameter whose row it is."""
         return self.piece_of[row].parameter if row in self.piece_of else row
 
     def unit(self, row: int) -> int:
@@ -70,13 +71,15 @@ class PieceRows:
         return self._unit_of[self.parameter(row)]
 
     def set_unit(self, parameter: int, unit: int) -> None:
-        """Units are numbered in another order: of all rows of the parameter, those at rest too."""
+        """Units are numbered differently: tell all rows of the parameter, also those at rest."""
         self._unit_of[parameter] = unit
         for row in (parameter, *(row for row, piece in self.piece_of.items() if piece.parameter == parameter)):
             self._engine.set_unit(row, unit)
 
     def set_cut(self, pieces: Sequence[Piece], weight: torch.Tensor) -> tuple[int, ...]:
-        """Cut one parameter so, or make it whole with a single piece; its rows. All of its rows must be idle.
+        """Cut one parameter into these pieces, or make it whole with a single one; its rows.
+
+        All of its rows must be idle.
 
         `weight` is what the engine writes new weights to.
         """
@@ -89,12 +92,12 @@ class PieceRows:
         return self.of(parameter)
 
     def restore(self, cut: dict[int, tuple[int, ...]]) -> None:
-        """Cut the parameters as they were at some time before."""
+        """Cut the parameters as they were at an earlier time."""
         self.cut = cut
         self._expanded.clear()
 
     def set_weight(self, parameter: int, weight: torch.Tensor) -> None:
-        """The parameter has other memory: of all its rows, those at rest too."""
+        """The parameter has other memory: tell all its rows, also those at rest."""
         self._engine.set_weight(parameter, weight)
         for row, piece in self.piece_of.items():
             if piece.parameter == parameter:

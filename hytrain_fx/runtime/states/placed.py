@@ -64,13 +64,17 @@ class PlacedStates:
         self._states: dict[int, RowStates] = {}
         self._slabs = UnitSlabs(self._weights[0].device, engine.workers, self._form, self._place_of)
         self._unit_of = tuple(unit_of)
-        self._kept: set[int] = set()  # parameters whose masters have their half that is the weight at home, wherever they are updated
+        # parameters whose masters have the weight's half at home, wherever they are updated
+        self._kept: set[int] = set()
 
     def __getitem__(self, row: int) -> RowStates:
         return self._states[row]
 
     def in_memory(self, row: int) -> RowStates:
-        """The states, for whoever reads or writes their values. Raises EngineError in a forked child that does not have them."""
+        """The states, for reading or writing their values.
+
+        Raises EngineError in a forked child that does not have them.
+        """
         if row in self._slabs.states:
             self._slabs.states[row].require_here()
         return self._states[row]
@@ -86,11 +90,14 @@ class PlacedStates:
         return self._tables[parameter]
 
     def is_whole(self, parameter: int) -> bool:
-        """Whether it may not be cut: its update is not elementwise, or the device has a copy of it."""
+        """Whether it may not be cut.
+
+        Its update is not elementwise, or the device has a copy of it.
+        """
         return self._tables[parameter].kernel is Kernel.NONE or parameter in self.copies
 
     def gradient_leaves(self, parameter: int) -> bool:
-        """Whether its gradient goes to a slot on the host, and none stays on the device."""
+        """Whether its whole gradient goes to a slot on the host."""
         return parameter not in self.pieces.cut and self.placement[parameter].updates_on_cpu
 
     def host_pieces(self, parameter: int) -> dict[int, Piece]:
@@ -112,22 +119,34 @@ class PlacedStates:
         return self._slabs.all
 
     def host_bytes(self, rows: Iterable[int], place: Placement = Placement.CPU) -> int:
-        """Bytes of host memory the states of these rows take under `place`, with their slots where it is CPU."""
+        """Bytes of host memory that the states of these rows take under `place`.
+
+        For CPU their slots are included.
+        """
         forms = list(map(self._form, rows))
         slots = sum(form.slot_bytes for form in forms) if place.updates_on_cpu else 0
         return slots + sum(form.slab_bytes + form.table.own_bytes for form in forms)
 
     def device_bytes(self, rows: Iterable[int]) -> int:
-        """Bytes of device memory the states of these rows take there (fp32 weights are their own masters)."""
+        """Bytes of device memory the states of these rows take there.
+
+        Fp32 weights are their own masters.
+        """
         return sum(self._form(row).device_bytes for row in rows)
 
     def travelling_bytes(self, row: int) -> int:
-        """Bytes of a row's gradient on its way to the host, as a rule, and of its new weight on its way back."""
+        """Bytes of a row's gradient on its way to the host, and of its new weight on its way back.
+
+        Usually, that is: a row with a copy may send an fp32 gradient.
+        """
         form = self._form(row)
         return form.numel * form.dtype.itemsize
 
     def out_bytes(self, row: int) -> int:
-        """Bytes of host memory for the new weight of a row updated by the CPU, beside master and slot."""
+        """Bytes on the host for the new weight of a row that the CPU updates.
+
+        Master and slot are counted elsewhere.
+        """
         return self._form(row).out_bytes
 
     def traffic(self, rows: Sequence[int]) -> StateTraffic:
@@ -143,7 +162,10 @@ class PlacedStates:
 
     @property
     def may_halve(self) -> bool:
-        """Whether a state of every parameter has signs to spare, so that masters of bf16 weights may be in halves."""
+        """Whether masters of bf16 weights may be in halves.
+
+        They may if each parameter has a state with signs to spare.
+        """
         return all(table.tie is not None for table in self._tables)
 
     def form_of(self, piece: Piece) -> RowForm:
@@ -156,7 +178,10 @@ class PlacedStates:
         return self.form_of(self.pieces.piece(row))
 
     def _weight(self, row: int) -> torch.Tensor:
-        """What the engine writes to, flat. For the guard of a parameter this is a touch, unless it is off."""
+        """What the engine writes to, flat.
+
+        For the guard of a parameter this is a touch, unless the guard is off.
+        """
         piece = self.pieces.piece(row)
         return flat_memory(self._weights[piece.parameter])[piece.begin : piece.end]
 
@@ -168,7 +193,10 @@ class PlacedStates:
         return tuple(PlacedPiece(self.pieces.piece(row), self.placement[row]) for row in self._rows(range(len(self._weights))))
 
     def allocate(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
-        """Allocate every piece where it is placed, masters from the weights, states zero. Raises HostMemoryError."""
+        """Allocate every piece where it is placed, masters from the weights, states zero.
+
+        Raises HostMemoryError.
+        """
         self.placement = {}
         for pieces in _by_parameter(placed).values():
             self._cut(pieces)
@@ -178,7 +206,7 @@ class PlacedStates:
         self._tell_engine({*rows, *self._slabs.arrange_slots(rows, self.placement, self._states)})
 
     def move(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
-        """Move the states of idle parameters to where these pieces are to rest; their bits do not change.
+        """Move the states of idle parameters to where these pieces are to rest; no bit changes.
 
         Raises HostMemoryError, torch.OutOfMemoryError, and EngineError where memory cannot be
         pinned. What has not been moved by then is where it was.
@@ -196,7 +224,7 @@ class PlacedStates:
             self._move_rows([row for row in sorted(rows) if rows[row] is place], place, limit_bytes)
 
     def _move_rows(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
-        """Those that are elsewhere; where it raises all are where they were."""
+        """Move rows that are elsewhere. If it raises, all are where they were."""
         rows = [row for row in rows if self.placement[row] is not place]
         if not rows:
             return
@@ -222,7 +250,10 @@ class PlacedStates:
                 self._slabs.states.pop(row)  # the last row of a slab frees it
 
     def _recut(self, pieces: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
-        """Give one parameter rows for other pieces, and their states the bits that it has; where it raises all is as before."""
+        """Give one parameter rows for other pieces, and their states the bits that it has.
+
+        If it raises, all is as before.
+        """
         parameter = pieces[0].piece.parameter
         old = self.pieces.of(parameter)
         for row in old:
@@ -248,7 +279,10 @@ class PlacedStates:
             self._engine.retire(row)
 
     def _make(self, rows: Iterable[int], limit_bytes: int | None) -> None:
-        """Master and states of these rows where they are placed, zero. Raises HostMemoryError, EngineError, torch.OutOfMemoryError."""
+        """Master and states of these rows where they are placed, zero.
+
+        Raises HostMemoryError, EngineError, torch.OutOfMemoryError.
+        """
         on_device = [row for row in rows if self.placement[row].rests_on_device]
         on_host = [row for row in rows if not self.placement[row].rests_on_device]
         require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
@@ -268,8 +302,8 @@ class PlacedStates:
         """Write what the row had into where it rests now."""
         target = self._states[row]
         if self.placement[row].rests_on_device and target.master.dtype == self._weight(row).dtype and row not in self.copies:
-            # It is the weight, which has these bits: written, it would end the backward of a
-            # forward from before the move.
+            # This is the weight, which has these bits already. Writing it would end the backward of
+            # a forward from before the move.
             states = replace(states, master=target.master)
         copy_states(states, target, self._weight(row).device)
         if row in self.copies and self.placement[row].rests_on_device:
@@ -291,7 +325,7 @@ class PlacedStates:
 
     @contextlib.contextmanager
     def _undone_on_error(self, rows: set[int]) -> Iterator[None]:
-        """Around a move of these rows, and of those that are added meanwhile."""
+        """Protects a move of these rows, and of rows that are added meanwhile."""
         held = (self.placement.copy(), self._states.copy(), self._slabs.copy())
         cut = self.pieces.cut.copy()
         self.arrangement += 1
@@ -301,11 +335,12 @@ class PlacedStates:
             self.placement, self._states, self._slabs = held
             self.pieces.restore(cut)
             self.arrangement += 1
-            with contextlib.suppress(EngineError):  # an engine that has failed says so at every later call
-                self._tell_engine(rows & self.placement.keys())  # some of them may have been told of the new places
+            with contextlib.suppress(EngineError):  # a failed engine says so at every later call
+                # it may know some of the new places already
+                self._tell_engine(rows & self.placement.keys())
             raise
-        # `held` until here: dropped gradients may be on their way to the old slots while the engine
-        # has not been told.
+        # Keep `held` until here: dropped gradients may still be on their way to the old slots while
+        # the engine has not been told.
 
     def _rows(self, parameters: Iterable[int]) -> Iterator[int]:
         return (row for parameter in parameters for row in self.pieces.of(parameter))
@@ -313,7 +348,10 @@ class PlacedStates:
     # ---- told and made ----
 
     def _leaves_weight(self, row: int) -> bool:
-        """Whether the half of the master that is the weight is on the device alone: 2 bytes a parameter less on the way to the host."""
+        """Whether the half of the master that is the weight is on the device only.
+
+        That is 2 bytes a parameter less on the way to the host.
+        """
         kept = self.pieces.parameter(row) in self._kept
         return self.placement[row].visits_device and self._states[row].low is not None and not kept
 

@@ -1,4 +1,7 @@
-"""What one row of the engine takes of memory: its size, its dtypes, its states, and tensors of that form."""
+"""What one row of the engine takes of memory.
+
+Its size, its dtypes, its states, and tensors of that form.
+"""
 
 from __future__ import annotations
 
@@ -33,37 +36,40 @@ class RowForm:
 
     @property
     def table_bytes(self) -> int:
-        """Of master and states, wherever they rest."""
+        """Bytes of master and states, wherever they rest."""
         return self.table.bytes_per_param * self.numel + self.table.own_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Of master and states on the device, where an fp32 weight is its own master."""
+        """Bytes of master and states on the device, where an fp32 weight is its own master."""
         return self.table_bytes - (FP32_BYTES * self.numel if self.dtype == torch.float32 else 0)
 
     @property
     def slab_bytes(self) -> int:
-        """Of its part of a slab. What another optimizer keeps is no part of it: its step makes those tensors."""
+        """Bytes of its part of a slab.
+
+        What another optimizer keeps is no part of it: its step makes those tensors.
+        """
         return padded_bytes(FP32_BYTES * self.numel) + sum(padded_bytes(state.itemsize * self.numel) for state in self.table.states)
 
     @property
     def slot_dtype(self) -> torch.dtype:
-        """Of a gradient in its slot; one of a row with a copy may come in fp32 or bf16."""
+        """Dtype of a gradient in its slot; in a row with a copy it may come in fp32 or bf16."""
         return torch.float32 if self.copied else self.dtype
 
     @property
     def slot_bytes(self) -> int:
-        """Of its slot, and of the new weight beside it."""
+        """Bytes of its slot, and of the new weight next to it."""
         return slab_bytes(self.numel, self.slot_dtype) + self.out_bytes
 
     @property
     def has_out(self) -> bool:
-        """Whether a new weight has memory of its own on the host: no half of the master is it."""
+        """Whether a new weight has its own memory on the host: it is not half of its master."""
         return self.dtype != torch.float32 and not (self.dtype == torch.bfloat16 and self.splits)
 
     @property
     def out_bytes(self) -> int:
-        """Of that memory."""
+        """Bytes of that memory."""
         return slab_bytes(self.numel, self.dtype) if self.has_out else 0
 
     def on_host(self, slab: HostSlab) -> RowStates:

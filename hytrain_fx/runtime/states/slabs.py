@@ -4,7 +4,7 @@ torch's pinned allocator rounds up to a power of two, up to twice what is asked 
 mapping that is registered with the driver does not. Fresh mappings read as zero, which is what
 Adam's moments start from.
 
-Registering faults in what is not there yet, one page after the other: about 1 GB/s a thread. So the
+Registering faults in the pages that are missing, one after the other: about 1 GB/s a thread. So the
 pages are made first, in parallel and 2 MiB at a time where the kernel has them to give, and
 registering only walks over them.
 """
@@ -84,7 +84,10 @@ class HostSlab:
         return part
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """The block cut into byte ranges that different threads may fault in: no two share a huge page."""
+        """The block cut into byte ranges that different threads may fault in.
+
+        No two ranges share a huge page.
+        """
         begin, total, base = 0, self._bytes.numel(), self._bytes.data_ptr()
         while begin < total:
             end = min(total, (base + begin + _PIECE_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - base)
@@ -92,12 +95,14 @@ class HostSlab:
             begin = end
 
     def populate(self, begin: int, end: int) -> None:
-        """Make the pages of these bytes, which nothing has been written to. Releases the GIL."""
+        """Make the pages of these bytes, which nothing has written to yet. Releases the GIL."""
         if not _populate(self._bytes.data_ptr() + begin, end - begin):
             self._bytes[begin : end : mmap.PAGESIZE].fill_(0)
 
     def pin(self, device: torch.device) -> None:
-        """Register the block with the GPU's driver, so that copies are asynchronous. Raises EngineError.
+        """Register the block with the GPU's driver, so that copies are asynchronous.
+
+        Raises EngineError.
 
         Forked children do not have the block: the kernel would copy all of it for each of them, as
         the driver holds its pages.
@@ -121,8 +126,11 @@ class HostSlab:
             self._map.madvise(mmap.MADV_DOFORK)
 
     def require_here(self) -> None:
-        """Raise EngineError in a forked child that does not have the block: reading it there would end the process."""
-        # Where it is pinned, something else may have been mapped there in this process.
+        """Raise EngineError in a forked child that does not have the block.
+
+        Reading it there would end the process.
+        """
+        # If it is pinned, something else may have been mapped there in this process.
         if os.getpid() != self._made_by and (self._pinned_on is not None or not _is_mapped(self._bytes.data_ptr())):
             raise EngineError(
                 "this process was forked from the one that compiled the model, and does not have the optimizer's states: their memory is "
@@ -148,7 +156,9 @@ def padded_bytes(nbytes: int) -> int:
 
 
 def pin_slabs(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> Pinning | None:
-    """Pin fresh slabs for a GPU and note on each what it took; None, with nothing done, for a model on the CPU. Raises EngineError.
+    """Pin fresh slabs for a GPU and note on each what it took. Raises EngineError.
+
+    For a model on the CPU nothing is done, and None returned.
 
     Their pages are where so many `workers` run.
     """
@@ -169,7 +179,10 @@ def pin_slabs(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> 
 
 
 def _populate_all(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> None:
-    """A page comes from the NUMA node of the core that makes it: each thread keeps to one of the cores that the workers will run on."""
+    """Make all pages, each thread on one of the cores that the workers will run on.
+
+    A page comes from the NUMA node of the core that makes it.
+    """
     topology = read_topology(device)
     cpus: SimpleQueue[int | None] = SimpleQueue()
     numbers: list[int | None] = [None] * len(allowed_cpus())
@@ -183,7 +196,7 @@ def _populate_all(slabs: Sequence[HostSlab], device: torch.device, workers: int)
         number = cpus.get()
         if number is not None:
             with contextlib.suppress(OSError):  # a container may forbid it; then the system chooses
-                os.sched_setaffinity(0, {number})  # of this thread alone
+                os.sched_setaffinity(0, {number})  # this thread only
 
     pieces = [(slab, begin, end) for slab in slabs for begin, end in slab.pieces()]
     with threads_on(allowed_cpus()), ThreadPoolExecutor(max(1, len(numbers)), initializer=keep_to_one) as pool:
@@ -191,7 +204,10 @@ def _populate_all(slabs: Sequence[HostSlab], device: torch.device, workers: int)
 
 
 def _populate(address: int, nbytes: int) -> bool:
-    """Whether the kernel made the pages in one call. ctypes releases the GIL meanwhile, mmap.madvise would not."""
+    """Whether the kernel made the pages in one call.
+
+    ctypes releases the GIL meanwhile, mmap.madvise would not.
+    """
     madvise = ctypes.CDLL(None).madvise
     return int(madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)) == 0
 
@@ -202,7 +218,10 @@ def _is_mapped(address: int) -> bool:
 
 
 def require_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
-    """Raise HostMemoryError, before anything is allocated, where the host cannot hold `needed_bytes`."""
+    """Raise HostMemoryError where the host cannot hold `needed_bytes`.
+
+    It is called before anything is allocated.
+    """
     available = available_host_bytes() if limit_bytes is None else limit_bytes
     if needed_bytes > available:
         source = "are available on this host" if limit_bytes is None else "are allowed by host_memory"

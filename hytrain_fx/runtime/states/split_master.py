@@ -1,4 +1,6 @@
-"""Fp32 masters of bf16 weights on the host, in two halves: the weight itself and the low 16 bits (the format of csrc/split_chunk.h).
+"""Fp32 masters of bf16 weights on the host, in two halves: the weight and the low 16 bits.
+
+csrc/split_chunk.h describes the format.
 
 The weight that goes to the device is half of the master already, so it rests once, not twice.
 Rounding to nearest even hides one bit, which way a tie went; the sign of a state that is never
@@ -19,14 +21,20 @@ _TIE = 0x8000
 
 
 def join(high: torch.Tensor, low: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
-    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `marked` [n] fp32, all on one device."""
+    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `marked` [n] fp32.
+
+    All are on one device.
+    """
     tail = low.to(torch.int32) & 0xFFFF
     went_up = (tail > _TIE) | ((tail == _TIE) & torch.signbit(marked))
     return (((high.view(torch.int16).to(torch.int32) - went_up.to(torch.int32)) << 16) | tail).view(torch.float32)
 
 
 def split(master: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`high`, `low` and the marked state of masters and a state, [n] fp32 each; the signs that the latter had are lost."""
+    """`high`, `low` and the marked state of masters and a state, [n] fp32 each.
+
+    The signs that the state had are lost.
+    """
     bits = master.view(torch.int32)
     tail = bits & 0xFFFF
     went_up = (tail == _TIE) & ((bits >> 16) & 1).to(torch.bool)
@@ -34,7 +42,9 @@ def split(master: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def whole_states(states: RowStates, device: torch.device) -> RowStates:
-    """The states with masters in one piece and no marks: the same tensors, or copies where masters are in halves.
+    """The states with masters in one piece and no marks.
+
+    They are the same tensors, or copies where masters are in halves.
 
     device   where to compute; copies stay on the states' device
     """
@@ -48,7 +58,7 @@ def whole_states(states: RowStates, device: torch.device) -> RowStates:
 
 
 def halved(states: RowStates, device: torch.device) -> RowStates:
-    """The states with a whole master in two halves, in the memory where it was; computes on `device`."""
+    """The states with a whole master in two halves, in the same memory; computes on `device`."""
     numel, whole = states.master.numel(), replace(states, master=states.master.clone())
     high, low = states.master.view(torch.bfloat16)[:numel], states.master.view(torch.int16)[numel:]
     halves = replace(states, master=high, low=low)
@@ -57,7 +67,10 @@ def halved(states: RowStates, device: torch.device) -> RowStates:
 
 
 def copy_states(source: RowStates, target: RowStates, device: torch.device) -> None:
-    """Write every state of `source` into `target`, wherever they have their masters in halves; computes on `device`."""
+    """Write every state of `source` into `target`, whichever of them has masters in halves.
+
+    Computes on `device`.
+    """
     if source.low is not None and target.low is not None:
         for to, half in ((target.master, source.master), (target.low, source.low), (target.marked(), source.marked())):
             to.copy_(half)
@@ -70,7 +83,8 @@ def copy_states(source: RowStates, target: RowStates, device: torch.device) -> N
             target.master.copy_(source.master)
     in_halves = source.low is not None or target.low is not None
     for number, (to, state) in enumerate(zip(target.states, source.states, strict=True)):
-        if not in_halves or number != source.table.tie:  # else it is written already, with the master
+        # else it is written already, with the master
+        if not in_halves or number != source.table.tie:
             to.copy_(state)
     if source.own is not None and target.own is not None:
         target.own.take(source.own, target.master.device)
@@ -87,7 +101,10 @@ def _join_into(target: RowStates, source: RowStates, device: torch.device) -> No
 
 
 def split_into(target: RowStates, source: RowStates, device: torch.device) -> None:
-    """Write the whole master and the state to be marked of `source` into the halves of `target`, which may share that state."""
+    """Write the whole master and the state to be marked of `source` into the halves of `target`.
+
+    The two may share that state.
+    """
     assert target.low is not None
     state, to_mark = source.marked(), target.marked()
     for begin in range(0, source.master.numel(), CHUNK_PARAMS):
@@ -107,7 +124,9 @@ def split_into(target: RowStates, source: RowStates, device: torch.device) -> No
 
 
 def load_masters(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write each weight into its master, both flat, on any devices; a master that is its weight's own memory is left alone.
+    """Write each weight into its master, both flat, on any devices.
+
+    A master that is its weight's own memory is left alone.
 
     pairs    (master [n] fp32, weight [n] fp32, bf16 or fp16)
 

@@ -1,4 +1,7 @@
-"""The optimizer states of every parameter: what they hold, read and written as whole parameters, wherever they rest (`placed.py`)."""
+"""The optimizer states of every parameter: what they hold, read and written whole.
+
+`placed.py` says where they rest.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hytrain_fx.runtime.states.split_master import copy_states, halved, load_mas
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gap or overlap, in whatever order of dimensions."""
+    """Whether the elements fill their memory without gap or overlap, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
         if stride != expected:
@@ -28,7 +31,9 @@ class StateStore(PlacedStates):
     """Reads and writes values, and follows weights that the loop reads and writes."""
 
     def whole(self, parameter: int) -> RowStates:
-        """The states with the master as one fp32 tensor: for reading, copies in part. The weight must be as the last update left it.
+        """The states with the master as one fp32 tensor: for reading, copies in part.
+
+        The weight must still be what the last update left.
 
         Raises EngineError as `in_memory` does.
         """
@@ -36,7 +41,10 @@ class StateStore(PlacedStates):
         return found[0] if len(found) == 1 else _joined(found)
 
     def write(self, parameter: int, values: RowStates) -> None:
-        """Write states, master in one piece, into those of an idle parameter; a 16-bit weight becomes the master's rounding."""
+        """Write states, master in one piece, into those of an idle parameter.
+
+        A 16-bit weight becomes the master's rounding.
+        """
         for row in self.pieces.of(parameter):
             piece, states, weight = self.pieces.piece(row), self.in_memory(row), self._weight(row)
             copy_states(values.part(piece.begin, piece.end), states, weight.device)
@@ -46,7 +54,7 @@ class StateStore(PlacedStates):
                 self.copies.updated([row])
 
     def clear(self, parameter: int) -> None:
-        """As before its first step: states are zero, the weight is the master in every element."""
+        """As before its first step: states are zero, the weight is every master."""
         for row in self.pieces.of(parameter):
             for flat in self.in_memory(row).states:
                 flat.zero_()
@@ -60,7 +68,10 @@ class StateStore(PlacedStates):
     # ---- weights that the loop reads and writes ----
 
     def use_copy(self, row: int) -> torch.Tensor:
-        """From now on the device has an idle whole fp32 weight in 16 bits: the bf16 copy that graphs are to read."""
+        """From now on the device has an idle whole fp32 weight in 16 bits.
+
+        Returns the bf16 copy that graphs are to read.
+        """
         weight, states = self._weights[row], self._states[row]
         copy = self.copies.add(row, weight)
         if not self.placement[row].rests_on_device:
@@ -71,12 +82,15 @@ class StateStore(PlacedStates):
         return copy
 
     def fill_weight(self, row: int) -> None:
-        """Have the fp32 memory of a row with a copy, at rest, show its master."""
+        """Fill the fp32 memory of a row with a copy, at rest, from its master."""
         if not self.copies[row].current and not self.placement[row].rests_on_device:
             self.copies.fill(row, self.in_memory(row))
 
     def _follow_copied(self, row: int) -> None:
-        """What was written to the fp32 memory becomes master and copy; nothing can have been where it does not show the weight."""
+        """What was written to the fp32 memory becomes master and copy.
+
+        Nothing can have been written while that memory does not show the weight.
+        """
         of = self.copies[row]
         if not of.current:
             return
@@ -84,14 +98,17 @@ class StateStore(PlacedStates):
         if not self.placement[row].rests_on_device:
             split_into(states, replace(states, master=flat_memory(of.weight), low=None), of.copy.device)
         weight = of.weight.detach()
-        # On the CPU a weight that was only read counts as written. Its copy keeps its version then:
-        # a backward to come may have saved it.
+        # On the CPU a weight that was only read counts as written. Then its copy keeps its version:
+        # a later backward may have saved it.
         if of.copy.device.type == "cpu" and torch.equal(of.copy.view(torch.int16), weight.to(of.copy.dtype).view(torch.int16)):
             return
         of.copy.copy_(weight)
 
     def keep_weight(self, parameter: int, on: bool) -> None:
-        """Whether to know, wherever it is updated, the weight that the last update left. It must be there still when this begins."""
+        """Whether to know the weight that the last update left, wherever it is updated.
+
+        It must still be there when this begins.
+        """
         rows = self.pieces.of(parameter)
         if on and parameter not in self._kept:
             for row in rows:
@@ -104,8 +121,10 @@ class StateStore(PlacedStates):
                 self._engine.send_weight(row, on)
 
     def follow_weight(self, parameter: int) -> None:
-        """Make the weight, as written from outside, the master; an element that still is its
-        master's rounding keeps the master's bits, where what the last update left is known.
+        """Make the weight, as written from outside, the master.
+
+        Where the last weight is known, an element that still is its master's rounding keeps the
+        master's bits.
         """
         if parameter in self.copies:
             return self._follow_copied(parameter)
@@ -155,7 +174,7 @@ class StateStore(PlacedStates):
 
 
 def _joined(states: Sequence[RowStates]) -> RowStates:
-    """The whole states of pieces as those of one, on the CPU."""
+    """The whole states of pieces as one parameter's, on the CPU."""
     flats = zip(*((of.master, *of.states) for of in states), strict=True)
     master, *others = (torch.cat([flat.cpu() for flat in of]) for of in flats)
     return RowStates(states[0].table, master, tuple(others))

@@ -1,7 +1,9 @@
-"""Host memory of rows, by unit: a slab for the states of the rows that came to the host together, and one for their slots.
+"""Host memory of rows, by unit.
 
-The two are apart, so that a row changes between CPU and STREAM where it is. The slots of a unit
-stand one after the other in order of the parameters, so that its gradients go there in one copy.
+A slab for the states of the rows that came to the host together, and one for their slots.
+
+The two are separate, so that a row changes between CPU and STREAM without moving. The slots of a
+unit stand one after the other in order of the parameters, so its gradients go there in one copy.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ class UnitSlabs:
     form_of: Callable[[int], RowForm]
     place_of: Callable[[int], tuple[int, Piece]]
     states: dict[int, HostSlab] = field(default_factory=dict)
-    _slot_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by unit: the rows that have slots
+    # by unit: the rows that have slots
+    _slot_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _slots: dict[int, HostSlab] = field(default_factory=dict)  # by unit
 
     def copy(self) -> UnitSlabs:
-        """What there is now, to go back to."""
+        """The present slabs, to go back to."""
         return replace(self, states=self.states.copy(), _slot_rows=self._slot_rows.copy(), _slots=self._slots.copy())
 
     @property
@@ -45,7 +48,10 @@ class UnitSlabs:
         return list({id(slab): slab for slab in (*self.states.values(), *self._slots.values())}.values())
 
     def allocate(self, rows: Iterable[int]) -> dict[int, RowStates]:
-        """States of these rows on the host, without slots. Raises HostMemoryError, EngineError where memory cannot be pinned."""
+        """States of these rows on the host, without slots.
+
+        Raises HostMemoryError, EngineError where memory cannot be pinned.
+        """
         made: dict[int, RowStates] = {}
         slabs: list[HostSlab] = []
         for of_unit in self._by_unit(rows).values():
@@ -59,7 +65,9 @@ class UnitSlabs:
         return made
 
     def arrange_slots(self, rows: Iterable[int], placement: Mapping[int, Placement], states: dict[int, RowStates]) -> list[int]:
-        """Give the units of `rows` slots for their rows on the CPU. Gives the rows that have a new one; `states` say so.
+        """Give the units of `rows` slots for their rows on the CPU.
+
+        Returns the rows that have a new slot; `states` say so.
 
         Raises as `allocate` does, before anything is changed.
         """
