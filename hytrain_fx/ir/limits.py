@@ -55,7 +55,7 @@ CUDA_BLOCK_ELEMENTS: Final = 8 * CUDA_BLOCK_THREADS
 # The update kernels that the engine launches, numbered by `update_kernel` (csrc/device.h).
 UPDATE_KERNELS: Final = 9
 # Rows of one update launch and copies of one gather: what fits in 4 KiB of kernel parameters.
-ROWS_PER_LAUNCH: Final = 28
+ROWS_PER_LAUNCH: Final = 32
 PARTS_PER_GATHER: Final = 32
 
 # ---- Times and gains ----

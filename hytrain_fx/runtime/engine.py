@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
+from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.own_states import OwnStates
@@ -245,11 +245,6 @@ def engine_error(message: str, names: Sequence[str]) -> EngineError:
     text = re.sub(r"row (\d+)", named, message)
     if "dropped node" in message:
         return DroppedNodeError(text)
-    if "non-finite gradient" in message:
-        return NonFiniteGradientError(
-            f"{text}. Weights of this step are partly updated: go back to a checkpoint. Look at the loss before step(), "
-            "or train fp16 with torch.amp.GradScaler, which skips such steps"
-        )
     return EngineError(text)
 
 

@@ -10,26 +10,22 @@ from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateScalars
 
 from .adamw_operands import Operands
 
-MARK = 7
-
 
 class Row(ctypes.Structure):
     """hytrain_fx::Row of update_rows.cu."""
 
     _fields_ = (("grad", ctypes.c_void_p), ("master", ctypes.c_void_p), ("states", ctypes.c_void_p * 3), ("out", ctypes.c_void_p),
-                ("n", ctypes.c_longlong),
-                ("scalars", ScalarsStruct), ("nonfinite", ctypes.c_void_p), ("mark", ctypes.c_int), ("skip", ctypes.c_void_p))
+                ("n", ctypes.c_longlong), ("scalars", ScalarsStruct), ("skip", ctypes.c_void_p))
 
 
-def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, nonfinite: torch.Tensor, skip: torch.Tensor | None = None) -> Row:
+def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, skip: torch.Tensor | None = None) -> Row:
     """A row that updates `o`.
 
-    low        the other half of the master, for kernels of masters in halves
-    nonfinite  int32, takes MARK where the gradient is not finite
-    skip       fp32; where it is not zero the row does not change
+    low    the other half of the master, for kernels of masters in halves
+    skip   fp32; where it is not zero the row does not change
     """
     master = o.master if low is None else low
     states = (ctypes.c_void_p * 3)(*(state.data_ptr() for state in o.states))
     out = None if o.out is None else o.out.data_ptr()
     left_out = None if skip is None else skip.data_ptr()
-    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, nonfinite.data_ptr(), MARK, left_out)
+    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, left_out)

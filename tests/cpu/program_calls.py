@@ -104,7 +104,7 @@ def _scaled_step(side: Side, at: int) -> float:
 def _scaled_train(side: Side, at: int) -> tuple[float, float]:
     """One scaled step.
 
-    Its gradients are dropped: a later step would refuse those that are not finite.
+    Its gradients are dropped: those that are not finite would make all weights NaN in a later step.
     """
     side.optimizer.zero_grad()
     found = _scaled_backward(side, at), _scaled_step(side, at // 2)

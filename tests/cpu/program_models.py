@@ -193,11 +193,6 @@ class Side:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
-    @property
-    def has_diverged(self) -> bool:
-        """Whether a weight is NaN or infinite."""
-        return not all(bool(p.detach().isfinite().all()) for p in self.parameters)
-
     def begin(self) -> None:
         """Drop all that an earlier program held."""
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)

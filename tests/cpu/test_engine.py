@@ -15,14 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hytrain_fx.errors import DroppedNodeError, EngineError, NonFiniteGradientError
-from hytrain_fx.ir.limits import CHUNK_PARAMS, GRANULE_PARAMS
+from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
 from hytrain_fx.runtime.fallback.engine import TorchEngine
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
-from hytrain_fx.runtime.states.split_master import whole_states
 
 from .engine_loop import GROUP, EngineLoop, assert_same_states, device_states, host_states
 
@@ -308,55 +307,6 @@ def test_close_stops_every_thread(make_engine: MakeEngine) -> None:
     assert not threads() & of_engine
     with pytest.raises(EngineError, match="closed"):
         engine.wait([0])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_gradient_that_is_not_finite_is_named_at_the_next_wait(make_engine: MakeEngine, bad: float, dtype: torch.dtype) -> None:
-    """NaN and infinities are an error of their own, which names the row.
-
-    Weights do not become NaN.
-    """
-    with make_engine() as engine:
-        EngineLoop(engine, (300, 70_000), dtype)
-        grad = torch.full((70_000,), 60_000.0, dtype=dtype)  # large, and finite in every dtype
-        engine.grad_offload([0], [torch.zeros(300, dtype=dtype)])
-        grad[69_999] = bad
-        engine.grad_offload([1], [grad])
-        engine.arm_cpu([0, 1])
-        engine.arm_reload([0, 1])
-        scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
-        engine.commit([CommitItem(0, scalars), CommitItem(1, scalars)])
-        with pytest.raises(NonFiniteGradientError, match="row 1"):
-            engine.wait([0, 1])
-
-
-@pytest.mark.parametrize("halves", [False, True], ids=["whole", "in halves"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_no_state_is_written_from_a_value_that_is_not_finite_on(dtype: torch.dtype, halves: bool) -> None:
-    """No state is NaN or infinite after the error.
-
-    A worker updates what it has taken, up to the block of 64 with the bad value.
-    """
-    bad = GRANULE_PARAMS + 100_001
-    with running("native", workers=1) as engine:
-        loop = EngineLoop(engine, (GRANULE_PARAMS + 200_000,), dtype, halves=halves)
-        before = whole_states(loop.states[0], torch.device("cpu"))
-        kept = before.master.clone()
-        grad = torch.ones(GRANULE_PARAMS + 200_000, dtype=dtype)
-        grad[bad] = float("-inf")
-        engine.grad_offload([0], [grad])
-        engine.arm_cpu([0])
-        engine.arm_reload([0])
-        engine.commit([CommitItem(0, AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False))])
-        with pytest.raises(NonFiniteGradientError, match="row 0"):
-            engine.drain([0])
-        found, first = whole_states(loop.states[0], torch.device("cpu")), bad // 64 * 64
-    for tensor in (found.master, *found.states):
-        assert tensor.isfinite().all()
-    assert found.states[0][:first].count_nonzero() == first
-    assert found.states[0][first:].count_nonzero() == 0
-    assert torch.equal(found.master[first:], kept[first:])
 
 
 def test_a_row_is_moved_only_when_its_discarded_gradient_has_landed(make_engine: MakeEngine) -> None:

@@ -4,7 +4,7 @@ The error says what to do.
 
 Elsewhere: workers that fail and second compiles (test_errors), exits, copies, DataLoader workers,
 Ctrl-C (test_process_end), builds (test_build), interrupted forwards (test_transaction), gradients
-that are not finite (test_engine).
+that are not finite (test_nonfinite).
 """
 
 from __future__ import annotations

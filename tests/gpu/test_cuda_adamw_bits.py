@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.limits import CUDA_BLOCK_ELEMENTS, CUDA_BLOCK_THREADS
+from hytrain_fx.ir.limits import CUDA_BLOCK_ELEMENTS, CUDA_BLOCK_THREADS, ROWS_PER_LAUNCH
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 from hytrain_fx.runtime.native import build, cuda_module, cuda_updates
 from hytrain_fx.runtime.scalars import UpdateScalars
@@ -26,7 +26,6 @@ DEVICE = torch.device("cuda", 0)
 LENGTHS = (1, 7, 8, 9, 2047, 2048, 2049, 100_003)
 KINDS = ("normal", "wide", "denormal", "bits")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS = 28  # kRows of update_rows.cu
 FORMS = {  # by the dtypes of gradient and weight
     (torch.float32, torch.float32): "f32",
     (torch.bfloat16, torch.bfloat16): "bf16",
@@ -60,8 +59,7 @@ def cuda_kernel_(o: Operands, scalars: UpdateScalars, update: str = "adamw") -> 
     driver = cuda_module.binding("driver")
     form = FORMS[o.grad.dtype, o.grad.dtype if o.out is None else o.out.dtype]
     kernel = cuda_module.function(DEVICE.index, cuda_updates.SOURCE, f"{update}_rows_{form}")
-    nonfinite = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    rows = (Row * ROWS)(row_of(o, scalars, None, nonfinite))
+    rows = (Row * ROWS_PER_LAUNCH)(row_of(o, scalars, None))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(rows))
     stream = torch.cuda.current_stream(DEVICE).cuda_stream
     with cuda_module.primary_context(driver, DEVICE.index):

@@ -32,7 +32,6 @@ struct Streamed {
 int main() {
   std::vector<char> ring(1 << 16);
   std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  int32_t nonfinite = 0;
   EngineOptions options{};
   options.workers = 1;
   options.device_ordinal = -1;
@@ -41,7 +40,6 @@ int main() {
   options.ring_bytes = ring.size();
   options.factor_slots = factors.data();
   options.factor_capacity = 1;
-  options.nonfinite = &nonfinite;
   Engine* engine = nullptr;
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};

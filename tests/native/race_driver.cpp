@@ -79,7 +79,6 @@ class Run {
     options.ring_bytes = ring_.size();
     options.factor_slots = slots_.data();
     options.factor_capacity = kFactorCapacity;
-    options.nonfinite = &nonfinite_;
     check(hytrain_create(&options, &engine_));
     StagingMemory staging{staging_.data(), kChunk, 3, kStagingSlots};
     check(hytrain_set_staging(engine_, &staging));
@@ -615,7 +614,6 @@ class Run {
   std::vector<char> shadow_ = std::vector<char>(kShadowSlots * kShadowArrays * (4 * kGranule + kShadowApartBytes));
   std::vector<TaskRecord> records_ = std::vector<TaskRecord>(kRecords);
   Floats factors_ = Floats(64);  // as a caching allocator: not handed out again while one may be read
-  int32_t nonfinite_ = 0;
   float clip_ = 1.0f;
   int absent_ = -1;
   bool scales_ = true, speculates_ = true, in_doubt_ = false, skips_ = false;

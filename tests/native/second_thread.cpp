@@ -37,7 +37,6 @@ struct Trained {
     options.ring_bytes = ring.size();
     options.factor_slots = factors.data();
     options.factor_capacity = 1;
-    options.nonfinite = &nonfinite;
     check(hytrain_create(&options, &engine));
     RowSpec spec{n, 0, static_cast<int32_t>(Dtype::kF32), weight.data()};
     check(hytrain_add_row(engine, &spec));
@@ -64,7 +63,6 @@ struct Trained {
   std::vector<float> weight = std::vector<float>(n, 1.0f), master = weight, m = std::vector<float>(n), v = m, slot = m;
   std::vector<float> grad = std::vector<float>(n, 0.5f), factors = std::vector<float>(2);
   std::vector<char> ring = std::vector<char>(16 * n);
-  int32_t nonfinite = 0;
   CommitItem item{};
   Engine* engine = nullptr;
 };

@@ -75,7 +75,6 @@ int main() {
   constexpr int kRows = 4, kSlots = 2;  // the odd ones are streamed
   std::vector<char> ring(64 << 20);
   std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  int32_t nonfinite = 0;
   EngineOptions options{};
   options.workers = 1;
   options.device_ordinal = -1;
@@ -84,7 +83,6 @@ int main() {
   options.ring_bytes = ring.size();
   options.factor_slots = factors.data();
   options.factor_capacity = 1;  // a factor of the gradients on the host, which comes late and is guessed
-  options.nonfinite = &nonfinite;
   Engine* engine = nullptr;
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};

@@ -68,7 +68,6 @@ class CpuDevice : public Device {
       on->delay();
       for (const DeviceUpdate& u : rows) {
         if (u.skip && *u.skip != 0.0f) continue;
-        if (!all_finite(u.grad, u.dtype, u.numel)) __atomic_store_n(u.nonfinite.at, u.nonfinite.mark, __ATOMIC_RELAXED);
         if (u.low) {
           update_split_chunk(u.grad, u.dtype, static_cast<uint16_t*>(u.out), u.low, u.states, u.numel, u.scalars);
           continue;

@@ -325,7 +325,6 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     void* out;
     long long n;
     UpdateScalars scalars;
-    NonFinite nonfinite;
     const float* skip;
   };
   const Current current = make_current();
@@ -336,7 +335,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
       packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.states, u.out, u.numel,
-                    u.scalars, u.nonfinite, u.skip};
+                    u.scalars, u.skip};
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};

@@ -94,13 +94,6 @@ inline bool is_raised(const uint32_t* flag, uint32_t value) {
   return static_cast<int32_t>(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - value) >= 0;
 }
 
-// Where an update that meets a gradient that is not finite says so: `mark` is written to pinned
-// memory.
-struct NonFinite {
-  int32_t* at;
-  int32_t mark;
-};
-
 // Operands of one update whose states rest on the device.
 struct DeviceUpdate {
   const void* grad;
@@ -112,7 +105,6 @@ struct DeviceUpdate {
   void* out;              // the new weight; null where `master` is the weight
   int64_t numel;
   UpdateScalars scalars;
-  NonFinite nonfinite;
   const float* skip;  // on the device, read when the update runs: not zero, and nothing is updated; null: it always is
 };
 

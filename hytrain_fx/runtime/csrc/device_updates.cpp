@@ -57,7 +57,7 @@ void DeviceUpdates::launch_together(const Launch& items, const EventPtr& end, co
     awaited.insert(row.released);
     updates.push_back({item->grad, row.device_grad_dtype(), row.weight_dtype(), row.device.master, nullptr, row.device.states,
                        row.weight_bytes() == 2 ? row.spec.weight : nullptr, row.spec.numel,
-                       item->scalars, state_.nonfinite_of(item->row), skip});
+                       item->scalars, skip});
   }
   for (const EventPtr& event : awaited) device.wait(Lane::UPDATE, event);
   EventPtr before = state_.records.on() ? device.record(Lane::UPDATE) : nullptr;

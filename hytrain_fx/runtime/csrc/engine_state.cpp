@@ -17,10 +17,6 @@ Row& EngineState::row(int index) {
   return rows[index];
 }
 
-std::string EngineState::nonfinite_message(int row) {
-  return "non-finite gradient: row " + std::to_string(row) + " has NaN or infinite values in its gradient";
-}
-
 void EngineState::queue_ready(Row& row) {
   for (int c = 0; c < row.size(); ++c) queue_ready(row, c);
 }
@@ -44,10 +40,6 @@ void EngineState::note_failure(const std::string& message) {
 }
 
 void EngineState::throw_if_failed() {
-  if (failure.empty()) {
-    const int32_t bad = __atomic_load_n(options.nonfinite, __ATOMIC_RELAXED);  // written by the device
-    if (bad) note_failure(nonfinite_message(bad - 1));
-  }
   if (!failure.empty()) throw std::runtime_error("the engine has failed: " + failure);
 }
 

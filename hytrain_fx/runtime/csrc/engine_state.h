@@ -44,8 +44,6 @@ struct EngineState {
   Row& row(int index);
   Row& row(const Key& key) { return rows[key.row]; }
   Chunk& chunk(const Key& key) { return rows[key.row].chunks[key.chunk]; }
-  NonFinite nonfinite_of(int row) const { return {options.nonfinite, row + 1}; }
-  static std::string nonfinite_message(int row);
 
   // Workers get the row's chunks, or this one, where all that they wait for is there.
   void queue_ready(Row& row);

@@ -32,24 +32,6 @@ struct States {
   }
 };
 
-// Whether none of n values has all exponent bits set, as infinities and NaN have.
-template <class Bits>
-inline bool all_below(const void* values, int64_t n, Bits exponent) {
-  const Bits* bits = static_cast<const Bits*>(values);
-  Bits bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= static_cast<Bits>((bits[i] & exponent) == exponent);
-  return bad == 0;
-}
-
-// Whether a gradient is finite: every later weight of a row would be NaN otherwise.
-inline bool all_finite(const void* values, Dtype dtype, int64_t n) {
-  switch (dtype) {
-    case Dtype::kF32: return all_below<uint32_t>(values, n, 0x7F800000u);
-    case Dtype::kBF16: return all_below<uint16_t>(values, n, 0x7F80u);
-    default: return all_below<uint16_t>(values, n, 0x7C00u);
-  }
-}
-
 namespace detail {
 
 // Elements between the stages of one block, which meet in L1. Short blocks keep memory and
@@ -148,13 +130,6 @@ inline void read_gradient16(const uint16_t* grad, float* g, int64_t n, const Upd
   Format::widen(grad, g, n);
   if (s.flags & kWideFactors) return multiply(g, n, s);
   for (uint32_t k = 0; k < s.factor_count; ++k) Format::round(g, s.factors[k], n);
-}
-
-// Of `count` values from `start`, mostly kBlock: of a length that the compiler knows that is a few
-// instructions.
-inline bool finite_block(const void* grad, Dtype dtype, int64_t start, int64_t count) {
-  const char* const values = static_cast<const char*>(grad) + start * (dtype == Dtype::kF32 ? 4 : 2);
-  return count == kBlock ? all_finite(values, dtype, kBlock) : all_finite(values, dtype, count);
 }
 
 inline void read_gradient(const void* grad, Dtype dtype, int64_t start, float* __restrict g, int64_t n, const UpdateScalars& s) {

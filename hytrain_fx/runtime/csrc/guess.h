@@ -28,8 +28,6 @@ class Guess {
   bool is(int factor, float value) const;  // to the bit
   bool is_right(int count) const;          // of the factors that are known now
 
-  bool met_nonfinite = false;  // an update on the guess met a gradient that is not finite
-
  private:
   Values guessed_{};
   Values known_{};   // of the last commit: later ones use the slots again

@@ -43,7 +43,6 @@ void Guesses::factors_came(const FactorLanding& landing, EngineLock& lock) {
 
 void Guesses::settle(Row& row, bool at_commit) {
   const bool right = !row.is_skipped() && row.guess.is_right(row.n_factors);
-  if (right && row.guess.met_nonfinite) return state_.note_failure("CPU update: " + EngineState::nonfinite_message(row.index));
   for (int c = 0; c < row.size(); ++c) {
     const Chunk& chunk = row.chunks[c];
     if (chunk.guessed == 0 || chunk.is_withdrawn()) continue;

@@ -14,8 +14,6 @@ struct Task {  // what a worker does next
   UpdateScalars scalars;
 };
 
-// Without the lock. False for a gradient that is not finite: nothing is updated from the first
-// block on where it is not. What was updated on a guess can be put back all the same.
-bool run_task(const Row& row, const Chunk& chunk, const Task& task);
+void run_task(const Row& row, const Chunk& chunk, const Task& task);  // without the lock
 
 }  // namespace hytrain_fx

@@ -103,7 +103,6 @@ struct EngineOptions {
   void* update_functions[kUpdateKernels];
   void* gather_function;
   const int32_t* worker_cores;  // one a worker; null: not pinned
-  int32_t* nonfinite;           // pinned, zero: number + 1 of a row whose update on the device met a gradient that is not finite
 };
 
 }  // namespace hytrain_fx

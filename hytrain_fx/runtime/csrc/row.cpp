@@ -46,7 +46,6 @@ void Row::begin_chunks() {
 void Row::begin_update(const CommitItem& item, uint64_t number) {
   if (phase != Phase::EARLY) {
     early_commit.reset();
-    guess.met_nonfinite = false;
     busy_us = 0;
   }
   phase = Phase::PENDING;

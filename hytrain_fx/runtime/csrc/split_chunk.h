@@ -56,9 +56,7 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 
 // Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low and
 // states in place, `high` being the new weight. No two arrays may overlap. No alignment is needed.
-// `checked` as in update_chunk.
-template <bool checked = false>
-inline bool update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states, int64_t n,
+inline void update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states, int64_t n,
                                const UpdateScalars& scalars) {
   const detail::UpdateBlock update = detail::block_of(scalars);
   alignas(64) float g[detail::kBlock], p[detail::kBlock], positive_v[detail::kBlock];
@@ -66,7 +64,6 @@ inline bool update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* hig
     const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, grad_dtype, high, low, states, ahead);
-    if (checked && !detail::finite_block(grad, grad_dtype, start, count)) return false;
     detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
     const States here = states.from(start);
     float* const marked = here.at[kTieState];
@@ -74,7 +71,6 @@ inline bool update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* hig
     update(g, p, here.at[0], positive_v, here.at[2], count, scalars);
     detail::split_master(p, positive_v, high + start, low + start, marked, count);
   }
-  return true;
 }
 
 }  // namespace hytrain_fx

@@ -92,7 +92,7 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
   device.update(Lane::STREAM_UPDATE,
                 {{offset(row.streamed.grad, chunk.begin * grad_width), row.device_grad_dtype(), row.weight_dtype(),
                   host.low ? nullptr : at[0], host.low ? reinterpret_cast<uint16_t*>(at[0]) : nullptr, states, weight, n,
-                  row.scalars, state_.nonfinite_of(upload.row), row.streamed.skip}});
+                  row.scalars, row.streamed.skip}});
   lanes.updated = device.record(Lane::STREAM_UPDATE);
 
   device.wait(Lane::STREAM_OUT, lanes.updated);

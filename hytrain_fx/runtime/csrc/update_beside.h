@@ -94,30 +94,23 @@ template <int writes>  // whether the lines will be written to: else a store to 
 
 // `master`: fp32, or with `from.low` the bf16 halves that are the weight; `kept` receives what they
 // were, null for nothing. `to` has the arrays that `from` has. No two arrays may overlap; each
-// 64-byte aligned, or it is slow. False where the gradient is not finite: `kept` has all masters
-// then, and nothing is updated from the first such block on.
-inline bool update_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
-                         const UpdateScalars& scalars) {
+// 64-byte aligned, or it is slow.
+inline void update_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
+                          const UpdateScalars& scalars) {
   const detail::UpdateBlock update = detail::block_of(scalars);
   const int64_t grad_width = grad_dtype == Dtype::kF32 ? 4 : 2, master_width = from.low ? 2 : 4;
   const auto kept_at = [&](int64_t start) { return kept ? static_cast<char*>(kept) + start * master_width : nullptr; };
   char* const weights = static_cast<char*>(master);
   int64_t start = 0;
-  bool finite = true;
   for (; start + detail::kBlock <= n; start += detail::kBlock) {  // of a length that the compiler knows: a fifth faster
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_beside(grad, grad_width, weights, master_width, from, ahead);
-    finite = detail::finite_block(grad, grad_dtype, start, detail::kBlock);
-    if (!finite) break;
     detail::beside_block(grad, grad_dtype, weights + start * master_width, kept_at(start), from, to, start, detail::kBlock, scalars, update);
   }
-  finite = finite && detail::finite_block(grad, grad_dtype, start, n - start);
-  if (finite && start < n) {
+  if (start < n) {
     detail::beside_block(grad, grad_dtype, weights + start * master_width, kept_at(start), from, to, start, n - start, scalars, update);
   }
-  if (!finite && kept) stream_copy(kept_at(start), weights + start * master_width, (n - start) * master_width);
   store_fence();
-  return finite;
 }
 
 }  // namespace hytrain_fx

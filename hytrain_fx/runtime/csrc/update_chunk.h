@@ -35,10 +35,8 @@ inline UpdateBlock block_of(const UpdateScalars& scalars) {
 // Updates n parameters in one pass on the calling thread: reads grad; master and states are fp32,
 // in place; writes the new weight to `out` unless null. `out` may be the memory of `grad` (same
 // start, same element size): a block is read before it is written. No other two arrays may overlap.
-// No alignment is needed. With `checked` false where the gradient is not finite: what comes before
-// the first such block has been updated, and nothing else.
-template <bool checked = false>
-inline bool update_chunk(const void* grad, Dtype grad_dtype, float* master, const States& states, void* out, Dtype out_dtype, int64_t n,
+// No alignment is needed.
+inline void update_chunk(const void* grad, Dtype grad_dtype, float* master, const States& states, void* out, Dtype out_dtype, int64_t n,
                          const UpdateScalars& scalars) {
   const detail::UpdateBlock update = detail::block_of(scalars);
   alignas(64) float g[detail::kBlock];
@@ -46,13 +44,11 @@ inline bool update_chunk(const void* grad, Dtype grad_dtype, float* master, cons
     const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_block(grad, grad_dtype, master, states, ahead);
-    if (checked && !detail::finite_block(grad, grad_dtype, start, count)) return false;
     detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
     const States here = states.from(start);
     update(g, master + start, here.at[0], here.at[1], here.at[2], count, scalars);
     if (out != nullptr) detail::write_weight(master + start, out, out_dtype, start, count);
   }
-  return true;
 }
 
 }  // namespace hytrain_fx

@@ -56,8 +56,6 @@ struct F16 {
   }
 };
 
-__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7F800000u) != 0x7F800000u; }
-
 template <class Grad>
 __device__ __forceinline__ float read_gradient(typename Grad::Storage grad, const UpdateScalars& s) {
   float g = Grad::widen(grad);
@@ -138,7 +136,7 @@ __device__ __forceinline__ void split_master(float p, Bits16& high, Bits16& low,
 // Of kernels whose second state marks ties.
 template <class Step, class Grad>
 __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
-                                             const UpdateScalars& s, int* nonfinite, int mark) {
+                                             const UpdateScalars& s) {
   const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* high = static_cast<Bits16*>(weight);
   const bool third = Step::has_third(s);
@@ -146,7 +144,6 @@ __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, flo
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
   const long long whole = vectors ? n / kVector : 0;
-  bool finite = true;
   for (long long i = thread; i < whole; i += threads) {
     const long long at = i * kVector;
     Pack<typename Grad::Storage> gs;
@@ -160,7 +157,6 @@ __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, flo
     if (third) vmaxs.load(vmax + at);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      finite &= is_finite(Grad::widen(gs.value[k]));
       float p = join_master(highs.value[k], lows.value[k], vs.value[k]);
       Step::update(read_gradient<Grad>(gs.value[k], s), p, ms.value[k], vs.value[k], vmaxs.value[k], s);
       split_master(p, highs.value[k], lows.value[k], vs.value[k]);
@@ -172,7 +168,6 @@ __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, flo
     if (third) vmaxs.store(vmax + at);
   }
   for (long long i = whole * kVector + thread; i < n; i += threads) {
-    finite &= is_finite(Grad::widen(grad[i]));
     float largest = third ? vmax[i] : 0.0f, first = m[i], second = v[i];
     float p = join_master(high[i], low[i], second);
     Step::update(read_gradient<Grad>(grad[i], s), p, first, second, largest, s);
@@ -181,12 +176,11 @@ __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, flo
     v[i] = second;
     if (third) vmax[i] = largest;
   }
-  if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
 }
 
 template <class Step, class Grad, class Out>
 __device__ __forceinline__ void update_whole(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n,
-                                             UpdateScalars s, int* nonfinite, int mark) {
+                                             UpdateScalars s) {
   const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
   auto* out = static_cast<typename Out::Storage*>(out_);
   const bool third = Step::has_third(s);
@@ -194,7 +188,6 @@ __device__ __forceinline__ void update_whole(const void* grad_, float* p, float*
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
   const long long whole = vectors ? n / kVector : 0;
-  bool finite = true;
   for (long long i = thread; i < whole; i += threads) {
     const long long at = i * kVector;
     Pack<typename Grad::Storage> gs;
@@ -204,8 +197,6 @@ __device__ __forceinline__ void update_whole(const void* grad_, float* p, float*
     ms.load(m + at);
     if (Step::has_second) vs.load(v + at);
     if (third) vmaxs.load(vmax + at);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) finite &= is_finite(Grad::widen(gs.value[k]));
 #pragma unroll
     for (int k = 0; k < kVector; ++k) Step::update(read_gradient<Grad>(gs.value[k], s), ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], s);
     ps.store(p + at);
@@ -220,7 +211,6 @@ __device__ __forceinline__ void update_whole(const void* grad_, float* p, float*
     }
   }
   for (long long i = whole * kVector + thread; i < n; i += threads) {
-    finite &= is_finite(Grad::widen(grad[i]));
     float largest = third ? vmax[i] : 0.0f, weight = p[i], first = m[i], second = Step::has_second ? v[i] : 0.0f;
     Step::update(read_gradient<Grad>(grad[i], s), weight, first, second, largest, s);
     p[i] = weight;
@@ -229,7 +219,6 @@ __device__ __forceinline__ void update_whole(const void* grad_, float* p, float*
     if (third) vmax[i] = largest;
     if (out != nullptr) out[i] = Out::narrow(weight);
   }
-  if (!finite) *static_cast<volatile int*>(nonfinite) = mark;
 }
 
 struct Row {
@@ -239,15 +228,13 @@ struct Row {
   void* out;            // the new weight; split kernels read it too, others take null for none
   long long n;
   UpdateScalars scalars;
-  int* nonfinite;       // takes `mark` where a gradient is not finite
-  int mark;
   const float* skip;    // not null and not zero there: the row stays as it is (a loss scale that was too large)
 };
 
 struct Rows {
   Row at[kRowsPerLaunch];
 };
-static_assert(sizeof(Row) == 144 && sizeof(Rows) <= 4096, "kernel parameters, as cuda_device.cpp packs them");
+static_assert(sizeof(Row) == 128 && sizeof(Rows) <= 4096, "kernel parameters, as cuda_device.cpp packs them");
 
 __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nullptr && *row.skip != 0.0f; }
 
@@ -258,7 +245,7 @@ __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nu
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                                              \
     if (hytrain_fx::left_out(r)) return;                                                                                         \
     hytrain_fx::update_whole<hytrain_fx::Step, hytrain_fx::Grad, hytrain_fx::Out>(                                               \
-        r.grad, r.master, r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars, r.nonfinite, r.mark);                    \
+        r.grad, r.master, r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars);                                         \
   }
 
 UPDATE_ROWS(adamw_rows_f32, AdamW, F32, F32)
@@ -275,8 +262,7 @@ UPDATE_ROWS(lion_rows_f16, Lion, F16, F16)
     const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                                              \
     if (hytrain_fx::left_out(r)) return;                                                                                         \
     hytrain_fx::update_split<hytrain_fx::Step, hytrain_fx::Grad>(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master),        \
-                                                                 r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars,   \
-                                                                 r.nonfinite, r.mark);                                           \
+                                                                 r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars);  \
   }
 
 UPDATE_ROWS_SPLIT(adamw_rows_split, AdamW, BF16)

@@ -129,7 +129,7 @@ void Updates::count_left_out(Row& row, Chunk& chunk) {
 // the lane is idle then: nothing reads it there before wait(), which waits for them too, and what
 // is updated again, or put back, is sent again after it.
 void Updates::offer_ahead(const Row& row, const Key& key) {
-  if (row.phase != Phase::PENDING || !row.is_guessing() || row.guess.met_nonfinite) return;
+  if (row.phase != Phase::PENDING || !row.is_guessing()) return;
   state_.ahead.insert(key);
   state_.upload_cv.notify_one();
 }

@@ -101,14 +101,13 @@ class NativeEngine:
         self._library = build.load(SOURCES)
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
-        self._factors = HostSlab(slab_bytes(2 * FACTOR_CAPACITY, torch.float32) + slab_bytes(1, torch.int32))
+        self._factors = HostSlab(slab_bytes(2 * FACTOR_CAPACITY, torch.float32))
         if device.type == "cuda":
             self._factors.pin(device)
         slots = self._factors.take(2 * FACTOR_CAPACITY, torch.float32)
         options = COptions(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), FACTOR_CAPACITY)
         if worker_cores is not None:
             options.worker_cores = (c_int32 * workers)(*worker_cores)
-        options.nonfinite = self._factors.take(1, torch.int32).data_ptr()
         if device.type == "cuda":
             from hytrain_fx.runtime.native import cuda_module, cuda_updates
 

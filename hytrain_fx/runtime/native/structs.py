@@ -117,7 +117,6 @@ class COptions(Structure):
         ("update_functions", c_void_p * UPDATE_KERNELS),
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
-        ("nonfinite", c_void_p),
     ]
 
 

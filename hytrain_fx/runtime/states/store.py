@@ -100,7 +100,7 @@ class StateStore(PlacedStates):
         weight = of.weight.detach()
         # On the CPU a weight that was only read counts as written. Then its copy keeps its version:
         # a later backward may have saved it.
-        if of.copy.device.type == "cpu" and torch.equal(of.copy.view(torch.int16), weight.to(of.copy.dtype).view(torch.int16)):
+        if of.copy.device.type == "cpu" and _same_numbers(of.copy, weight.to(of.copy.dtype)):
             return
         of.copy.copy_(weight)
 
@@ -171,6 +171,12 @@ class StateStore(PlacedStates):
         if states.low is not None:
             states.low.zero_()
             states.marked().abs_()
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether 16-bit tensors have the same bits. NaN is NaN: torch writes it with other bits."""
+    same = one.view(torch.int16) == other.view(torch.int16)
+    return bool((same | (one.isnan() & other.isnan())).all())
 
 
 def _joined(states: Sequence[RowStates]) -> RowStates:
