@@ -6,14 +6,15 @@
 // may move between CPU and GPU in mid-training without a changed bit. Denormals are kept.
 //
 //     g = the gradient, its factors applied (formats.h)
-//     p = p * decay                                                      decoupled weight decay (AdamW); decay = 1 without
-//     g = fma(l2, p, g)                                                  only with kL2 (Adam)
-//     m = fma(lerp, g - m, kLerpFromEnd ? g : m)                         torch.lerp
-//                  kTorchCpu                       kTorchCuda
-//     v = fma(one_minus_beta2 * g, g, v * beta2)   fma(one_minus_beta2, g * g, v * beta2)       torch.addcmul
-//     vmax = max(vmax, v), NaN kept, used in place of v below            only with kAmsgrad
+//     p = p * decay                                       decoupled weight decay (AdamW), else 1
+//     g = fma(l2, p, g)                                   only with kL2 (Adam)
+//     m = fma(lerp, g - m, kLerpFromEnd ? g : m)          torch.lerp
+//     v = fma(one_minus_beta2 * g, g, v * beta2)          kTorchCpu    torch.addcmul
+//         fma(one_minus_beta2, g * g, v * beta2)          kTorchCuda
+//     vmax = max(vmax, v), NaN kept, used as v below      only with kAmsgrad
 //     d = sqrt(v) / bias2_sqrt + eps
-//     p = p + (neg_step_size * m) / d              fma(neg_step_size, m / d, p)                 torch.addcdiv
+//     p = p + (neg_step_size * m) / d                     kTorchCpu    torch.addcdiv
+//         fma(neg_step_size, m / d, p)                    kTorchCuda
 //
 // The two forms are what torch's CPU kernels (AVX2 or AVX-512) and torch's CUDA foreach kernels
 // compute. Either runs on either device.

@@ -1,7 +1,7 @@
 // A chunk: a part of a row's parameters that is copied as a whole, and updated by workers one
 // granule after the other.
 //
-// Of a row on the host it is in one state at a time:
+// In a row on the host it is in one state at a time:
 //
 //   AWAITED --> LANDED --> QUEUED ------------------> UPDATED --> SENT --> AWAITED
 //     on the way to the device after a flag (flagged_tail.h):
@@ -14,8 +14,8 @@
 //     the step is left out: LANDED or QUEUED --> LEFT_OUT --> AWAITED
 //     no shadow is free for a guess (shadow_arena.h): QUEUED --> LANDED
 //
-// kNextStates has all transitions: a guess may be wrong before all of the chunk is updated. Built
-// with HYTRAIN_FX_CHECK_STATES (scripts/race_check) any other one ends the program.
+// kNextStates has all transitions: a guess may be wrong before all of the chunk is updated. In a
+// build with HYTRAIN_FX_CHECK_STATES (scripts/race_check) any other one ends the program.
 #pragma once
 
 #include <algorithm>
@@ -31,12 +31,18 @@ namespace hytrain_fx {
 
 enum class ChunkState : uint8_t {
   AWAITED,     // its gradient has not come to the slot
-  LANDED,      // the gradient is there, and no worker may take it: not armed, not committed, or no shadow is free for a guess
+  // the gradient is there, and no worker may take it: not armed, not committed, or without a shadow
+  // for a guess
+  LANDED,
   QUEUED,      // workers take its granules, or are at the last of them
-  FLAGGED,     // as QUEUED, and the copy of its new weight stands on the lane and waits for the chunk's flag
+  // like QUEUED, and the copy of its new weight is on the lane and waits for the chunk's flag
+  FLAGGED,
   GUESSED,     // updated with guessed factors, and the true ones have not come
-  TAKEN_BACK,  // the guess was wrong: what is updated is taken again when the running granules are done
-  WITHDRAWN,   // updated ahead of a commit that did not come so: it is put back when the running granules are done
+  // the guess was wrong: what is updated is taken again once the running granules are done
+  TAKEN_BACK,
+  // updated ahead of a commit that did not come so: it is put back once the running granules are
+  // done
+  WITHDRAWN,
   RESTORING,   // it is being put back
   UPDATED,     // the new weight waits for its copy
   SENT,        // the new weight is on its way
@@ -54,7 +60,7 @@ constexpr uint32_t mask(States... of) {
   return ((1u << static_cast<unsigned>(of)) | ...);
 }
 
-// By state: those that may come after it.
+// By state: the states that may come after it.
 constexpr uint32_t kNextStates[kChunkStates] = {
     /* AWAITED    */ mask(ChunkState::AWAITED, ChunkState::LANDED),
     /* LANDED     */ mask(ChunkState::AWAITED, ChunkState::QUEUED, ChunkState::TAKEN_BACK, ChunkState::WITHDRAWN,
@@ -71,9 +77,11 @@ constexpr uint32_t kNextStates[kChunkStates] = {
     /* LEFT_OUT   */ mask(ChunkState::AWAITED),
 };
 
-struct Shadow {  // of a granule: other memory for its states (shadow_arena.h), which an update on a guess leaves where they were
+// A granule's other memory for its states (shadow_arena.h). An update on a guess leaves them where
+// they were.
+struct Shadow {
   char* slot = nullptr;
-  bool holds = false;  // the states are there, and not at home, as the last step left them
+  bool holds = false;  // the states are there, and not at home, after the last step
 };
 
 class Chunk {
@@ -110,14 +118,15 @@ class Chunk {
 
   int64_t begin, end;
   uint32_t* flag;         // null: the device has none
-  uint32_t raised = 0;    // what the copy of a FLAGGED one waits for
+  uint32_t raised = 0;    // what the copy of a FLAGGED chunk waits for
   int taken = 0, finished = 0;  // granules
   int guessed = 0;              // so many of the first were taken with guessed factors
   int redo = 0, redo_end = 0;   // of them, those to be taken again
   std::vector<Shadow> shadows;  // by granule
   EventPtr ahead;               // its new weight was sent before its factors were known
-  uint64_t ahead_issue = 0;     // as Row::issue
-  bool send_back = false;       // it was, and the step is left out: the old weight goes there again
+  uint64_t ahead_issue = 0;     // like Row::issue
+  // it was sent ahead, and the step is left out: send the old weight again
+  bool send_back = false;
 
  private:
   ChunkState state_ = ChunkState::AWAITED;

@@ -79,7 +79,7 @@ void Commit::check(const CommitItem& item) {
   }
 }
 
-// At the latest with the commit: a row that no node has released, or that was touched since.
+// At the latest with the commit: for a row that no node has released, or that was touched since.
 void Commit::release(const CommitItem& item, const EventPtr& end) {
   Row& row = state_.row(item.row);
   if (!item.at_end && row.released) return;

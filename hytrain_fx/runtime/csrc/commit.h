@@ -26,7 +26,7 @@ class Commit {
   };
   Commit(EngineState& state, const Parts& parts) : state_(state), parts_(parts) {}
 
-  // As Engine::commit().
+  // Like Engine::commit().
   void run(const CommitItem* items, int n, const void* const* factors, int n_factors, int skip, void* stream);
 
  private:

@@ -27,13 +27,17 @@ constexpr CUresult kSuccess = 0;
 constexpr CUresult kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr long long kUpdateBlocks = 2048;  // by row; the kernel strides over the rest
-constexpr long long kGatherBlocks = 512;  // by part; a few on each multiprocessor saturate its memory
+// by part; a few on each multiprocessor saturate its memory
+constexpr long long kGatherBlocks = 512;
 constexpr long long kGatherBytesPerBlock = 16384;
 constexpr unsigned kEventDefault = 0;  // with timing. Not BLOCKING_SYNC: see CudaEvent::sync
 constexpr size_t kFlags = 4096;  // allocated at once
-constexpr unsigned kPortable = 1, kWaitUntilReached = 0;  // CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_WAIT_VALUE_GEQ
-constexpr int kUnifiedAddresses = 41;                     // CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: host memory has one address for both
-constexpr auto kPollInterval = std::chrono::microseconds(100);  // each query takes the lock that launches take
+// CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_WAIT_VALUE_GEQ
+constexpr unsigned kPortable = 1, kWaitUntilReached = 0;
+// CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: one address for both
+constexpr int kUnifiedAddresses = 41;
+// each query takes the lock of launches
+constexpr auto kPollInterval = std::chrono::microseconds(100);
 
 struct Driver {
   CUresult (*init)(unsigned);
@@ -60,7 +64,8 @@ struct Driver {
   CUresult (*attribute)(int*, int, int);
   CUresult (*host_alloc)(void**, size_t, unsigned);
   CUresult (*host_free)(void*);
-  CUresult (*wait_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;  // null: not in this driver
+  // null: not in this driver
+  CUresult (*wait_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;
 
   Driver() {
     void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -104,9 +109,9 @@ struct Driver {
   }
 };
 
-// A context, on this thread, for as long as this lives: the loop's own thread may have another
-// device as its current one, or none yet, and keeps that. Events are made in the current context,
-// and kernels are launched in it.
+// A context, on this thread, for as long as this lives. The loop's own thread may have another
+// current device, or none yet, and keeps that. Events are made in the current context, and kernels
+// are launched in it.
 class Current {
  public:
   Current(const Driver& driver, CUcontext context) : driver_(driver) {
@@ -189,9 +194,9 @@ class CudaEvent : public Event {
     return true;
   }
   // Polls, with sleeps: the cores belong to the workers, and cuEventSynchronize spins on one.
-  // Events made with BLOCKING_SYNC would let it sleep, but once such an event is behind a copy,
-  // cuMemcpyDtoHAsync on that stream returns only when earlier copies have run: the thread that
-  // launches the backward is then held back to the GPU's pace (seen with driver 580 on an H200: 145
+  // Events made with BLOCKING_SYNC would let it sleep. But once such an event comes after a copy,
+  // cuMemcpyDtoHAsync on that stream returns only when earlier copies have run. Then the thread
+  // that launches the backward is held back to the GPU's pace (seen with driver 580 on an H200: 145
   // ms of a 200 ms backward).
   void await() override {
     while (!done()) std::this_thread::sleep_for(kPollInterval);
@@ -264,7 +269,7 @@ class CudaDevice : public Device {
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
   void fail_after(int) override { throw std::logic_error("only the CPU as the device can be made to fail"); }
-  void set_delay(Lane, double) override {}  // a stream is delayed by a spinning kernel, from the test
+  void set_delay(Lane, double) override {}  // the test delays a stream with a spinning kernel
   void take_epoch() override {
     const Driver& d = shared_->driver;
     const Current current = make_current();
@@ -307,15 +312,15 @@ class CudaDevice : public Device {
   std::vector<void*> flags_;
   uint32_t* next_flag_ = nullptr;
   size_t flags_left_ = 0;
-  // No work is on it, so that its events are reached at once: of a priority of its own, since
-  // streams of one share a few queues to the device, and a full queue of the compute stream's would
-  // hold it up.
+  // No work is on it, so its events are reached at once. It has its own priority: streams of one
+  // priority share a few queues to the device, and a full queue of the compute stream would hold it
+  // up.
   CUstream clock_stream_ = nullptr;
   std::array<CUfunction, kUpdateKernels> updates_{};  // as update_kernel numbers them
   CUfunction gather_;
 };
 
-// Parameters and launch shape as update_rows.cu lists them. DeviceUpdate is laid out otherwise than
+// Parameters and launch shape as update_rows.cu lists them. The layout of DeviceUpdate differs from
 // the kernel's Row.
 void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
   struct Row {

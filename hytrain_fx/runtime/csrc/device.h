@@ -1,9 +1,9 @@
 // The device as the engine sees it: lanes (in-order queues of copies and updates), events, and the
 // caller's compute stream.
 //
-// Two implementations stand behind it: CpuDevice (threads, injectable delays) and CudaDevice
-// (streams, through the driver). The engine's logic is the same for both, so a race that a GPU
-// would show is one that a CPU test can provoke.
+// There are two implementations: CpuDevice (threads, injectable delays) and CudaDevice (streams,
+// through the driver). The engine's logic is the same for both, so a CPU test can provoke a race
+// that a GPU would show.
 #pragma once
 
 #include <pthread.h>
@@ -25,12 +25,12 @@
 
 namespace hytrain_fx {
 
-// As `top -H`, profilers and debuggers show it; at most 15 characters.
+// The name that `top -H`, profilers and debuggers show; at most 15 characters.
 inline void name_thread(std::thread& thread, const std::string& name) { pthread_setname_np(thread.native_handle(), name.c_str()); }
 
-// Rounding to nearest, denormals kept: what the kernels are written for, and what a GPU does. A
-// thread begins with the settings of the one that started it, which the loop may have changed
-// (torch.set_flush_denormal): each thread that updates sets its own.
+// Rounding to nearest, denormals kept: the kernels are written for it, and a GPU does so. A thread
+// begins with the settings of the one that started it, which the loop may have changed
+// (torch.set_flush_denormal). So each thread that updates sets its own.
 inline void set_arithmetic() {
 #if defined(__SSE2__)
   constexpr unsigned kInitialMxcsr = 0x1F80;
@@ -45,18 +45,18 @@ constexpr int kLanes = 6;
 
 inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::STREAM_OUT; }
 
-// A point in a lane or in the compute stream. `time_us` is on the host's clock, for one that was
-// done when the device last took its epoch.
+// A point in a lane or in the compute stream. `time_us` is on the host's clock, for an event that
+// was done when the device last took its epoch.
 class Event {
  public:
   virtual ~Event() = default;
   // Whether it has come. Asks the driver, which may take milliseconds while another thread
-  // launches: not with the engine's lock held.
+  // launches: do not hold the engine's lock.
   bool done() {
     if (!known_done() && query()) known_.store(true, std::memory_order_release);
     return known_done();
   }
-  // Waits until it has come. Not with the engine's lock held, unless it is known to have.
+  // Waits until it has come. Do not hold the engine's lock, unless it is known to have come.
   void sync() {
     if (known_done()) return;
     await();
@@ -82,8 +82,8 @@ inline Event& recorded(const EventPtr& event, const char* what) {
   return *event;
 }
 
-// What the driver, or a lane, has refused. Nothing that the device does after it can be relied on:
-// the engine fails as a whole.
+// What the driver, or a lane, has refused. Nothing that the device does after that is reliable: the
+// engine fails as a whole.
 class DeviceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -99,13 +99,15 @@ struct DeviceUpdate {
   const void* grad;
   Dtype dtype;            // of the gradient
   Dtype out_dtype;        // of the weight: the gradient's, or bf16 where that is fp32
-  float* master;          // null where it rests in two halves: `out`, which is read too, and `low`
+  float* master;          // null where it rests in two halves: `out`, also read, and `low`
   uint16_t* low;
   States states;
   void* out;              // the new weight; null where `master` is the weight
   int64_t numel;
   UpdateScalars scalars;
-  const float* skip;  // on the device, read when the update runs: not zero, and nothing is updated; null: it always is
+  // on the device, read when the update runs: nothing is updated if it is not zero; null: always
+  // updated
+  const float* skip;
 };
 
 // One of several copies within the device that are made together.
@@ -129,12 +131,14 @@ class Device {
   // the device has no such waits.
   virtual uint32_t* flags(size_t n) = 0;
   virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until is_raised
-  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;  // all of one pair of dtypes, all masters whole or all in halves
+  // all of one pair of dtypes, all masters whole or all in halves
+  virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
-  virtual void fail_after(int operations) = 0;            // so many more succeed, then none does; tests only
-  // Reads both clocks at one time. They drift apart, and the driver counts in floats: times are to
-  // be taken from an epoch close by. It may wait for work of the device, so no lock is to be held
-  // that such work may be waiting for.
+  // so many more succeed, then none does; tests only
+  virtual void fail_after(int operations) = 0;
+  // Reads both clocks at one time. They drift apart, and the driver counts in floats, so take times
+  // from an epoch close by. It may wait for work of the device: hold no lock that such work may
+  // wait for.
   virtual void take_epoch() = 0;
   virtual double now_us() = 0;  // host time on the events' clock
 };
@@ -142,7 +146,8 @@ class Device {
 std::unique_ptr<Device> make_cpu_device();
 // CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them
 // (update_rows.cu); `gather_function` (gather.cu).
-inline int update_kernel(const DeviceUpdate& update) {  // by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
+// by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
+inline int update_kernel(const DeviceUpdate& update) {
   if (static_cast<Kernel>(update.scalars.kernel) == Kernel::kLion) return 6 + static_cast<int>(update.dtype);
   const bool mixed = update.dtype != update.out_dtype;
   if (update.low) return mixed ? 5 : 3;

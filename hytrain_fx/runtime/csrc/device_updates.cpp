@@ -5,7 +5,8 @@
 namespace hytrain_fx {
 namespace {
 
-constexpr int64_t kLaunchParams = 16 << 20;  // a launch of so many takes the device longer than the host
+// a launch of so many takes the device longer than the host
+constexpr int64_t kLaunchParams = 16 << 20;
 
 }  // namespace
 
@@ -14,9 +15,10 @@ void DeviceUpdates::launch(const std::vector<const CommitItem*>& items, const Ev
 }
 
 // By launch and in the order of the launches. A unit's rows of one kernel go together, the last
-// unit first: its gradients come first. Rows whose release came with those of other units, at the
-// end of a backward graph, go apart (they would hold back the large weights of their unit until
-// then), after the others, and lowest unit first, being due in that order now.
+// unit first: its gradients come first. Rows that were released together with rows of other units,
+// at the end of a backward graph, go separately: otherwise they would hold back the large weights
+// of their unit until then. They come after the others, lowest unit first, which is the order in
+// which they are due now.
 std::vector<DeviceUpdates::Launch> DeviceUpdates::launches(const std::vector<const CommitItem*>& items) const {
   std::map<const Event*, std::set<int>> units;
   for (const CommitItem* item : items) units[row_of(item).released.get()].insert(row_of(item).spec.unit);
@@ -46,7 +48,7 @@ std::vector<DeviceUpdates::Launch> DeviceUpdates::launches(const std::vector<con
   return found;
 }
 
-// After one event: queues of streams are short, and a full one blocks the launching thread.
+// All after one event: queues of streams are short, and a full one blocks the launching thread.
 void DeviceUpdates::launch_together(const Launch& items, const EventPtr& end, const float* skip) {
   Device& device = *state_.device;
   std::set<EventPtr> awaited;

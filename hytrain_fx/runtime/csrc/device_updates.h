@@ -1,5 +1,5 @@
 // Updates of rows whose states rest on the device: kernels on the update lane, each after its
-// gradients and their last readers.
+// gradients and the last readers of its weights.
 #pragma once
 
 #include <vector>

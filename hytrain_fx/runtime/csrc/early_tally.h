@@ -8,7 +8,7 @@ namespace hytrain_fx {
 
 class EarlyTally {
  public:
-  // `params` of the row were updated before their commit; `again`: and are put back, or updated
+  // `params` of the row were updated before their commit. `again`: they are put back, or updated
   // again.
   void count(const Row& row, int64_t params, bool again) {
     counts_.params += params;
@@ -20,7 +20,7 @@ class EarlyTally {
     last_missed_ = row.early_commit;
   }
 
-  // At a commit: of its rows on the host what has landed, and what waits for factors.
+  // At a commit: what has landed of its rows on the host, and what waits for factors.
   void begin_commit() { counts_.host_params = counts_.landed_params = counts_.waiting_params = counts_.guessed_params = 0; }
   void count_landed(const Row& row) {
     counts_.host_params += row.spec.numel;
@@ -36,7 +36,8 @@ class EarlyTally {
 
  private:
   EarlyCounts counts_{};
-  std::optional<uint64_t> last_, last_missed_;  // numbers of the last commits that count in `commits` and `missed`
+  // numbers of the last commits that count in `commits` and `missed`
+  std::optional<uint64_t> last_, last_missed_;
 };
 
 }  // namespace hytrain_fx

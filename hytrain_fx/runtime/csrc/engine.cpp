@@ -13,7 +13,7 @@ Engine::Engine(const EngineOptions& options) : state_(options) {
       start("hytrain-cpu-" + std::to_string(i), "CPU update", [this, i] { workers_.run(i); });
     }
   } catch (const std::system_error& error) {
-    stop_threads();  // those that run; the destructor of an engine that was not made is not called
+    stop_threads();  // the running ones: an engine that was not made has no destructor
     throw std::runtime_error("the system gave " + std::to_string(threads_.size()) + " threads, expected " +
                              std::to_string(options.workers + 2) + " (workers=" + std::to_string(options.workers) +
                              ", and one for each direction of copies): " + error.what() +
@@ -88,7 +88,8 @@ void Engine::use_copy(int row, void* copy) {
 void Engine::set_gradient_dtype(int row, Dtype dtype) {
   EngineLock lock(state_.mutex);
   const int32_t rows[] = {row};
-  early_.withdraw(rows, 1, lock);  // an update ahead of its commit reads the gradient that was there
+  // an update ahead of its commit reads the gradient that was there
+  early_.withdraw(rows, 1, lock);
   tail_.await_end(lock);
   state_.throw_if_failed();
   Row& r = state_.row(row);
@@ -111,8 +112,8 @@ void Engine::finish_landing(int row) {
   if (fetch) fetch->sync();
 }
 
-// The copy of a gradient that was dropped has ended, but the lander may note it yet: not for the
-// row in its new place.
+// The copy of a gradient that was dropped has ended, but the lander may not have noted it yet. It
+// must not note it for the row in its new place.
 Row& Engine::place(int row, Place place) {
   Row& r = state_.row(row);
   if (r.phase != Phase::IDLE || !r.is_home()) throw std::logic_error(r.name() + " is moved while in use");

@@ -1,4 +1,4 @@
-// The engine: what becomes of a gradient between the backward graph that makes it and the forward
+// The engine: what happens to a gradient between the backward graph that makes it and the forward
 // graph that reads the new weight.
 //
 // A row (row.h) goes from IDLE to GRAD with its gradient, to PENDING with its commit, and back with
@@ -7,10 +7,10 @@
 //   lander   its D2H event has passed      -> landed
 //   workers  landed, armed, factors known  -> updated  lowest unit first; factors may be guessed
 //   uploader updated, armed, released      -> sent     lowest unit first, few bytes in flight
-// The rest of a step is sent at once, what is not updated after flags that the updates raise.
-// A PENDING row placed on the device is one kernel on the update lane, after its gradient and its
-// last reader. One that is streamed goes, chunk by chunk, through the uploader's hands: states in,
-// kernel as above, states out.
+// The rest of a step is sent at once: what is not updated yet goes after flags that the updates
+// raise. A PENDING row placed on the device is one kernel on the update lane, after its gradient
+// and its last reader. A streamed row goes, chunk by chunk, through the uploader's hands: states
+// in, kernel as above, states out.
 //
 // The parts:
 //   what is called   grad_offload.h, early_updates.h, commit.h, waits.h, grad_fetches.h
@@ -41,15 +41,16 @@ class Engine {
   void add_row(const RowSpec& spec);  // numbered in the order of the calls
   void set_unit(int row, int unit);
   void set_weight(int row, void* weight);
-  // The bf16 `copy` takes the place of the row's fp32 weight: it is what updates write. Its
-  // gradients are fp32 where they rest on the device, and of the dtype last set where they come to
-  // the slot, which is of 4 bytes an element. Factors multiply them in fp32.
+  // The bf16 `copy` replaces the row's fp32 weight: updates write it. Gradients are fp32 where they
+  // rest on the device. In the slot, which has 4 bytes an element, they have the dtype last set.
+  // Factors multiply them in fp32.
   void use_copy(int row, void* copy);
   void set_gradient_dtype(int row, Dtype dtype);
   void place_on_host(int row, const HostStates& states);
   void place_on_device(int row, const DeviceStates& states);
   void place_streamed(int row, const HostStates& states);  // no slot
-  void send_weight(int row, bool on);  // streamed with masters in halves: whether the half that is the weight goes home in each step
+  // streamed with masters in halves: does the weight's half go home in each step
+  void send_weight(int row, bool on);
   // Memory.
   void set_staging(const StagingMemory& memory) { staging_.set(memory, state_.mutex); }
   void set_ring(void* memory, size_t bytes) { offload_.move_ring(memory, bytes); }
@@ -58,7 +59,7 @@ class Engine {
   // The nodes of the backward graph.
   void grad_offload(const int32_t* rows, const void* const* grads, int n, void* stream);
   // Gradients that stay on the device, out of buffers that die after this point of the compute
-  // stream: in one launch. `kept` aligned to 64.
+  // stream: copied in one launch. `kept` is aligned to 64.
   void keep_grads(void* const* kept, const void* const* grads, const int64_t* bytes, int n, void* stream) {
     offload_.keep(kept, grads, bytes, n, stream);
   }
@@ -68,27 +69,29 @@ class Engine {
   void release(const int32_t* rows, int n, void* stream);
 
   // step(). `factors[i]`: device address of a 0-dim float, or null where slot i already holds the
-  // value. `skip`: the one of them that, where it is not zero, leaves the step out, or -1.
+  // value. `skip`: the one of them that leaves the step out where it is not zero, or -1.
   void commit(const CommitItem* items, int n, const void* const* factors, int n_factors, int skip, void* stream) {
     commit_.run(items, n, factors, n_factors, skip, stream);
   }
-  // A guess at the commit to come: rows on the host that have their gradients are updated ahead of
-  // it, each with these scalars and the factors of its last commit. commit() confirms it or has the
-  // rows put back and updated again; drain(), discard() and a new gradient put them back. Rows for
-  // which it would not pay, or for which there is no shadow memory, wait for their commit.
+  // A guess at the next commit. Rows on the host that have their gradients are updated ahead of it,
+  // each with these scalars and the factors of its last commit. commit() confirms the guess, or has
+  // the rows put back and updated again. drain(), discard() and a new gradient put them back. Rows
+  // for which it would not pay, or for which there is no shadow memory, wait for their commit.
   void commit_early(const CommitItem* items, int n);
-  // Whether the last commit with a `skip` was left out; waits until that has come.
+  // Whether the last commit with a `skip` was left out; waits until that is known.
   bool skipped() { return slots_.await_skipped(); }
   // The half that the next commit reads; waits until the commit before the last has read it.
   float* factor_slots() { return slots_.await_next(); }
 
   // Wait nodes, eager reads, close.
   void wait(const int32_t* rows, int n, void* stream) { waits_.wait(rows, n, stream); }
-  void settle(const int32_t* rows, int n) { waits_.settle(rows, n); }  // as wait, and the host waits for the copies too
-  void drain(const int32_t* rows, int n) { waits_.drain(rows, n); }    // as settle, and states are at home then
+  // like wait, and the host waits for the copies too
+  void settle(const int32_t* rows, int n) { waits_.settle(rows, n); }
+  // like settle, and then states are at home
+  void drain(const int32_t* rows, int n) { waits_.drain(rows, n); }
   // Begins to bring gradients back from their slots, to `dst` one after the other, each padded to
-  // 64 bytes; gives the number to wait by. `dst` is the caller's until the compute stream has been
-  // made to wait, by fetched(), which is asked once.
+  // 64 bytes. Gives the number to wait by. `dst` belongs to the caller until the compute stream has
+  // been made to wait, by fetched(), which is called once.
   uint64_t fetch(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream) {
     return fetches_.begin(rows, n, dst, dst_bytes, stream);
   }
@@ -105,7 +108,8 @@ class Engine {
   double cpu_update_us(int row);  // of the last finished update: workers' time over their number
   void set_delay(int stage, double mean_us);
   void fail_next_update(int row) { state_.provoked.update_fails_in = row; }
-  void fail_next_copy(int row) { state_.provoked.copy_fails_in = row; }  // of its new weight to the device
+  // of its new weight to the device
+  void fail_next_copy(int row) { state_.provoked.copy_fails_in = row; }
   void fail_device_after(int operations) { state_.device->fail_after(operations); }
   void fail(const std::string& message) { state_.fail(message); }  // no call succeeds from now on
 

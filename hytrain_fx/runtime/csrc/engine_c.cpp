@@ -21,7 +21,7 @@ int guarded(Call call) {
 
 using hytrain_fx::Engine;
 
-// For calls that use the device: what they have begun when it refuses something cannot be finished,
+// For calls that use the device. What they have begun when it refuses something cannot be finished,
 // so no later call may build on it.
 template <class Call>
 int guarded(Engine* engine, Call call) {

@@ -33,14 +33,14 @@ inline void sleep_us(double mean_us) {  // delays that tests set
 // Streamed rows of the last commit.
 struct StreamQueue {
   std::set<Key> rows;                   // those with chunks to be sent, by chunk 0
-  int64_t params = 0, sent_params = 0;  // in all, and those that were sent on their way
+  int64_t params = 0, sent_params = 0;  // of all, and of those that were sent
   int64_t left() const { return params - sent_params; }
 };
 
 struct EngineState {
   explicit EngineState(const EngineOptions& options);
 
-  // Of the table; an error where it has no such row.
+  // A row of the table; an error where it has no such row.
   Row& row(int index);
   Row& row(const Key& key) { return rows[key.row]; }
   Chunk& chunk(const Key& key) { return rows[key.row].chunks[key.chunk]; }
@@ -50,15 +50,15 @@ struct EngineState {
   void queue_ready(Row& row, int chunk);
 
   void fail(const std::string& message);  // no call succeeds from now on
-  void note_failure(const std::string& message);  // as fail(), with the lock held
+  void note_failure(const std::string& message);  // like fail(), with the lock held
   bool has_failed() const { return !failure.empty(); }
   void throw_if_failed();
-  // So that no stream waits for ever. What the lane carries then are old weights, or parts of new
+  // So that no stream waits for ever. After this the lane carries old weights, or parts of new
   // ones.
   void raise_all_flags();
   void notify_all();
 
-  // Until `done`, of what is said when it was not in time: "WHAT after 20 s".
+  // Waits until `done`. If that is not in time, the error names the wait: "WHAT after 20 s".
   template <class Done>
   void await(EngineLock& lock, const char* what, Done done) {
     if (issued_cv.wait_for(lock, std::chrono::duration<double>(options.timeout_s), done)) return;
@@ -74,7 +74,7 @@ struct EngineState {
   Rows rows;
   std::set<Key> ready;    // workers take their granules
   std::set<Key> updated;  // the uploader sends their new weights
-  std::set<Key> ahead;    // as `updated`, by guessed factors
+  std::set<Key> ahead;    // like `updated`, by guessed factors
   StreamQueue streaming;
   int waiting = 0;        // threads in wait()
   int flagged_rows = 0;   // with FLAGGED chunks

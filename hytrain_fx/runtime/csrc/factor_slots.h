@@ -14,7 +14,7 @@ struct FactorLanding {  // the factors of a commit, on their way
   const float* values;
   int count;
   uint64_t commit;
-  int skip;  // the one of them that, where it is not zero, leaves the step out, or -1
+  int skip;  // the one that leaves the step out where it is not zero, or -1
   bool leaves_out() const { return skip >= 0 && values[skip] != 0.0f; }
 };
 
@@ -24,13 +24,13 @@ class FactorSlots {
 
   // The half that the next commit reads; waits until the commit before the last has read it.
   float* await_next();
-  // Whether the last commit that might be left out was; waits until that has come.
+  // Whether the last commit that might be left out was; waits until that is known.
   bool await_skipped();
 
-  // With the lock held: the half of the commit that begins; an error where factors are on their way
+  // With the lock held: the half of the commit that begins. An error where factors are on their way
   // to it, or where it is not known whether the last commit counts.
   float* next_half() const;
-  // Begins the copies of those that are on the device. Nothing where none is.
+  // Begins the copies of those that are on the device; does nothing where there are none.
   bool bring(float* slots, const void* const* factors, int count, const EventPtr& end);
   void on_way(bool any, bool skip);
   void came(const FactorLanding& landing);

@@ -5,13 +5,13 @@
 namespace hytrain_fx {
 namespace {
 
-// Streamed updates that take so many times as long as launching: also the rest of the forward is
-// launched, and rates are guesses.
+// Queue the tail once the remaining streaming takes less than this many times the launch time. The
+// factor is there because the rest of the forward is launched too, and rates are guesses.
 constexpr double kHidden = 2.0;
 constexpr auto kFollowing = std::chrono::microseconds(200);
 
 // Whether the lane waits for an update by the CPU. `next`: the first flag that had not been raised
-// when this was last asked.
+// at the last call.
 bool stands(const std::vector<Barrier>& barriers, size_t& next) {
   while (next < barriers.size() && is_raised(barriers[next].flag, barriers[next].raised)) ++next;
   return next < barriers.size() && (!barriers[next].before || barriers[next].before->done());
@@ -65,15 +65,16 @@ std::set<Key> FlaggedTail::flag() {
   return updating;
 }
 
-// What is updated, then the others lowest unit first. A weight stands after the states that will be
-// there before it is updated, were both kinds to end together; one more visit between keeps the
-// lane from waiting for a worker.
+// What is updated comes first, then the others, lowest unit first. A weight stands after the states
+// that will be there before it is updated, if both kinds end together. One more visit between keeps
+// the lane from waiting for a worker.
 std::vector<Upload> FlaggedTail::take() {
   std::vector<Upload> rest;
   for (const Key& key : state_.updated) rest.push_back({key.row, key.chunk});
   const std::set<Key> updating = flag();
   auto params = [this](const Key& key) { return static_cast<double>(state_.chunk(key).params()); };
-  double to_update = 0, updated = 0, streamed = 0;  // parameters: all; of them, and of those to be streamed, what stands on the lane
+  // parameters: all; of them the updated, of those to be streamed the ones on the lane
+  double to_update = 0, updated = 0, streamed = 0;
   for (const Key& key : updating) to_update += params(key);
   const double to_stream = static_cast<double>(state_.streaming.left());
   auto next = updating.begin();

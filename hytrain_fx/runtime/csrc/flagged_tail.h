@@ -3,24 +3,24 @@
 // that leaves the staging memory it takes.
 //
 // The launching thread can leave wait() only when the copies of a row's new weight are on the lane:
-// there is nothing to make the compute stream wait for before. So after the last wait() of a
-// forward it launches a whole backward while every worker and the link are idle, and only then
-// step() gives them work. With the rest of a step on the lane it goes on while that is worked off,
-// and the next commit comes that much earlier. Streamed updates are held back for that until they
-// take no longer than launching does: what comes next is then decided when the lane has room.
+// before that the compute stream has nothing to wait for. So after the last wait() of a forward it
+// launches a whole backward while every worker and the link are idle, and only then step() gives
+// them work. With the rest of a step on the lane the thread goes on while that work is done, and
+// the next commit comes that much earlier. For this, streamed updates are held back until they take
+// no longer than launching does: until then the next copy is chosen when the lane has room.
 //
-// What stands on the lane waits for workers alone, and they call no driver: so also a launching
-// thread that is blocked in the driver, in a synchronisation or before a full queue, is waited for
-// by nobody. (Were the compute stream to wait for copies that are not issued, loss.item() would
-// never return: while it waits, the driver lets no other thread issue a copy. Seen with driver 580
-// on an H200.) For the same reason no call of the driver that may block is made with the lock held
-// while chunks are flagged: workers take it.
+// What stands on the lane waits for workers only, and they call no driver. So nobody waits for a
+// launching thread that is blocked in the driver, in a synchronisation or before a full queue.
+// (If the compute stream waited for copies that are not issued, loss.item() would never return:
+// while it waits, the driver lets no other thread issue a copy. Seen with driver 580 on an H200.)
+// For the same reason no driver call that may block is made with the lock held while chunks are
+// flagged: workers take the lock.
 //
 // A row whose wait() has passed stays PASSED until its last chunk is updated. What the launching
-// thread does to it meanwhile is of the next step: release() and arms hold from then on, its
+// thread does to it meanwhile belongs to the next step: release() and arms hold from then on. Its
 // gradient is noted (NEXT_GRAD), and cannot land before the flags are up, since the compute stream
-// makes it after them. Whoever else asks for the row waits for its end, commit() for that of all
-// rows.
+// makes it after them. Whoever else asks for the row waits for its end; commit() waits for the end
+// of all rows.
 #pragma once
 
 #include <set>
@@ -41,14 +41,14 @@ class FlaggedTail {
  public:
   explicit FlaggedTail(EngineState& state) : state_(state) {}
 
-  // Whether the rest of the step can be put on the lane as soon as the compute stream is so far:
-  // someone waits for it, and nothing is between except what the engine does by itself.
+  // Whether the rest of the step can be put on the lane once the compute stream is so far. Someone
+  // must wait for it, and nothing may be left in between except what the engine does by itself.
   bool is_near() const;
   bool may_be_sent() const;  // whether that is known to be so
-  // What is to be put on the lane, in its order. Chunks that are not updated are FLAGGED from here
-  // on.
+  // What is to be put on the lane, in its order. From here on, chunks that are not updated are
+  // FLAGGED.
   std::vector<Upload> take();
-  // By the uploader, until the last streamed states are on the device, for FinishTimes.
+  // Called by the uploader, until the last streamed states are on the device, for FinishTimes.
   void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock);
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }

@@ -1,7 +1,7 @@
 // What updates by the CPU read and write: gradients and weights of three formats, a block at a
 // time, and a row's states.
 //
-// Of gradients: g = grad * factor_0 ... factor_k, each product rounded to grad's dtype, with
+// For gradients: g = grad * factor_0 ... factor_k, each product rounded to grad's dtype, with
 // kWideFactors to binary32; -g with kMaximize.
 #pragma once
 
@@ -21,8 +21,7 @@ enum class Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 constexpr int kMaxStates = 3;
 
-// A row's states beside its master, in the order of ir/states.py; null for those that it does not
-// have.
+// A row's states besides its master, in the order of ir/states.py; null for those it does not have.
 struct States {
   float* at[kMaxStates];
 
@@ -87,8 +86,10 @@ struct F16 {
   static uint16_t narrow1(float value) {
     const uint32_t bits = bits_of_float(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
     if (magnitude > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);
-    if (magnitude >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);  // 65520 and more round to inf
-    if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 puts the last half-precision bit at the last bit of the sum
+    // 65520 and more: inf
+    if (magnitude >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);
+    // Below 2^-14: adding 0.5 puts the last half-precision bit at the last bit of the sum.
+    if (magnitude < 0x38800000u) {
       const uint32_t sum = bits_of_float(float_of_bits(magnitude) + 0.5f);
       return static_cast<uint16_t>(sign | (sum - 0x3F000000u));
     }

@@ -10,7 +10,8 @@ using hytrain_fx::kPartsPerGather;
 struct Parts {
   void* dst[kPartsPerGather];
   const void* src[kPartsPerGather];
-  long long bytes[kPartsPerGather];  // any number of 2-byte elements; dst is aligned to 64, src to 2
+  // any number of 2-byte elements; dst is aligned to 64, src to 2
+  long long bytes[kPartsPerGather];
 };
 
 extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) gather(const Parts parts) {

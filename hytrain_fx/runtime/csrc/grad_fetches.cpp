@@ -11,8 +11,7 @@ struct SlotCopy {  // a gradient on its way back
   int64_t bytes;
 };
 
-// Gradients that stand as far apart where they go as in their slots are one copy, with the padding
-// between them.
+// Gradients as far apart in `dst` as in their slots are one copy, with the padding between them.
 void add_copy(std::vector<SlotCopy>& copies, const SlotCopy& next) {
   if (!copies.empty()) {
     SlotCopy& last = copies.back();

@@ -1,8 +1,8 @@
-// Gradients back from their slots, for a backward that adds to them and for whoever reads `.grad`.
+// Gradients back from their slots: for a backward that adds to them, and for readers of `.grad`.
 //
-// On a lane of its own, though two lanes to the device starve each other (uploader.h): in a
-// backward that finds gradients in slots the forward has waited for all weights. Only those of a
-// part of the model that it did not run may still be on their way.
+// They have their own lane, although two lanes to the device starve each other (uploader.h). When a
+// backward finds gradients in slots, the forward has waited for all weights. Only weights of a part
+// of the model that it did not run may still be on their way.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ class GradFetches {
  public:
   GradFetches(EngineState& state, const FlaggedTail& tail) : state_(state), tail_(tail) {}
 
-  // As Engine::fetch() and fetched().
+  // Like Engine::fetch() and fetched().
   uint64_t begin(const int32_t* rows, int n, void* dst, int64_t dst_bytes, void* stream);
   void await(uint64_t fetch, void* stream);
   const EventPtr& last() const { return last_; }  // with the lock held

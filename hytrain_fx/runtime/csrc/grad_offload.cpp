@@ -3,7 +3,7 @@
 namespace hytrain_fx {
 namespace {
 
-// Of gradients in one copy: few enough copies that no stream's queue fills up and blocks the
+// Bytes of gradients in one copy: few enough copies that no stream's queue fills up and blocks the
 // launching thread.
 constexpr int64_t kCopyBytes = 32 << 20;
 
@@ -37,8 +37,8 @@ void GradOffload::begin_row(Row& row, const void* grad, std::vector<Part>& parts
   }
 }
 
-// A unit goes as one piece where it fits: each takes five places or more in the compute stream's
-// queue, which blocks the launching thread where it is full.
+// A unit goes as one piece where it fits. Each piece takes five places or more in the compute
+// stream's queue, and a full queue blocks the launching thread.
 void GradOffload::copy(const std::vector<Part>& parts, void* stream) {
   int64_t all = 0;
   for (const Part& part : parts) all += padded(part.bytes);
@@ -54,8 +54,8 @@ void GradOffload::copy(const std::vector<Part>& parts, void* stream) {
   }
 }
 
-// One piece of the ring: gathered on the compute stream, from there to the slots in as few copies
-// as their addresses allow.
+// One piece of the ring: gathered on the compute stream, and copied from there to the slots, in as
+// few copies as their addresses allow.
 void GradOffload::copy_piece(const std::vector<Part>& parts, size_t first, size_t last, void* stream) {
   Device& device = *state_.device;
   std::vector<int64_t> at(last - first + 1, 0);

@@ -7,8 +7,8 @@
 
 namespace hytrain_fx {
 
-// Slots in a slab and gradients in the ring stand this far apart; runtime/states/slabs.py pads
-// alike.
+// Slots in a slab and gradients in the ring stand this far apart. runtime/states/slabs.py has the
+// same padding.
 constexpr int64_t padded(int64_t bytes) { return (bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes; }
 
 class GradOffload {
@@ -18,9 +18,9 @@ class GradOffload {
 
   // Between steps: nothing else uses the ring.
   void move_ring(void* memory, size_t bytes) { ring_.move_to(memory, bytes); }
-  // With the lock held: the rows' gradients are on their way; as parts that copy() takes.
+  // With the lock held: notes the rows' gradients as on their way. Returns parts for copy().
   std::vector<Part> begin(const int32_t* rows, const void* const* grads, int n);
-  // Without it: on a CPU these calls are the copies. Only the launching thread changes a row
+  // Without the lock: on a CPU these calls are the copies. Only the launching thread changes a row
   // meanwhile.
   void copy(const std::vector<Part>& parts, void* stream);
   // Gradients that stay on the device: in one launch. `kept` aligned to 64.

@@ -8,7 +8,8 @@ namespace hytrain_fx {
 namespace {
 
 constexpr int kRemembered = 16, kLeastOutcomes = 2;
-constexpr double kLeastSame = 0.6;  // share of commits with the likely factors from which a guess pays: a miss costs what a hit gains
+// Share of commits with the likely factors from which a guess pays: a miss costs what a hit gains.
+constexpr double kLeastSame = 0.6;
 
 bool are_same(const Guess::Values& a, const Guess::Values& b) { return std::memcmp(a.data(), b.data(), sizeof a) == 0; }
 
@@ -24,8 +25,8 @@ bool Guess::is_steady() const {
 void Guess::learn(const Values& values, int count, bool skipped) {
   if (count != count_) outcomes_ = -1;
   same_ = same_ << 1 | (!skipped && are_same(values, likely_) ? 1u : 0u);
-  // A value that came once, as where one step of several is clipped, is not the next one's. A new
-  // loss scale is guessed wrong twice for it.
+  // A value that came once, such as when one step of several is clipped, is not the next one's. So
+  // a new loss scale is guessed wrong twice.
   if (++outcomes_ == 0 || are_same(values, known_)) likely_ = values;
   count_ = count;
   known_ = values;

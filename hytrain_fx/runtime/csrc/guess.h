@@ -1,7 +1,7 @@
 // What is guessed of a row's factors. clip_grad_norm_ and GradScaler scale gradients by a number
-// that the device has only when the whole backward has run, and mostly it is the same number: 1
-// where nothing is clipped, 1 / scale. So, once that has been so for some steps, rows are updated
-// with the factors that last came twice running, while the backward still runs (factors.h).
+// that the device has only when the whole backward has run. Mostly it is the same number: 1 where
+// nothing is clipped, or 1 / scale. So, once that has held for some steps, rows are updated while
+// the backward still runs, with the factors that last came twice running (guesses.h).
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ class Guess {
   using Values = std::array<float, kMaxFactors>;
 
   int count() const { return count_; }  // of factors at the last commit
-  // Whether it pays to go by the likely factors.
+  // Whether it pays to use the likely factors.
   bool is_steady() const;
   // For the step that begins: the likely factors.
   void make() { guessed_ = likely_; }
@@ -33,7 +33,7 @@ class Guess {
   Values known_{};   // of the last commit: later ones use the slots again
   Values likely_{};  // the last values that came twice running
   int count_ = 0;
-  uint32_t same_ = 0;  // whether a commit's factors were the likely ones: a bit each, the latest lowest
+  uint32_t same_ = 0;  // whether commits had the likely factors: a bit each, the latest lowest
   int outcomes_ = 0;   // bits that count
 };
 

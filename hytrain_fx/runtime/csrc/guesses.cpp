@@ -3,7 +3,7 @@
 namespace hytrain_fx {
 
 // New weights that were sent on a wrong guess are read while their copies run, and written again
-// after. Returns, with the lock held, when none is on its way.
+// after that. Returns, with the lock held, when none is on its way.
 void Guesses::await_wrongly_sent(const FactorLanding& landing, EngineLock& lock) {
   for (std::vector<EventPtr> sent;; sent.clear()) {
     for (Row& row : state_.rows) {

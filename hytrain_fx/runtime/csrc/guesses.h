@@ -1,11 +1,10 @@
-// Updates before the factors of their gradients are known, and what becomes of them when those
-// come.
+// Updates before the factors of their gradients are known, and what happens when those come.
 //
-// Rows are updated with the factors that are likely (guess.h), while the backward still runs; the
-// step is taken to count. The states as they were stay where they are (shadow_arena.h), and the
-// gradient in its slot. Where the factors are others, it is updated again from there: bit for bit
-// what it would have been without. New weights leave the host ahead of the factors, but only when
-// the step is committed: nobody may see them on the device before.
+// Rows are updated with the likely factors (guess.h) while the backward still runs; the step is
+// assumed to count. The old states stay where they are (shadow_arena.h), and the gradient in its
+// slot. If the factors turn out different, the row is updated again from there: the result is the
+// same, bit for bit, as without a guess. New weights leave the host ahead of the factors, but only
+// once the step is committed: nobody may see them on the device before.
 #pragma once
 
 #include "early_tally.h"
@@ -24,8 +23,8 @@ class Guesses {
   }
   // The factors of a commit are in their slots.
   void factors_came(const FactorLanding& landing, EngineLock& lock);
-  // The factors of a row that was updated on a guess are known. `at_commit`: they were when step()
-  // came, so it is the loop that was guessed wrong and not a factor.
+  // The factors of a row that was updated on a guess are known. `at_commit`: they were known when
+  // step() came, so the loop was guessed wrong and not a factor.
   void settle(Row& row, bool at_commit);
   void count_sent(const Chunk& chunk) { counts_.sent += chunk.params(); }  // ahead of its factors
   GuessCounts counts() const;

@@ -15,9 +15,9 @@ class Homeward {
   bool are_all_home() const { return left_ == 0; }
   // One piece. The lock is let go meanwhile.
   void carry(EngineLock& lock);
-  // All pieces, beside the workers; returns when none is left.
+  // All pieces, together with the workers; returns when none is left.
   void carry_all(EngineLock& lock);
-  // The states of these rows, where no update may change them; also when the engine has failed, and
+  // The states of these rows, where no update may change them. Also when the engine has failed, and
   // has no workers any more.
   void bring(const int32_t* rows, int n, EngineLock& lock);
 

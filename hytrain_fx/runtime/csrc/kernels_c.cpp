@@ -1,4 +1,4 @@
-// The kernels' chunks behind C names, for tests and benchmarks (ctypes).
+// The kernels' chunks under C names, for tests and benchmarks (ctypes).
 #include "split_chunk.h"
 
 extern "C" {
@@ -13,7 +13,7 @@ int hytrain_fx_update_chunk(const void* grad, int32_t grad_dtype, float* master,
   return 0;
 }
 
-// As update_split_chunk in split_chunk.h; the flags are not checked.
+// Like update_split_chunk in split_chunk.h; the flags are not checked.
 void hytrain_fx_update_split_chunk(const void* grad, int32_t grad_dtype, uint16_t* high, uint16_t* low, float* m, float* v, float* vmax,
                                   int64_t n, const hytrain_fx::UpdateScalars* scalars) {
   hytrain_fx::update_split_chunk(grad, static_cast<hytrain_fx::Dtype>(grad_dtype), high, low, {{m, v, vmax}}, n, *scalars);

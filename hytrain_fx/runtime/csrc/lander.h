@@ -1,4 +1,4 @@
-// The lander: it waits for what comes to the host, in the order in which it was sent, and tells
+// The lander: it waits for what comes to the host, in the order in which it was sent, and notifies
 // whoever goes on from there.
 #pragma once
 

@@ -8,10 +8,10 @@
 //   kEvent             CpuEvent::mutex_: whether the event has fired
 //   kEventPool         EventPool::mutex_: CUDA events that are free
 //
-// A thread that holds a lock takes only later ones. The engine's threads take none of Python's, the
-// GIL neither: calls into the engine let it go. Built with HYTRAIN_FX_CHECK_LOCKS
+// A thread that holds a lock takes only later ones. The engine's threads take none of Python's
+// locks, nor the GIL: calls into the engine release it. In a build with HYTRAIN_FX_CHECK_LOCKS
 // (scripts/race_check and the tests in C++) every lock checks this, and a wrong order ends the
-// program with both names. Without it they are std::mutex.
+// program with both names. Without it the locks are std::mutex.
 #pragma once
 
 #include <condition_variable>

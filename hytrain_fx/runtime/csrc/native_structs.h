@@ -10,7 +10,7 @@ namespace hytrain_fx {
 struct RowSpec {
   int64_t numel;
   int32_t unit;
-  int32_t dtype;  // Dtype of the weight, and but for rows with a copy (`use_copy`) of its gradient
+  int32_t dtype;  // Dtype of the weight; also its gradient's, except with a copy (`use_copy`)
   void* weight;
 };
 
@@ -31,42 +31,51 @@ struct StagingMemory {
   int32_t slots;
 };
 
-// Host memory for other places of states, which an update with guessed factors writes to.
+// Host memory for new places of states, which an update with guessed factors writes to.
 struct ShadowMemory {
   char* base;      // aligned as a cache line
   int64_t bytes;
   int32_t arrays;  // that a row may have on the host, each as long as fp32: a master and its states
 };
 
-struct GuessCounts {  // of parameters updated before their gradients' factors were known, since the engine was made
+// Updates that began before their gradients' factors were known, since the engine was made.
+struct GuessCounts {
   int64_t commits;    // with factors that were guessed
-  int64_t missed;     // of those, with another factor than was guessed
+  int64_t missed;     // of those, with another factor than the guessed one
   int64_t params;
-  int64_t redone;     // of params
-  int64_t shadow_bytes;  // the most that other places for states, in them and in updates ahead of their commit, have taken
-  int64_t sent;          // of params: whose new weights went to the device before the factors were known
+  int64_t redone;     // of params: updated again
+  // the most host memory for new places of states, in them and in early updates
+  int64_t shadow_bytes;
+  int64_t sent;          // of params: new weights sent to the device before the factors were known
 };
 
-struct EarlyCounts {  // of parameters updated before their commit, since the engine was made
+struct EarlyCounts {  // updates that began before their commit, since the engine was made
   int64_t commits;    // with such rows
-  int64_t missed;     // of those, where some had to be put back or updated again, but for factors that came later (GuessCounts)
+  // of those, with some put back or updated again; not for later factors (GuessCounts)
+  int64_t missed;
   int64_t params;
   int64_t redone;     // of params: put back or updated again
   int64_t host_params;    // of the last commit: in rows on the host,
   int64_t landed_params;  // of those, with gradients that were there by then
-  int64_t waiting_params;  // of those, with factors that were not,
+  int64_t waiting_params;  // of those, with factors that were not there,
   int64_t guessed_params;  // and of these, updated by likely ones meanwhile
 };
 
-struct FinishTimes {  // of the last step whose updates have all ended, from its commit; 0 where there were none of the kind
+// Times of the last step whose updates have all ended, from its commit; 0 where there were none of
+// the kind.
+struct FinishTimes {
   double cpu_us;         // the last update by the CPU
   double streamed_us;    // the last states to be streamed are on the device, or on their way
-  double cpu_paused_us;  // from the first update by the CPU to the last: workers' idle time over their number
+  // idle time over the number of workers, from the first CPU update to the last
+  double cpu_paused_us;
   double cpu_begun_us;   // the first update by the CPU
-  double streamed_held_us;  // before the last states: the lane stood at new weights that the CPU was yet to update
-  double launching_us;   // launching from the last wait() to the next commit(), without what held it up; 0 where the loop waited before commit()
-  int64_t ahead;         // gradients that it had sent on their way by then though their rows' updates had not ended (engine_flagged.cpp)
-  int64_t at_once;       // parameters whose updates were put on the lane to the device together, as the rest of the step
+  double streamed_held_us;  // before the last states: the lane waited for updates by the CPU
+  // launching from the last wait() to the next commit(), without what held it up; 0 where the loop
+  // waited before commit()
+  double launching_us;
+  int64_t ahead;         // gradients offloaded by then, before their rows' previous updates ended
+  // parameters of updates put on the lane to the device together, as the step's rest
+  int64_t at_once;
 };
 
 struct DeviceStates {
@@ -76,7 +85,8 @@ struct DeviceStates {
 
 struct CommitItem {
   int32_t row;
-  int32_t at_end;     // 1: weight or gradient was touched outside the graphs; go by the event of this commit
+  // 1: weight or gradient was touched outside the graphs; go by this commit's event
+  int32_t at_end;
   const void* grad;   // rows placed on the device: their real gradient
   int32_t n_factors;  // multiplications logged on the gradient
   int32_t factors[kMaxFactors];

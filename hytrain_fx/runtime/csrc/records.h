@@ -10,7 +10,7 @@
 
 namespace hytrain_fx {
 
-// Of a TaskRecord.
+// The kinds of a TaskRecord.
 enum RecordKind : int32_t { kToHost = 0, kCpuUpdate = 1, kDeviceUpdate = 2, kToDevice = 3, kStatesIn = 6, kStatesOut = 7 };
 
 class Records {
@@ -21,7 +21,7 @@ class Records {
   void turn(bool on) { on_ = on; }
   // A worker takes one granule after the other; of one row they make one record.
   void note_update(int row, int chunk, int worker, double begin_us, double end_us);
-  // Of several chunks together: the first.
+  // For several chunks together: the first.
   void note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end);
   // Called without the lock, which is `mutex`.
   int take(TaskRecord* out, int capacity, Device& device, EngineMutex& mutex);

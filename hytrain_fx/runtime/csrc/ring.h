@@ -15,13 +15,12 @@ class Ring {
  public:
   Ring(void* base, size_t bytes) : base_(static_cast<char*>(base)), bytes_(bytes) {}
 
-  // The most that take() gives at once; and what leaves room for the next while the last is still
-  // being read.
+  // The most that take() gives at once; it leaves room for the next while the last is still read.
   size_t largest() const { return bytes_ / kAlign * kAlign; }
   size_t half() const { return bytes_ / 2 / kAlign * kAlign; }
 
-  // Other memory from now on, once nothing is on its way through the present one; what the compute
-  // stream still does to that is in order.
+  // Uses other memory from now on, once nothing is on its way through the present one. What the
+  // compute stream still does to that is in order.
   void move_to(void* base, size_t bytes) {
     for (const Region& region : used_) recorded(region.event, "ring").sync();
     used_.clear();
@@ -48,8 +47,8 @@ class Ring {
     return base_ + begin;
   }
 
-  // The memory last taken is free again after `event`, which is on one lane with those of all other
-  // pieces: the latest says what all say.
+  // The memory last taken is free again after `event`. All such events are on one lane, so the
+  // latest stands for all.
   void free_after(const EventPtr& event) { used_.back().event = event; }
 
  private:

@@ -17,8 +17,8 @@ bool Row::may_be_queued() const {
   return is_armed(Arm::CPU) && (factors_are == Factors::KNOWN || factors_are == Factors::GUESSED);
 }
 
-// Not where the new weight has memory of its own: were the update to fail, what was there before
-// would go out as the weight.
+// Not where the new weight has its own memory: if the update failed, what was there before would go
+// out as the weight.
 bool Row::may_be_flagged() const {
   if (new_weight() != host.master) return false;
   if (!is_armed(Arm::RELOAD) || !released || factors_are != Factors::KNOWN || is_early()) return false;
@@ -79,7 +79,7 @@ void Row::give_weight(const EventPtr& end) {
   awaited_on.reset();
 }
 
-// A 16-bit weight takes the place of its gradient, except the half of a master that is the weight.
+// A 16-bit weight has its own memory (`out`), unless it is half of its master.
 const void* Row::new_weight() const { return host.low || weight_bytes() == 4 ? host.master : host.out; }
 
 HostArrays Row::home(int64_t begin) const {

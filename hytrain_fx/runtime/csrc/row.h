@@ -36,8 +36,9 @@ enum class Phase : uint8_t {
   GRAD,       // on the host: a gradient is in the slot, or on its way
   EARLY,      // on the host: its updates have begun before its commit
   PENDING,    // committed
-  PASSED,     // committed, and wait() has let the launching thread go on: its next calls are of the next step
-  NEXT_GRAD,  // as PASSED, and the next gradient is on its way
+  // committed, and wait() has let the launching thread go on: its next calls are of the next step
+  PASSED,
+  NEXT_GRAD,  // like PASSED, and the next gradient is on its way
 };
 
 enum class Factors : uint8_t {  // of the last commit
@@ -47,7 +48,8 @@ enum class Factors : uint8_t {  // of the last commit
   SKIPPED,  // they are known, and the step is left out
 };
 
-enum class Arm : uint8_t { CPU = 1, RELOAD = 2 };  // nodes of the backward graph that have run: a bit each
+// Nodes of the backward graph that have run: a bit each.
+enum class Arm : uint8_t { CPU = 1, RELOAD = 2 };
 
 // The order in which work is due.
 struct Key {
@@ -60,7 +62,7 @@ struct Key {
 
 struct StreamedRow {  // what a row has that is streamed
   const void* grad = nullptr;   // what the kernels read
-  const float* skip = nullptr;  // as in DeviceUpdate
+  const float* skip = nullptr;  // like in DeviceUpdate
   EventPtr stored;              // the last copy of its states back to the host
   int chunks = 0;               // sent on their way
   bool sends_weight = false;    // with masters in halves: the half that is the weight goes home too
@@ -77,7 +79,8 @@ class Row {
   bool has_copy() const { return parameter_dtype == Dtype::kF32 && weight_dtype() != Dtype::kF32; }
   Dtype weight_dtype() const { return static_cast<Dtype>(spec.dtype); }
   int64_t weight_bytes() const { return bytes_of(weight_dtype()); }
-  int64_t master_bytes() const { return host.low ? 2 : 4; }  // on the host, of the whole or the half that is the weight
+  // on the host: whole, or the weight's half
+  int64_t master_bytes() const { return host.low ? 2 : 4; }
   int64_t slot_grad_bytes() const { return bytes_of(grad_dtype); }
   Dtype device_grad_dtype() const { return has_copy() ? Dtype::kF32 : weight_dtype(); }
 
@@ -93,7 +96,8 @@ class Row {
   bool is_early() const { return early_commit.has_value(); }
   bool awaits_factors_of(uint64_t number) const { return phase == Phase::PENDING && !are_factors_known() && commit == number; }
   bool may_be_queued() const;
-  bool awaits_copies() const { return phase == Phase::PENDING && on_host() && !is_issued(); }  // of new weights that the CPU updates
+  // of new weights that the CPU updates
+  bool awaits_copies() const { return phase == Phase::PENDING && on_host() && !is_issued(); }
   bool may_be_flagged() const;
   bool was_foreseen(const CommitItem& item) const;
   bool is_home() const;  // no state is in a shadow
@@ -132,17 +136,21 @@ class Row {
   int flagged = 0;                       // chunks
 
   EventPtr landing, ready, released;
-  EventPtr open;           // of ready and released that which was recorded last: from it on it may be updated
-  uint64_t open_mark = 0;  // its number: events of the compute stream come in the order in which they are recorded
+  // the one of ready and released that was recorded last: from it on the row may be updated
+  EventPtr open;
+  uint64_t open_mark = 0;  // its number: the compute stream's events come in the order of recording
   EventPtr weight;         // the new weight is there
-  std::optional<const void*> awaited_on;  // the compute stream that wait() has made wait for `weight`
+  // the compute stream that wait() has made wait for `weight`
+  std::optional<const void*> awaited_on;
   int issued = 0;
-  uint64_t issue = 0;  // number of the H2D copy of `weight`: the lane is in order, so of several rows the latest will do
+  // number of the H2D copy of `weight`: the lane is in order, so the latest counts
+  uint64_t issue = 0;
 
   StreamedRow streamed;
   double busy_us = 0, last_busy_us = 0;
 };
 
-using Rows = std::deque<Row>;  // not moved when one is added: threads read a row that they work on without the lock
+// A deque does not move rows when one is added: threads read the row they work on without the lock.
+using Rows = std::deque<Row>;
 
 }  // namespace hytrain_fx

@@ -24,7 +24,8 @@ void ShadowArena::set(const ShadowMemory& memory) {
 
 bool ShadowArena::suits(const Row& row) const {
   if (slots_ == 0 || row.spec.numel < kLeastGuessed || 1 + row.host.states.count() > arrays_) return false;
-  return row.weight_bytes() == 4 || row.host.low;  // no place beside is kept for a new weight that is apart from its master
+  // a new weight apart from its master has no other place
+  return row.weight_bytes() == 4 || row.host.low;
 }
 
 int64_t ShadowArena::slot_bytes() const { return arrays_ * kArrayBytes; }

@@ -2,10 +2,10 @@
 // each.
 //
 // Such an update reads the states where they are and writes them to the other place: from home to
-// the slot, and in a later step from the slot home. A right guess makes that the place where they
-// are, a wrong one leaves them where they were. So nothing is copied to be kept, nothing is copied
-// back, and an update moves as many bytes as in place. Only masters stay at home, as weights leave
-// from there: what they were is kept in the slot meanwhile. drain() carries all states home, for
+// the slot, and in a later step from the slot home. After a right guess they are in the new place,
+// after a wrong one they are where they were. So nothing is copied to be kept, nothing is copied
+// back, and an update moves as many bytes as in place. Only masters stay at home, since weights
+// leave from there; meanwhile the slot keeps what they were. drain() carries all states home, for
 // whoever reads them there (homeward.h).
 #pragma once
 
@@ -38,7 +38,7 @@ class ShadowArena {
   int64_t most_bytes_ = 0;
 };
 
-// The arrays in a slot of the row; at its begin what masters were, whole or their upper half.
+// The arrays in a slot of the row. First in it is what masters were, whole or their upper half.
 HostArrays arrays_in(const Row& row, char* slot);
 
 }  // namespace hytrain_fx

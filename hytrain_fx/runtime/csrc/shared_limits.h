@@ -1,5 +1,5 @@
 // The limits that C++ and CUDA share with Python. Their values are definitions, which
-// hytrain_fx/ir/limits.py prints and build.py passes on; that file says why each is what it is. No
+// hytrain_fx/ir/limits.py prints and build.py passes on; limits.py explains each. There are no
 // includes for NVRTC, which has none.
 #pragma once
 

@@ -4,9 +4,9 @@
 //     high   the bf16 weight: the master rounded to nearest even, what goes to the device anyway
 //     low    the low 16 bits of the master
 //
-// Of a master, (high, low) keep all but one bit: where low is 0x8000, a tie, rounding to even hides
-// whether it went up. The sign of a state that is never negative, number kTieState, is set where it
-// did. Every finite master and infinity come back bit for bit; a NaN stays a NaN.
+// (high, low) keep all bits of a master except one: where low is 0x8000, a tie, rounding to even
+// hides whether it went up. Where it did, the sign of state number kTieState is set, a state that
+// is never negative. Every finite master and infinity come back bit for bit; a NaN stays a NaN.
 #pragma once
 
 #include "update_chunk.h"
@@ -54,8 +54,9 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 
 }  // namespace detail
 
-// Updates n parameters in one pass on the calling thread: reads `grad`, bf16 or fp32; high, low and
-// states in place, `high` being the new weight. No two arrays may overlap. No alignment is needed.
+// Updates n parameters in one pass on the calling thread. Reads `grad`, bf16 or fp32; updates high,
+// low and states in place, `high` being the new weight. No two arrays may overlap. No alignment is
+// needed.
 inline void update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states, int64_t n,
                                const UpdateScalars& scalars) {
   const detail::UpdateBlock update = detail::block_of(scalars);

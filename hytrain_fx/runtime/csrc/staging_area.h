@@ -18,7 +18,7 @@ struct StagingSlot {
 
 class StagingArea {
  public:
-  // Other memory from now on; no row is in flight. Called without the lock, which is `mutex`.
+  // Uses other memory from now on; no row is in flight. Called without the lock, which is `mutex`.
   void set(const StagingMemory& memory, EngineMutex& mutex);
 
   bool is_empty() const { return slots_.empty(); }

@@ -5,7 +5,8 @@
 namespace hytrain_fx {
 namespace {
 
-constexpr double kLongestLaunchUs = 5000;  // of one unit: what takes longer waited for a full queue, or for the device
+// Of one unit. What takes longer waited for a full queue, or for the device.
+constexpr double kLongestLaunchUs = 5000;
 
 }  // namespace
 
@@ -33,7 +34,8 @@ void StepClock::released(double now_us) {
 }
 
 void StepClock::worked(double begin_us, double end_us, int workers) {
-  begin_us = std::max(begin_us, commit_us_);  // one ahead of its commit, or late after the one before
+  // one ahead of its commit, or late after the one before
+  begin_us = std::max(begin_us, commit_us_);
   if (workers_busy_us_ == 0) first_update_us_ = begin_us;
   workers_busy_us_ += (end_us - begin_us) / workers;
 }
@@ -41,7 +43,8 @@ void StepClock::worked(double begin_us, double end_us, int workers) {
 void StepClock::updated(double now_us) {
   finish_.cpu_us = now_us - commit_us_;
   finish_.cpu_paused_us = now_us - first_update_us_ - workers_busy_us_;
-  finish_.cpu_begun_us = std::max(first_update_us_ - commit_us_, 0.0);  // before the commit: on a guess
+  // before the commit: on a guess
+  finish_.cpu_begun_us = std::max(first_update_us_ - commit_us_, 0.0);
 }
 
 }  // namespace hytrain_fx

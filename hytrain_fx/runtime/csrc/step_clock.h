@@ -10,7 +10,7 @@ namespace hytrain_fx {
 class StepClock {
  public:
   // A commit: it was called at `called_us` and begins at `now_us`. The times of the step before
-  // count where all its updates have ended.
+  // count if all its updates have ended.
   void begin_step(double called_us, double now_us, bool has_ended);
   // The launching thread: a wait() for an update has returned, a release() was called after it.
   void passed(double now_us);
@@ -33,12 +33,16 @@ class StepClock {
   double launched_since(double now_us) const;
 
   double commit_us_ = 0;                     // of the last commit
-  double passed_us_ = 0, launched_us_ = 0;   // of the last wait() for an update, and of it or the last release() after it
-  double launching_us_ = 0;                  // from the one to the other, without what the launching thread was held up for
+  // of the last wait() for an update, and of it or the last release() after
+  double passed_us_ = 0, launched_us_ = 0;
+  // from one to the other, without what held the launching thread up
+  double launching_us_ = 0;
   double last_launching_us_ = 0;             // FinishTimes::launching_us of the last commit
-  double first_update_us_ = 0;               // since the last commit: begin of the first update by the CPU
+  // since the last commit: begin of the first update by the CPU
+  double first_update_us_ = 0;
   double workers_busy_us_ = 0;               // since then: workers' time over their number
-  FinishTimes finish_{}, last_finish_{};     // of the last commit, as far as it has come; of the one before
+  // of the last commit, as far as it has come; of the one before
+  FinishTimes finish_{}, last_finish_{};
 };
 
 }  // namespace hytrain_fx

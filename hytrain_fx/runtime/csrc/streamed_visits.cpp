@@ -15,9 +15,9 @@ void StreamedVisits::begin(Row& row, const CommitItem& item, const EventPtr& end
   state_.streaming.params += row.spec.numel;
 }
 
-// Where no row may be updated, that which may first: updates run in the order in which their states
-// are sent, and one that has to wait for the end of the backward, as a norm's, would hold up all
-// others.
+// Where no row may be updated, take the one that may be first. Updates run in the order in which
+// their states are sent. One that waits for the end of the backward, such as a norm's, would hold
+// up all others.
 int StreamedVisits::next(bool& ready) const {
   const Row* first = nullptr;
   for (const Key& key : state_.streaming.rows) {
@@ -36,7 +36,8 @@ StreamedVisits::Arrays StreamedVisits::arrays_of(const HostStates& host) {
 }
 
 InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
-  Row& row = state_.rows[upload.row];  // its phase is PENDING: nobody else changes what is read here
+  // its phase is PENDING: nobody else changes what is read here
+  Row& row = state_.rows[upload.row];
   const Chunk& chunk = row.chunks[upload.chunk];
   if (++row.streamed.chunks == row.size()) state_.streaming.rows.erase(row.key(0));
   state_.streaming.sent_params += chunk.params();

@@ -1,7 +1,8 @@
 // update_chunk and update_split_chunk (same bits) for states that are written to another place than
-// they are read from, the low halves of masters, where those are in halves, among them. Stores go
-// past the caches, as a plain store elsewhere would read the line first: so as many bytes move as
-// in place. Masters, or their high halves, are updated where they are; what they were can be kept.
+// they are read from. This includes the low halves of masters, where those are in halves. Stores
+// bypass the caches, since a plain store to another place would read the line first. So as many
+// bytes move as in place. Masters, or their high halves, are updated in place; what they were can
+// be kept.
 #pragma once
 
 #include "split_chunk.h"
@@ -12,12 +13,12 @@
 
 namespace hytrain_fx {
 
-struct HostArrays {  // of a row's states on the host, but for masters
+struct HostArrays {  // a row's states on the host, without masters
   uint16_t* low;     // null: masters are whole
   States states;
 };
 
-// Past the caches; before another thread may read it: store_fence().
+// Bypasses the caches; call store_fence() before another thread may read it.
 inline void stream_copy(void* to, const void* from, int64_t bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
@@ -43,7 +44,9 @@ inline void store_fence() {
 
 namespace detail {
 
-template <int writes>  // whether the lines will be written to: else a store to what was fetched to be read asks for them again
+// Whether the lines will be written to: otherwise a store to a line fetched for reading asks for it
+// again.
+template <int writes>
 [[gnu::always_inline]] inline void prefetch_lines(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, writes);
 }
@@ -92,7 +95,7 @@ template <int writes>  // whether the lines will be written to: else a store to 
 
 }  // namespace detail
 
-// `master`: fp32, or with `from.low` the bf16 halves that are the weight; `kept` receives what they
+// `master`: fp32, or with `from.low` the bf16 halves that are the weight. `kept` receives what they
 // were, null for nothing. `to` has the arrays that `from` has. No two arrays may overlap; each
 // 64-byte aligned, or it is slow.
 inline void update_beside(const void* grad, Dtype grad_dtype, void* master, void* kept, const HostArrays& from, const HostArrays& to, int64_t n,
@@ -102,7 +105,8 @@ inline void update_beside(const void* grad, Dtype grad_dtype, void* master, void
   const auto kept_at = [&](int64_t start) { return kept ? static_cast<char*>(kept) + start * master_width : nullptr; };
   char* const weights = static_cast<char*>(master);
   int64_t start = 0;
-  for (; start + detail::kBlock <= n; start += detail::kBlock) {  // of a length that the compiler knows: a fifth faster
+  // a length that the compiler knows: a fifth faster
+  for (; start + detail::kBlock <= n; start += detail::kBlock) {
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_beside(grad, grad_width, weights, master_width, from, ahead);
     detail::beside_block(grad, grad_dtype, weights + start * master_width, kept_at(start), from, to, start, detail::kBlock, scalars, update);

@@ -17,8 +17,8 @@ inline UpdateBlock block_of(const UpdateScalars& scalars) {
   return nullptr;
 }
 
-// Inlined by force, as every function that only prefetches: GCC takes a call of one for a call
-// without effect, and drops it.
+// Inlined by force, like every function that only prefetches: GCC takes a call of such a function
+// for a call without effect, and drops it.
 [[gnu::always_inline]] inline void prefetch_block(const void* grad, Dtype dtype, const float* p, const States& states, int64_t start) {
   const int64_t grad_bytes = dtype == Dtype::kF32 ? 4 : 2;
   const char* lines = static_cast<const char*>(grad) + start * grad_bytes;
@@ -32,7 +32,7 @@ inline UpdateBlock block_of(const UpdateScalars& scalars) {
 
 }  // namespace detail
 
-// Updates n parameters in one pass on the calling thread: reads grad; master and states are fp32,
+// Updates n parameters in one pass on the calling thread. Reads grad; master and states are fp32,
 // in place; writes the new weight to `out` unless null. `out` may be the memory of `grad` (same
 // start, same element size): a block is read before it is written. No other two arrays may overlap.
 // No alignment is needed.

@@ -5,9 +5,10 @@
 // place in the stream's queue, and a full queue blocks the launching thread. Kernels, by the dtypes
 // of gradient and weight:
 //
-//     adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16   both the same; for f32 the master is the weight
+//     adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16   both the same; an f32 weight is the master
 //     adamw_rows_f32_bf16                               bf16 weights with fp32 gradients
-//     adamw_rows_split, adamw_rows_split_f32            bf16 weights with masters in two halves, gradients bf16 or fp32
+//     adamw_rows_split, adamw_rows_split_f32            bf16 weights with masters in two halves,
+//                                                       gradients bf16 or fp32
 //     lion_rows_f32, lion_rows_bf16, lion_rows_f16      both the same
 //
 // Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block
@@ -19,7 +20,8 @@
 namespace hytrain_fx {
 
 using Bits16 = unsigned short;
-constexpr int kVector = 8;  // elements a thread takes at once: 16 bytes of a 16-bit array, 2 x 16 of an fp32 one
+// elements a thread takes at once: 16 bytes of a 16-bit array, 2 x 16 of fp32
+constexpr int kVector = 8;
 
 template <int count>
 struct alignas(16) Words {
@@ -68,7 +70,7 @@ __device__ __forceinline__ float read_gradient(typename Grad::Storage grad, cons
   return (s.flags & kMaximize) ? -g : g;
 }
 
-// What a kernel does to one element, and which states it has beside the first. The letters are
+// What a kernel does to one element, and which states it has besides the first. The letters are
 // those of adamw.h.
 struct AdamW {
   static constexpr bool has_second = true;
@@ -117,8 +119,8 @@ union Pack {
 
 __device__ __forceinline__ bool aligned(const void* pointer) { return (reinterpret_cast<unsigned long long>(pointer) & 15u) == 0; }
 
-// A master in two halves (split_chunk.h): `high` is the bf16 weight, `low` the rest of its bits,
-// the sign of `v` tells which way a tie went.
+// A master in two halves (split_chunk.h): `high` is the bf16 weight, `low` the rest of its bits.
+// The sign of `v` tells which way a tie went.
 __device__ __forceinline__ float join_master(Bits16 high, Bits16 low, float& v) {
   const unsigned int marked = __float_as_uint(v), tail = low;
   const unsigned int went_up = (tail > 0x8000u) | ((tail == 0x8000u) & (marked >> 31));
@@ -133,7 +135,7 @@ __device__ __forceinline__ void split_master(float p, Bits16& high, Bits16& low,
   v = __uint_as_float((__float_as_uint(v) & 0x7FFFFFFFu) | (((tail == 0x8000u) & odd) << 31));
 }
 
-// Of kernels whose second state marks ties.
+// For kernels whose second state marks ties.
 template <class Step, class Grad>
 __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
                                              const UpdateScalars& s) {
@@ -228,7 +230,8 @@ struct Row {
   void* out;            // the new weight; split kernels read it too, others take null for none
   long long n;
   UpdateScalars scalars;
-  const float* skip;    // not null and not zero there: the row stays as it is (a loss scale that was too large)
+  // not null and not zero there: the row stays unchanged (the loss scale was too large)
+  const float* skip;
 };
 
 struct Rows {

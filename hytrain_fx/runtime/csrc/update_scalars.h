@@ -11,8 +11,10 @@ enum UpdateFlags : unsigned int {
   kAmsgrad = 1u << 1,      // the vmax pointer must be given
   kL2 = 1u << 2,           // Adam with weight decay
   kLerpFromEnd = 1u << 3,  // 1 - beta1 >= 0.5: torch.lerp then counts from the end
-  kTorchCuda = 1u << 4,    // the arithmetic form of torch's CUDA foreach kernels, else of its CPU kernels (adamw.h)
-  kWideFactors = 1u << 5,  // a 16-bit gradient is widened first: factors multiply it in fp32, and nothing is rounded to 16 bits
+  // the form of torch's CUDA foreach kernels, else of its CPU kernels (adamw.h)
+  kTorchCuda = 1u << 4,
+  // a 16-bit gradient is widened first: factors multiply it in fp32, without rounding
+  kWideFactors = 1u << 5,
 };
 
 enum class Kernel : unsigned int { kAdamw = 0, kLion = 1 };  // ir/states.py

@@ -108,7 +108,8 @@ void Updates::end_flagged(Row& row, Chunk& chunk) {
     if (row.has_passed()) row.end_passed();
     state_.issued_cv.notify_all();
   }
-  __atomic_exchange_n(chunk.flag, chunk.raised, __ATOMIC_SEQ_CST);  // also after stores that went past the caches
+  // also after stores that bypassed the caches
+  __atomic_exchange_n(chunk.flag, chunk.raised, __ATOMIC_SEQ_CST);
 }
 
 void Updates::leave_out(Row& row) {
@@ -125,9 +126,9 @@ void Updates::count_left_out(Row& row, Chunk& chunk) {
   if (row.is_issued()) state_.issued_cv.notify_all();
 }
 
-// The weight of a chunk that was updated on a guess may go to the device ahead of its factors, as
-// the lane is idle then: nothing reads it there before wait(), which waits for them too, and what
-// is updated again, or put back, is sent again after it.
+// The weight of a chunk that was updated on a guess may go to the device ahead of its factors,
+// since the lane is idle then. Nothing reads it there before wait(), which waits for the factors
+// too. What is updated again, or put back, is sent again after that.
 void Updates::offer_ahead(const Row& row, const Key& key) {
   if (row.phase != Phase::PENDING || !row.is_guessing()) return;
   state_.ahead.insert(key);

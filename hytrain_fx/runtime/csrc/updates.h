@@ -10,21 +10,20 @@ class Updates {
  public:
   explicit Updates(EngineState& state) : state_(state) {}
 
-  // The next granule of a chunk that is ready; false, with the chunk set aside until its factors
-  // are known, where there is no shadow for it.
+  // The next granule of a chunk that is ready. Where there is no shadow for it: false, and the
+  // chunk is set aside until its factors are known.
   bool take(const Key& key, Task& task);
-  // To be called when a granule is done, or when the factors or the commit that were guessed have
-  // come.
+  // Call it when a granule is done, or when the guessed factors or the guessed commit have come.
   void finish(const Key& key);
-  // The guess was wrong: what is updated is taken again, or put back, when the running granules are
+  // The guess was wrong: what is updated is taken again, or put back, once the running granules are
   // done.
   void take_back(Chunk& chunk, const Key& key);
-  // As take_back() and put back, of a chunk that is updated ahead of a commit that did not come so.
+  // Like take_back(), with put back, for a chunk updated ahead of a commit that did not come so.
   void withdraw(Chunk& chunk, const Key& key);
   // The step was left out: nothing happens to chunks that nobody has begun.
   void leave_out(Row& row);
-  // Of a row whose updates began before its commit, which comes now: new weights that are there may
-  // be sent.
+  // For a row whose updates began before its commit, which comes now: finished new weights may be
+  // sent.
   void offer_updated_ahead(const Row& row);
   // A copy of a chunk's new weight is on its way. Copies of one row's chunks come in any order; the
   // last one on the lane is what a reader waits for.

@@ -27,7 +27,8 @@ void Uploader::run() {
     } else if (bytes_ >= kBytesInFlight) {
       await_first(lock);
     } else if (const Upload next = next_upload(); next.row < 0) {
-      state_.upload_cv.wait_for(lock, kPoll);  // what is updated is still being read, or no staging slot is free: ask again soon
+      // what is updated is still being read, or no staging slot is free
+      state_.upload_cv.wait_for(lock, kPoll);
     } else if (const InFlight sent = send(next, lock); sent.end) {
       in_flight_.push_back(sent);
       bytes_ += sent.bytes;
@@ -44,14 +45,15 @@ void Uploader::await_first(EngineLock& lock) {
   lock.lock();
 }
 
-// Asks for the events that the choice of what comes next goes by, as far as it does. Without the
-// lock: the driver may take milliseconds, and whoever launches would wait for the lock meanwhile.
-// The choice itself is made with the lock, by what is known: an event that a row was given in
-// between counts as one that has not come, and is asked for the next time.
+// Asks for the events that decide what comes next, as far as it goes. Without the lock: the driver
+// may take milliseconds, and whoever launches would wait for the lock meanwhile. The choice itself
+// is made with the lock, from what is known. An event that a row was given in between counts as not
+// come, and is asked for the next time.
 void Uploader::ask_events(EngineLock& lock) const {
   enum { kRest, kReleased, kOpen, kStored, kChoices };
   std::array<std::vector<EventPtr>, kChoices> asked;
-  auto add = [&asked](int choice, const EventPtr& event) {  // rows that come one after the other often share an event
+  // rows that come one after the other often share an event
+  auto add = [&asked](int choice, const EventPtr& event) {
     std::vector<EventPtr>& events = asked[choice];
     if (!event->known_done() && (events.empty() || events.back() != event)) events.push_back(event);
     return event->known_done();
@@ -77,7 +79,8 @@ void Uploader::ask_events(EngineLock& lock) const {
   lock.unlock();
   for (int choice = 0; choice < kChoices; ++choice) {
     for (const EventPtr& event : asked[choice]) {
-      if (event->done() == (choice != kRest)) break;  // of the rest all must have come, else the first that has is taken
+      // of the rest all must have come, else the first that has is taken
+      if (event->done() == (choice != kRest)) break;
     }
   }
   lock.lock();
@@ -126,7 +129,8 @@ InFlight Uploader::send_weight(const Upload& upload, EngineLock& lock) {
   return sent;
 }
 
-// With the lock held: the factors must not come meanwhile. Nothing, where they have come before.
+// With the lock held: the factors must not come meanwhile. Sends nothing where they have come
+// before.
 InFlight Uploader::send_ahead(const Upload& upload, EngineLock& lock) {
   lock.unlock();
   sleep_us(state_.provoked.uploader_delay_us);
@@ -154,7 +158,7 @@ void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
   if (copy.begin) state_.records.note_lane(kToDevice, upload.row, upload.chunk, copy.begin, copy.end);
 }
 
-// Where streamed rows are among the rest, all that was put on the lane has come when this returns.
+// Where streamed rows are in the rest, all that was put on the lane has come when this returns.
 void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
   EventPtr last, before;

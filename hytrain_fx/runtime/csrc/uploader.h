@@ -1,11 +1,11 @@
 // The uploader: all that goes to the device. New weights of rows updated on the host, and states of
 // streamed rows on a visit.
 //
-// Both go through one lane, in an order decided here: two streams would share the link as the
+// Both go through one lane, in an order decided here. Two streams would share the link as the
 // hardware likes, which serves one of them until it runs dry (seen on an H200: new weights waited
-// 200 ms for streamed states). What comes next is decided when the lane has room, not before: the
-// lowest unit, as everywhere. Where nothing is due, states are brought for the update that may come
-// next.
+// 200 ms for streamed states). What comes next is decided when the lane has room, not before. It is
+// the lowest unit, as everywhere. Where nothing is due, states are brought for the update that may
+// come next.
 #pragma once
 
 #include <deque>

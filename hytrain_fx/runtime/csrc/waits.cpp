@@ -35,7 +35,8 @@ void Waits::wait(const int32_t* rows, int n, void* stream) {
   if (reloaded) state_.device->compute_wait(stream, reloaded);
   for (const EventPtr& event : updated) state_.device->compute_wait(stream, event);
   std::lock_guard lock(state_.mutex);
-  state_.throw_if_failed();  // flags go up then, too: where the calling thread is the compute stream it has waited for them
+  // Flags go up then, too: if the calling thread is the compute stream it has waited for them.
+  state_.throw_if_failed();
 }
 
 void Waits::drain(const int32_t* rows, int n) {
@@ -61,21 +62,22 @@ void Waits::settle(const int32_t* rows, int n) {
     state_.throw_if_failed();
     Row& row = state_.row(rows[i]);
     finish(row, lock);
-    // Also where a wait() has passed: that made the compute stream wait, not the host. Of a step
-    // that was left out it is the old weight's, sent back, or of a step before; and states may
+    // Also where a wait() has passed: that made the compute stream wait, not the host. If a step
+    // was left out, it is the event of the old weight, sent back, or of a step before. States may
     // still be on their way home.
     EventPtr weight = row.weight, stored = row.streamed.stored;
     lock.unlock();
     if (weight) weight->sync();
     if (stored) stored->sync();
     lock.lock();
-    state_.throw_if_failed();  // flags go up then, too: what has come is an old weight, or a part of a new one
+    // Flags go up then, too: what has come is an old weight, or a part of a new one.
+    state_.throw_if_failed();
   }
 }
 
 // Several threads may wait for one row. The first that wakes ends the step for it, and the
-// launching thread may begin the next one before the others wake: they leave the row as they find
-// it.
+// launching thread may begin the next one before the others wake. So they leave the row as they
+// find it.
 void Waits::finish(Row& row, EngineLock& lock) {
   if (row.phase != Phase::PENDING) return;
   const uint64_t commit = row.commit;

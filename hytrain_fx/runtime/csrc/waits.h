@@ -12,7 +12,7 @@ class Waits {
   Waits(EngineState& state, EarlyUpdates& early, FlaggedTail& tail, Homeward& homeward)
       : state_(state), early_(early), tail_(tail), homeward_(homeward) {}
 
-  // As Engine::wait(), settle() and drain().
+  // Like Engine::wait(), settle() and drain().
   void wait(const int32_t* rows, int n, void* stream);
   void settle(const int32_t* rows, int n);
   void drain(const int32_t* rows, int n);

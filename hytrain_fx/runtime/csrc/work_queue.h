@@ -1,5 +1,5 @@
-// What the CPU device has for streams and events. Included by it and by tests/native, which give it
-// compute streams of their own.
+// What the CPU device has for streams and events. The device includes it, and so does tests/native,
+// which gives the device other compute streams.
 #pragma once
 
 #include <atomic>

@@ -6,7 +6,7 @@
 namespace hytrain_fx {
 namespace {
 
-// Where the system refuses, the thread runs wherever it is put, as without pinning.
+// Where the system refuses, the thread runs wherever it is put, as it does without pinning.
 void pin_thread(int core) {
   cpu_set_t set;
   CPU_ZERO(&set);
