@@ -84,7 +84,7 @@ def compile(
     warmup_steps     steps measured before a plan is solved
     engine           "auto", "native", "torch" or "deepspeed"
     workers          CPU update threads, None: physical cores less the launching threads
-    pin_workers      keep each of them on a core of its own
+    pin_workers      keep each of them on its own core
     ring_bytes       device memory for gradients on their way to the host
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     timeout_s        seconds after which a wait on a worker or a copy is an error

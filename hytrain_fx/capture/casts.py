@@ -9,7 +9,7 @@ A bf16 copy instead of such a weight changes no bit.
 
 Two casts of one weight have two gradients that are added in fp32. A cast that a pointwise kernel
 reads (a bias), or a gradient that one makes, is never rounded to bf16 there: Inductor computes such
-kernels in fp32. All of these stay as they are.
+kernels in fp32. All of these stay unchanged.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ pieces. A piece waits for pieces (`waits`: the same piece of another task, or th
 computing), and for its task's gate (`gates`: tasks that must be over first).
 
 Of the pieces that a lane could run the one of the lowest rank goes first: the runtime's order,
-lowest layer first. Streamed updates run beside computing on a stream of their own, resident ones
+lowest layer first. Streamed updates run next to computing on their own stream, resident ones
 fill the device's waits; states that go home let gradients pass.
 """
 

@@ -2,7 +2,7 @@
 
 The native engine's update kernel on host memory, copies one way, and matrix products.
 
-Each load repeats one piece of work in a thread of its own until told to stop, and counts what it
+Each load repeats one piece of work in its own thread until told to stop, and counts what it
 has done; `together` runs several at once.
 """
 

@@ -1,4 +1,4 @@
-"""What each unit costs on one machine: the measured or estimated numbers behind a plan."""
+"""What each unit costs on one machine: the measured or estimated numbers for a plan."""
 
 from __future__ import annotations
 

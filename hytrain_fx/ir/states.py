@@ -58,7 +58,7 @@ class StateTable:
     """The states of one parameter, in the order in which kernels take them.
 
     optimizer   whose they are, for messages
-    own_bytes   what another optimizer's step makes and keeps, beside the master, instead of
+    own_bytes   what another optimizer's step makes and keeps, besides the master, instead of
                 `states`
     """
 
@@ -72,7 +72,7 @@ class StateTable:
         return replace(self, states=tuple(state for state in self.states if state.option is None or options.get(state.option)))
 
     def with_own(self, nbytes: int) -> StateTable:
-        """The same with so many bytes of its own."""
+        """The same with so many bytes in `own_bytes`."""
         return replace(self, own_bytes=nbytes)
 
     @property

@@ -22,7 +22,7 @@ from hytrain_fx.runtime.states.store import StateStore
 
 
 class ModelUnits:
-    """A call gives the units as they are known now.
+    """A call gives the units as known so far.
 
     capture    the model's graphs, from when they can be captured on: the forward's order and the
                operations come from them

@@ -65,8 +65,8 @@ def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
 
     The GPU's node comes first; numbers ascend within a node.
 
-    The launching cores are left out: that of the calling thread, and others of its node. None where
-    nothing should be pinned: too few cores for `count` workers beside the launching ones (two
+    The launching cores are left out: the calling thread's, and others of its node. None where
+    nothing should be pinned: too few cores for `count` workers and the launching ones (two
     threads pinned to one core would wait for each other), or a limit on CPU time below the number
     of cores (other groups run on the same cores: the system must be free to choose).
     """

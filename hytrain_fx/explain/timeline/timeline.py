@@ -52,7 +52,7 @@ class Timeline(Lanes):
     def to_chrome_json(self, *others: Lanes) -> str:
         """Trace events for Perfetto or VizTracer's viewer.
 
-        Each further timeline is a process of its own, below this one.
+        Each further timeline is its own process, below this one.
         """
         return trace_json((self, *others))
 

@@ -1,6 +1,6 @@
 """Timelines as Chrome trace events, which Perfetto and VizTracer's viewer open, and back.
 
-The format is that of "Trace Event Format" (Google): complete events `ph: X` with `ts` and `dur` in
+The format is "Trace Event Format" (Google): complete events `ph: X` with `ts` and `dur` in
 microseconds, metadata `ph: M`. Two events of one thread may not overlap, so a lane on which two
 things ran at once takes two threads. Times are whole nanoseconds, as viewers keep them.
 """

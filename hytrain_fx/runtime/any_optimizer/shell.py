@@ -5,7 +5,7 @@ So one parameter's step is that class's own code.
     optimizer              shell
     its class              the same class, its __init__ not called
     its attributes         copies
-    options of a group     as they are now; the for-loop form
+    options of a group     at present; the for-loop form
     state of a parameter   given, and read back after the step
 """
 

@@ -67,7 +67,7 @@ def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> ctypes.
 def library(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> Path:
     """Path of the shared library of `sources`, names in csrc/; compiled where the cache has none.
 
-    Safe when several processes build at once: each compiles to a file of its own and renames it.
+    Safe when several processes build at once: each compiles to its own file and renames it.
     Raises EngineError without a compiler, when it fails, or when the cache cannot be written.
     """
     compiler = find_compiler()

@@ -32,7 +32,7 @@ class RowSize:
     """A managed parameter's elements, bytes of each, and its states.
 
     copied       it is a bf16 copy of an fp32 weight: `itemsize` is the copy's
-    out_bytes    of the new weight on the host, where it has memory of its own there
+    out_bytes    of the new weight on the host, where it has its own memory there
                  (`RowStates.out`)
     gradient_stays    on the device, though the CPU updates it: it is a piece of a parameter that is
                       cut
@@ -110,7 +110,7 @@ class MemoryInUse:
     pinned. Also what the engine has on the device: the ring for gradients on their way to the host,
     and the staging area of streamed states.
 
-    shadow_bytes         the most that states beside the old ones have taken on the host, in updates
+    shadow_bytes         the most that new states next to old ones took on the host, in updates
                          on a guess; no estimate
     device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations
                          included; None on the CPU
