@@ -28,8 +28,9 @@ from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_re
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
+from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.optimizer import OffloadedOptimizer
-from hytrain_fx.session.session import Session, find_session
+from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import load_states
 from hytrain_fx.torch_private.options import known_options
 from hytrain_fx.torch_private.tensors import compiled_call, require_release, set_compiled_call
@@ -113,6 +114,7 @@ def compile(
         raise UnsupportedError("this model was compiled with Module.compile(); hand over the plain model, hytrain_fx compiles it itself")
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
     session = Session(model, optimizer, config)
+    put_gate(model, session)
     ours = OffloadedOptimizer(optimizer, session)
     if before is not None:
         load_states(session, ours, before)
@@ -302,7 +304,7 @@ def _not_offloaded(session: Session) -> dict[int, str]:
     found = {row: why for graph in graphs for row, why in graph.kept_grads.items()}
     for row in session.held.rows:
         found.setdefault(row, "its memory is held outside the model, so step() waits for its update")
-    for row in session.eager_rows | session.last_eager_rows:
+    for row in session.eager.gradient_rows | session.eager.last_gradient_rows:
         found.setdefault(row, "its gradient came from outside the captured graphs")
     if any(graph.kind is GraphKind.BACKWARD for graph in graphs):
         offloaded = {row for graph in graphs for row in graph.grad_rows}

@@ -1,19 +1,26 @@
-"""Entry and exit of the compiled call: parameters are plain inside, guarded outside; each layout of parameters has graphs of its own."""
+"""Entry and exit of the compiled call: parameters are plain inside, guarded outside; each layout of parameters has graphs of its own.
+
+`put_gate` makes it what `model(...)` calls, and `find_session` finds the session through it again.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from hytrain_fx.errors import HytrainError
 from hytrain_fx.runtime.interrupts import whole
-from hytrain_fx.session.turns import Turns
-from hytrain_fx.torch_private.tensors import raised_in_backend
-from hytrain_fx.weights.places import Layout, ParameterPlaces
+from hytrain_fx.session.callbacks import weakly
+from hytrain_fx.session.session import Session
+from hytrain_fx.torch_private.modules import plain_call
+from hytrain_fx.torch_private.tensors import compiled_call, compiled_call_of, raised_in_backend, set_compiled_call
+from hytrain_fx.weights.places import Layout
 
 MOST_LAYOUTS = 8
 """That are compiled at a time. One more takes the place of one that is out of use. Where all are in
@@ -30,33 +37,19 @@ class _CompiledCall:
     last: int = 0
 
 
-class Gated(Protocol):
-    """What is told of each call: the session of the compiled model."""
-
-    turns: Turns
-    closed: bool
-
-    def must_capture_anew(self) -> bool: ...
-    def enter_forward(self) -> None: ...
-    def before_eager_code(self) -> None: ...
-    def leave_forward(self) -> None: ...
-
-
 class CallGate:
     """Stands where `torch.nn.Module.compile` puts the compiled call; a copied or pickled model loses it and is a plain model.
 
-    compile_call    makes the compiled call, anew each time
+    compile_call    makes a compiled call, another one each time
     plain_call      the same call, not compiled
-    places          what the model holds
+    session         is told of each call
     """
 
-    def __init__(
-        self, compile_call: Callable[[], Callable[..., Any]], plain_call: Callable[..., Any], session: Gated, places: ParameterPlaces
-    ) -> None:
+    def __init__(self, compile_call: Callable[[], Callable[..., Any]], plain_call: Callable[..., Any], session: Session) -> None:
         self._compile_call = compile_call
         self._plain_call = plain_call
-        self._places = places
-        self._compiled = {places.compiled: _CompiledCall(compile_call())}
+        self._places = session.places
+        self._compiled = {session.places.compiled: _CompiledCall(compile_call())}
         self._calls = 0
         self._warned = False
         self.session = session
@@ -73,7 +66,7 @@ class CallGate:
             return self._plain_call(*args, **kwargs)
         with self.session.turns.compiles:
             pass  # torch refuses this call while another thread's backward compiles
-        if self.session.must_capture_anew():
+        if self.session.graphs.must_capture_anew():
             self._compiled.clear()
         layout = self._places.layout()
         call = self._call_of(layout)
@@ -83,7 +76,7 @@ class CallGate:
                 try:
                     gap.open = True
                     if layout.places != self._places.compiled.places:
-                        self.session.before_eager_code()  # what is there instead may share memory with any weight
+                        self.session.eager.before_eager_code()  # what is there instead may share memory with any weight
                     return call(*args, **kwargs)
                 except Exception as error:
                     ours = raised_in_backend(error)
@@ -129,3 +122,22 @@ class CallGate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
+
+
+def put_gate(model: nn.Module, session: Session) -> None:
+    """Make `model(...)` the compiled call of its session, which is closed where that fails."""
+    of = session.config
+    backend, on_eager = weakly(session.capture.backend), weakly(session.eager.before_eager_code)
+    compile_call = partial(compiled_call_of, model, backend, of.dynamic, of.mode, of.options, on_eager)
+    try:
+        set_compiled_call(model, CallGate(compile_call, plain_call(model), session))
+    except BaseException:
+        session.close()
+        raise
+    session.clock.built()
+
+
+def find_session(model: nn.Module) -> Session | None:
+    """The session of a compiled model, None where it has none."""
+    gate = compiled_call(model)
+    return gate.session if isinstance(gate, CallGate) else None

@@ -5,24 +5,15 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.runtime.engine import Engine
-from hytrain_fx.session.nodes import SessionNodes
 
 R = TypeVar("R")
-
-
-class Called(Protocol):
-    """What the callbacks reach of a session."""
-
-    nodes: SessionNodes
-    eager_rows: set[int]
 
 
 def if_alive(method: Callable[[nn.Parameter], R]) -> Callable[[nn.Parameter], R | None]:
@@ -37,18 +28,6 @@ def if_alive(method: Callable[[nn.Parameter], R]) -> Callable[[nn.Parameter], R 
         return None if alive is None else alive(parameter)
 
     return call
-
-
-def eager_gradient_of(session: weakref.ref[Called], row: int) -> Callable[[torch.Tensor], None]:
-    """What autograd calls when it has added to a parameter's `.grad`."""
-
-    def on_gradient(parameter: torch.Tensor) -> None:
-        found = session()
-        if found is not None and found.nodes.gradients.is_eager(row):  # torch calls it for the graphs' None gradients too
-            found.eager_rows.add(row)
-            found.nodes.gradients.parts.several.add(row)
-
-    return on_gradient
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

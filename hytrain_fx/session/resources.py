@@ -1,21 +1,26 @@
-"""What a session takes: time until full speed, memory by tier. Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
+"""What a session takes: memory by tier, time until full speed. Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
 
-    before states are allocated or moved    the estimate
-    after the first full-speed step         the estimate beside what is in use, and the start-up by
-                                            phase
+    before states are allocated or moved    the estimate is told
+    states are allocated or moved           within the limits of the options; the engine is lent
+                                            what they leave of the device's memory
+    after the first full-speed step         the estimate is told beside what is in use, and the
+                                            start-up by phase
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
+from hytrain_fx.config import Config
 from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.plan import PlacedPiece
-from hytrain_fx.ir.startup import StartupClock
-from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.ir.startup import Phase, StartupClock
+from hytrain_fx.runtime.engine import Engine, RowStates
+from hytrain_fx.runtime.launch import ring_bytes_for
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
@@ -25,17 +30,41 @@ _log = logging.getLogger("hytrain_fx")
 
 
 class Resources:
-    """Time and memory of one session.
+    """Memory and time of one session: its optimizer states and the engine's ring."""
 
-    states        its optimizer states
-    ring_bytes    what the engine's ring takes, by whether states are streamed
-    """
-
-    def __init__(self, states: StateStore, device: torch.device, ring_bytes: Callable[[bool], int], clock: StartupClock) -> None:
-        self.clock = clock
+    def __init__(
+        self, states: StateStore, parameters: Sequence[torch.Tensor], engine: Engine, config: Config, clock: StartupClock
+    ) -> None:
+        self._clock = clock
         self._states = states
-        self._device = device
-        self._ring_bytes = ring_bytes
+        self._device = parameters[0].device
+        self._engine = engine
+        self._limit_bytes = config.host_memory
+        self._ring_bytes = partial(ring_bytes_for, parameters, config)
+
+    # ---- taking it ----
+
+    def allocate(self, placed: Sequence[PlacedPiece]) -> None:
+        """Allocate all states where they are placed. Raises HostMemoryError."""
+        self.announce(placed)
+        with self._clock.phase(Phase.MASTERS):
+            self._states.allocate(placed, self._limit_bytes)
+        self._lend(placed)
+        self._clock.pinned_bytes, pinning_us = pinning_of(self._states.slabs)
+        self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
+
+    def move(self, placed: Sequence[PlacedPiece]) -> None:
+        """Move the states to where these pieces are to rest. Raises what `StateStore.move` does."""
+        with self._clock.phase(Phase.MOVE):
+            self._states.move(placed, self._limit_bytes)
+        self._lend(placed)
+
+    def _lend(self, placed: Sequence[PlacedPiece]) -> None:
+        """What streaming does not need of the device's memory is lent to gradients on their way."""
+        streams = _streams(placed)
+        self._engine.set_transit(self._ring_bytes(streams), streams)
+
+    # ---- telling of it ----
 
     def _sizes(self, placed: Sequence[PlacedPiece]) -> list[RowSize]:
         cut = {of.piece.parameter for of in placed if of.piece.begin}
@@ -46,7 +75,7 @@ class Resources:
     def estimate(self, placed: Sequence[PlacedPiece]) -> MemoryEstimate:
         """Bytes by tier under this placement."""
         placement = [of.placement for of in placed]
-        ring_bytes = self._ring_bytes(any(place.visits_device for place in placement))
+        ring_bytes = self._ring_bytes(_streams(placed))
         return estimate_memory(self._sizes(placed), placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
 
     def announce(self, placed: Sequence[PlacedPiece]) -> None:
@@ -78,7 +107,11 @@ class Resources:
     def full_speed(self) -> None:
         """Say what start-up took and what is in use now."""
         if _log.isEnabledFor(logging.INFO):
-            _log.info("%s\n\n%s", startup_text(self.clock.report()), memory_text(self.in_use()))
+            _log.info("%s\n\n%s", startup_text(self._clock.report()), memory_text(self.in_use()))
+
+
+def _streams(placed: Sequence[PlacedPiece]) -> bool:
+    return any(of.placement.visits_device for of in placed)
 
 
 def pinning_of(slabs: Iterable[HostSlab]) -> tuple[int, float]:

@@ -55,7 +55,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
         _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
-        with self._session.loading(all_states=False):
+        with self._session.states.loading(all_states=False):
             _load_row(self._session, row, entry)
 
     @in_turn
@@ -63,7 +63,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         if parameter not in self:
             raise KeyError(parameter)
         row = self._at_rest(parameter)
-        with self._session.loading(all_states=False):
+        with self._session.states.loading(all_states=False):
             _load_row(self._session, row, None)
 
     @in_turn
@@ -79,7 +79,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
             self.pop(parameter, None)
 
     def _at_rest(self, parameter: torch.Tensor) -> int:
-        self._session.require_whole_states()
+        self._session.states.require_whole()
         row = self._session.table.row_of.get(id(parameter), -1)
         if row < 0:
             raise KeyError(f"a {type(parameter).__name__} that is no parameter of the optimizer when the model was compiled")
@@ -90,7 +90,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Every entry of `ParameterStates` as copies of its own. The session must be drained."""
-    session.require_whole_states()
+    session.states.require_whole()
     session.follow_written_weights()
     rows = filter(partial(_has_entry, session), range(len(session.table)))
     trained = {session.table.parameters[row]: _read_row(session, row) for row in rows}
@@ -127,7 +127,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
 
     Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
     After an error while they are written, memory that runs out say, nothing is trained or saved
-    until all have been loaded (`Session.require_whole_states`).
+    until all have been loaded (`StateStore.require_whole`).
     """
     _check_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
@@ -149,7 +149,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
         if entry is not None:
             _check_row(session, row, entry, group_of_row[row])
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
-    with session.loading(all_states=True):
+    with session.states.loading(all_states=True):
         for group, saved in zip(groups, saved_groups, strict=True):
             _load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():

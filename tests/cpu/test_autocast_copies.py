@@ -24,7 +24,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.session.session import Session, find_session
+from hytrain_fx.session.call_gate import find_session
+from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.guard import is_guarded
 

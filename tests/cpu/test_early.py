@@ -21,7 +21,8 @@ import hytrain_fx
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import EarlyCounts, Stage
-from hytrain_fx.session.session import Session, find_session
+from hytrain_fx.session.call_gate import find_session
+from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 from .loops import HandAdam, Loop, Twins, plain_loop, weights

@@ -170,13 +170,13 @@ def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeyp
     waits: list[tuple[int, ...]] = []
     session = twins.session
     session.held._warned = False
-    settle = session._settle_held
+    settle = session.eager._settle_held
 
     def note(rows: Any) -> None:
         waits.append(tuple(rows))
         settle(rows)
 
-    monkeypatch.setattr(session, "_settle_held", note)
+    monkeypatch.setattr(session.eager, "_settle_held", note)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain_loop(3)(twins.ours, twins.optimizer, twins.batches)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hytrain_fx
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.session.session import find_session
+from hytrain_fx.session.call_gate import find_session
 from hytrain_fx.session.turns import make_locks
 from hytrain_fx.torch_private.tensors import compiled_call
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.session.session import Session
+from hytrain_fx.session.eager_access import EagerAccess
 from hytrain_fx.torch_private import tensors
 
 from .loops import Loop, compare, plain_loop
@@ -202,13 +202,13 @@ def test_what_is_done_before_eager_code_is_not_compiled(monkeypatch: pytest.Monk
     """
 
     compiling: list[bool] = []
-    before = Session.before_eager_code
+    before = EagerAccess.before_eager_code
 
-    def seen(session: Session) -> None:
+    def seen(access: EagerAccess) -> None:
         compiling.append(torch.compiler.is_compiling())
-        before(session)
+        before(access)
 
-    monkeypatch.setattr(Session, "before_eager_code", seen)
+    monkeypatch.setattr(EagerAccess, "before_eager_code", seen)
     torch._dynamo.reset()
     model: Any = Split()
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)

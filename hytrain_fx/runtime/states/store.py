@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+from hytrain_fx.errors import StatesError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.pieces import flat_memory
@@ -29,6 +31,31 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 class StateStore(PlacedStates):
     """Reads and writes values, and follows weights that the loop reads and writes."""
+
+    _half_loaded: BaseException | None = None  # what ended the last loading of states
+
+    # ---- all states together ----
+
+    @contextmanager
+    def loading(self, *, all_states: bool) -> Iterator[None]:
+        """While states are overwritten: after an error inside, they are a mixture until all of them have been loaded."""
+        before = None if all_states else self._half_loaded
+        try:
+            yield
+        except BaseException as error:
+            self._half_loaded = error
+            raise
+        self._half_loaded = before
+
+    def require_whole(self) -> None:
+        """Raises StatesError where the states are a mixture of a checkpoint and what was there before."""
+        if self._half_loaded is not None:
+            raise StatesError(
+                f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a "
+                "mixture of old and new ones; call optimizer.load_state_dict() again, and load the model's weights again before it"
+            ) from self._half_loaded
+
+    # ---- those of one parameter ----
 
     def whole(self, parameter: int) -> RowStates:
         """The states with the master as one fp32 tensor: for reading, copies in part.

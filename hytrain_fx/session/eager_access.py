@@ -1,0 +1,174 @@
+"""What eager code of the loop does to weights and gradients: it finds committed weights, and what it writes becomes the masters.
+
+    a guarded parameter is read    `settle_one`: the committed weight is there
+    it is read or written          `touch`: no new weight may overtake it; what was written is
+                                   followed before the next forward or `step()`
+    a graph break                  `before_eager_code`: the same for every weight
+    step()                         `before_step`: weights that others hold too (`held`) may have been
+                                   written; `stepped`: they are new before it returns
+
+Guards and hooks hold an `EagerAccess` weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import nn
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.planning.marks import StepMarks
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.session.callbacks import if_alive
+from hytrain_fx.session.turns import Turns
+from hytrain_fx.weights.autocast_copies import AutocastCopies
+from hytrain_fx.weights.guard import GuardedParameter, guard_type
+from hytrain_fx.weights.held import HeldWeights
+from hytrain_fx.weights.outside_writes import OutsideWrites
+
+
+class EagerAccess:
+    """The weights of one session as eager code reaches them.
+
+    is_over             whether the model is gone or closed: its parameters may outlive it
+
+    touched             rows that eager code has reached since the last step()
+    gradient_rows       rows that have had gradients from outside the graphs since the last step()
+    last_gradient_rows  and before it
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        engine: Engine,
+        states: StateStore,
+        gradients: SessionGradients,
+        held: HeldWeights,
+        turns: Turns,
+        marks: StepMarks,
+        *,
+        wants_copies: bool,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self.touched: set[int] = set()
+        self.gradient_rows: set[int] = set()
+        self.last_gradient_rows: set[int] = set()
+        self.writes = OutsideWrites(table, engine, states, held)
+        on_change = gradients.groups.forget
+        self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=wants_copies, on_change=on_change)
+        self._table = table
+        self._engine = engine
+        self._states = states
+        self._gradients = gradients
+        self._held = held
+        self._turns = turns
+        self._marks = marks
+        self._is_over = is_over
+        self._all_rows = tuple(range(len(table)))
+
+    # ---- what guards and hooks call ----
+
+    def guard_type(self) -> type[GuardedParameter]:
+        """The class of guarded parameters that tell of each access."""
+        return guard_type(if_alive(self.touch), if_alive(self.settle_one), self._turns.state, if_alive(self.may_lose_memory))
+
+    @whole()
+    def settle_one(self, parameter: nn.Parameter) -> None:
+        """Have the committed weight there, for eager code that is about to reach it."""
+        if self._is_over():
+            return
+        row = self._table.row_of[id(parameter)]
+        if self._turns.is_elsewhere:
+            self._turns.read()
+            self.copies.before_eager_code()  # from now on all fp32 memory stays: the next read may come while a graph runs
+            self._engine.settle(self._states.pieces.of(row))
+        else:
+            with self._marks.held("read"):
+                self._engine.settle(self._states.pieces.of(row))
+        self.copies.fill([row])
+
+    @whole()
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
+        if self._is_over():
+            return
+        row = self._table.row_of[id(parameter)]
+        self.writes.watch([row])
+        self.touched.add(row)
+        if torch.is_grad_enabled():
+            self._gradients.parts.used_eagerly.add(row)
+
+    def may_lose_memory(self, parameter: nn.Parameter) -> bool:
+        """Whether its fp32 memory may be given back.
+
+        Then each touch is seen, also after the loop's: any may be another thread's.
+        """
+        return not self._is_over() and self.copies.may_give_back(self._table.row_of[id(parameter)])
+
+    def gradient_hook(self, row: int) -> Callable[[torch.Tensor], None]:
+        """What autograd is to call when it has added to this parameter's `.grad`."""
+        of = weakref.ref(self)
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            found = of()
+            if found is not None and found._gradients.is_eager(row):  # torch calls it for the graphs' None gradients too
+                found.gradient_rows.add(row)
+                found._gradients.parts.several.add(row)
+
+        return on_gradient
+
+    # ---- what the session calls ----
+
+    def enter_forward(self) -> None:
+        """A compiled call begins: it reads the memory that parameters have now, and copies where it has them."""
+        self.touched |= self.writes.follow_memory()
+        self.copies.enter_forward(self.touched)
+
+    def before_eager_code(self) -> None:
+        """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
+        with self._marks.held("graph break"):
+            self.wait(self._all_rows)
+        self.copies.before_eager_code()
+        self._gradients.let_go_of_all()
+        self.writes.watch(self._all_rows)
+        self.touched.update(self._all_rows)
+
+    def follow_written_weights(self) -> None:
+        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
+        self.touched |= self.writes.follow(self.touched)
+
+    def before_step(self) -> tuple[int, ...]:
+        """Follow written weights; the rows whose weights somebody else holds."""
+        self.follow_written_weights()
+        held = self._held.find(self.wait)
+        if new := set(held) - self.touched:  # whoever holds them may have written to them already, and may read them until now
+            self.writes.watch(new)
+            self.touched |= new
+            self.follow_written_weights()
+        return held
+
+    def stepped(self, rows: Collection[int], held: Sequence[int]) -> None:
+        """A `step()` has begun the updates of `rows`; the weights of `held` are new when this returns, in the compute stream's order."""
+        self.copies.committed(rows)
+        self.writes.note(rows)
+        self.writes.end_step()
+        self._settle_held(held)
+        self.touched = set(held)  # whoever holds them may write to them at any time
+        self.last_gradient_rows, self.gradient_rows = self.gradient_rows, set()
+        self._gradients.parts.used_eagerly.clear()
+
+    def _settle_held(self, held: Sequence[int]) -> None:
+        if held:
+            self.wait(held)
+            self._gradients.let_go(held)
+            self.copies.fill(held)
+            self.writes.watch(held)
+
+    def wait(self, parameters: Sequence[int]) -> None:
+        """The compute stream is to see the committed weights of these parameters."""
+        self._engine.wait(self._states.pieces.rows(parameters))

@@ -1,0 +1,73 @@
+"""How the user's optimizer updates in one session: by a kernel of the engine, or by its own step. All that follows is decided here.
+
+                    by a kernel               by its own step
+    engine          any                       torch
+    states          the kernel's table        what the optimizer keeps, and a master
+    commit items    scalars                   the step of each row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.capture.units import Unit, unit_of_rows
+from hytrain_fx.config import Config
+from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.ir.states import StateTable
+from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
+from hytrain_fx.runtime.engine import Engine, RowSpec
+from hytrain_fx.runtime.launch import torch_engine_config
+from hytrain_fx.runtime.probe import UpdateProbe
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.runtime.updates import KernelUpdate, kernel_update
+from hytrain_fx.session.commit import CommitBuilder, RuleCommitBuilder
+
+
+class OptimizerUpdate:
+    """The update of one optimizer. `rule`: its own step, None where a kernel does it.
+
+    Raises UnsupportedError where parameters cannot be stepped one by one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable) -> None:
+        self._table = table
+        self._groups = optimizer.param_groups
+        self._kernel = kernel_update(optimizer)
+        self.rule = None if self._kernel else UpdateRule(optimizer, table.parameters, table.names)
+
+    def config(self, config: Config) -> Config:
+        """The options with the engine that can run it. Raises UnsupportedError where another one is asked for."""
+        return config if self.rule is None else torch_engine_config(config, self.rule.name)
+
+    def make_states(self, engine: Engine, units: Sequence[Unit]) -> StateStore:
+        """A row of the engine for each parameter, and the states that the optimizer keeps of it."""
+        table, unit_of = self._table, unit_of_rows(units)
+        for row, parameter in enumerate(table.parameters):
+            engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), table.names[row]))
+        return StateStore(table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names)
+
+    def _tables(self) -> list[StateTable]:
+        if self.rule is not None:
+            return [self.rule.table(row) for row in range(len(self._table))]
+        group_of = {id(p): group for group in self._groups for p in group["params"]}
+        return [self._by_kernel.table.under(group_of[id(p)]) for p in self._table.parameters]
+
+    def make_probe(self, engine: Engine) -> UpdateProbe:
+        """What times this update on the device."""
+        if self.rule is not None:
+            return RuleProbe(engine, self._table.parameters, self.rule)
+        return UpdateProbe(engine, self._table.parameters, self._by_kernel)
+
+    def make_builder(self, states: StateStore, gradients: SessionGradients) -> CommitBuilder:
+        """What makes the items of each commit."""
+        if self.rule is not None:
+            return RuleCommitBuilder(self._table, states, gradients, self.rule)
+        return CommitBuilder(self._table, states, gradients, self._by_kernel.scalars)
+
+    @property
+    def _by_kernel(self) -> KernelUpdate:
+        assert self._kernel is not None
+        return self._kernel
