@@ -32,8 +32,9 @@ from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import load_states
+from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
+from hytrain_fx.torch_private.names import require_release
 from hytrain_fx.torch_private.options import known_options
-from hytrain_fx.torch_private.tensors import compiled_call, require_release, set_compiled_call
 
 M = TypeVar("M", bound=nn.Module)
 

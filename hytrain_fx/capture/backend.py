@@ -40,7 +40,7 @@ from hytrain_fx.capture.instance_graphs import RowsOfInputs, by_parameters
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.ir.startup import Phase
-from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private import compiling, tensors
 from hytrain_fx.torch_private.options import mode_options
 from hytrain_fx.torch_private.trace import traced_form
 
@@ -80,7 +80,7 @@ class Capture(Generic[R]):
         parameters: Sequence[nn.Parameter],
         units: Sequence[Unit],
         rewrite: Callable[[CapturedGraph], R],
-        around_backward: Callable[[int], AbstractContextManager[tensors.Edit | None]] = lambda _: contextlib.nullcontext(),
+        around_backward: Callable[[int], AbstractContextManager[compiling.Edit | None]] = lambda _: contextlib.nullcontext(),
         around_forward: Callable[[int], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies] | None = None,
@@ -140,25 +140,25 @@ class Capture(Generic[R]):
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
             with alive()._timed(Phase.PASSES):
                 captured = alive()._on_graph(graph, pair, _kind(kwargs))
-            with tensors.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
-                compiled = tensors.compile_fx_inner(graph, inputs, **kwargs)
+            with compiling.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
+                compiled = compiling.compile_fx_inner(graph, inputs, **kwargs)
             # A compiled backward reads weights, which is not a touch by the user. The nodes of
             # every graph are counted.
             index, backward = captured.index, captured.kind is GraphKind.BACKWARD
 
-            def around() -> AbstractContextManager[tensors.Edit | None]:
+            def around() -> AbstractContextManager[compiling.Edit | None]:
                 return alive()._around_backward(index) if backward else alive()._around_forward(index)
 
-            return tensors.boxed_within(around, compiled)
+            return compiling.boxed_within(around, compiled)
 
         def timed_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             backward = _kind(kwargs) is GraphKind.BACKWARD
             with alive()._timed(Phase.COMPILE_BACKWARD if backward else Phase.COMPILE_FORWARD):
                 return inner_compile(graph, inputs, **kwargs)
 
-        with self._timed(Phase.COMPILE_FORWARD), tensors.autograd_cache_off():
+        with self._timed(Phase.COMPILE_FORWARD), compiling.autograd_cache_off():
             traced = example_inputs if copies is None else _traced_with(example_inputs, copies.copies)
-            compiled: Callable[..., Any] = tensors.compile_fx(gm, traced, timed_compile, patches)
+            compiled: Callable[..., Any] = compiling.compile_fx(gm, traced, timed_compile, patches)
         return compiled if copies is None else with_copies(compiled, copies)
 
     @property
@@ -196,7 +196,7 @@ class Capture(Generic[R]):
         weights: dict[int, fx.Node] = {}
         views: dict[int, list[fx.Node]] = {}
         for node in module.graph.find_nodes(op="placeholder"):
-            index = tensors.plain_input(node.meta.get("desc"))
+            index = compiling.plain_input(node.meta.get("desc"))
             if index in pair.row_of_input:
                 weights.setdefault(pair.row_of_input[index], node)
             elif kind is GraphKind.BACKWARD and node.name in pair.saved_views:
@@ -221,7 +221,7 @@ class Capture(Generic[R]):
         grads: dict[int, int] = {}
         kept: dict[int, str] = {}
         for position, (value, desc) in enumerate(zip(values, descs, strict=True)):
-            index = tensors.gradient_of(desc)
+            index = compiling.gradient_of(desc)
             if index not in pair.row_of_input or not isinstance(value, fx.Node):
                 continue
             row = pair.row_of_input[index]

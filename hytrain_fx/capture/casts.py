@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from hytrain_fx.capture import dataflow
-from hytrain_fx.torch_private.tensors import gradient_of, plain_input
+from hytrain_fx.torch_private.compiling import gradient_of, plain_input
 
 _CASTS = frozenset({torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default})
 _MAKERS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution_backward.default})

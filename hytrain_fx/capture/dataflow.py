@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private import operators
 
 aten = torch.ops.aten
 
@@ -187,5 +187,5 @@ def _traced(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_traced(v) for v in value)
     if isinstance(value, torch.Tensor):
-        return torch.empty([tensors.size_hint(s) for s in value.shape], dtype=value.dtype, device="meta")
-    return tensors.size_hint(value) if isinstance(value, torch.SymInt) else value
+        return torch.empty([operators.size_hint(s) for s in value.shape], dtype=value.dtype, device="meta")
+    return operators.size_hint(value) if isinstance(value, torch.SymInt) else value

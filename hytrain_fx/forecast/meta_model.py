@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hytrain_fx.capture.units import group_units, unit_path
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
-from hytrain_fx.torch_private.tensors import fake_tensors
+from hytrain_fx.torch_private.operators import fake_tensors
 
 _PRODUCTS = {"mm", "addmm", "convolution", "_convolution"}
 _CONTEXT = 2048  # where inputs are no token ids

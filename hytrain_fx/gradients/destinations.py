@@ -18,7 +18,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hytrain_fx.torch_private.tensors import LeafGradient, accumulator, leaf_gradient, property_reader, will_all_accumulate
+from hytrain_fx.torch_private.autograd import LeafGradient, accumulator, leaf_gradient, will_all_accumulate
+from hytrain_fx.torch_private.tensors import property_reader
 
 _is_trained: Final = property_reader("requires_grad")
 

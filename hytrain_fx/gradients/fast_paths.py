@@ -27,7 +27,9 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.factors import Factor, Form, Scaling, effective_factor
 from hytrain_fx.gradients.state import GradState, state_of
 from hytrain_fx.runtime.states.store import is_dense
-from hytrain_fx.torch_private.tensors import is_tracing, metadata_functions, private_function, property_reader, without_torch_function
+from hytrain_fx.torch_private.compiling import is_tracing
+from hytrain_fx.torch_private.names import private_function
+from hytrain_fx.torch_private.tensors import metadata_functions, property_reader, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
 _foreach_mul_: Final = private_function("_foreach_mul_")

@@ -17,7 +17,9 @@ from typing import Final
 
 import torch
 
-from hytrain_fx.torch_private.tensors import asked_by_grad_scaler, get_grad, has_step_hooks, private_function
+from hytrain_fx.torch_private.names import private_function
+from hytrain_fx.torch_private.optimizers import asked_by_grad_scaler, has_step_hooks
+from hytrain_fx.torch_private.tensors import get_grad
 
 _foreach_mul_: Final = private_function("_foreach_mul_")
 _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")

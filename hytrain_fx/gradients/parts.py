@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain_fx.torch_private.tensors import at_end_of_backward, running_backward
+from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from torch import nn
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.torch_private.tensors import private_function, property_reader, without_torch_function
+from hytrain_fx.torch_private.names import private_function
+from hytrain_fx.torch_private.tensors import property_reader, without_torch_function
 
 _foreach_norm: Final = private_function("_foreach_norm")
 _dtype_of: Final = property_reader("dtype")

@@ -44,7 +44,9 @@ from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.torch_private.tensors import get_grad, private_function, running_backward, set_grad, without_torch_function
+from hytrain_fx.torch_private.autograd import running_backward
+from hytrain_fx.torch_private.names import private_function
+from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 _foreach_add_: Final = private_function("_foreach_add_")

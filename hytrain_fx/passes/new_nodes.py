@@ -21,7 +21,7 @@ from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.ir.pass_record import NodeNote
 from hytrain_fx.passes.node_notes import NOTE_KEY, note
 from hytrain_fx.passes.ops import NAMESPACE
-from hytrain_fx.torch_private.tensors import fake_result, operator_name
+from hytrain_fx.torch_private.operators import fake_result, operator_name
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from hytrain_fx.errors import HytrainError
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.session import Session
-from hytrain_fx.torch_private.modules import plain_call
-from hytrain_fx.torch_private.tensors import compiled_call, compiled_call_of, raised_in_backend, set_compiled_call
+from hytrain_fx.torch_private.compiling import compiled_call_of, raised_in_backend
+from hytrain_fx.torch_private.modules import compiled_call, plain_call, set_compiled_call
 from hytrain_fx.weights.places import Layout
 
 MOST_LAYOUTS = 8

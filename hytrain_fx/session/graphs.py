@@ -31,7 +31,8 @@ from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.nodes import SessionNodes
-from hytrain_fx.torch_private.tensors import Edit, any_tensor_hooks, without_torch_function
+from hytrain_fx.torch_private.compiling import Edit
+from hytrain_fx.torch_private.tensors import any_tensor_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
 
 

@@ -12,7 +12,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states
-from hytrain_fx.torch_private.tensors import load_state_dict_hooks
+from hytrain_fx.torch_private.optimizers import load_state_dict_hooks
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.torch_private.tensors import running_backward
+from hytrain_fx.torch_private.autograd import running_backward
 
 CHECK_LOCKS: Final = "HYTRAIN_FX_CHECK_LOCKS"
 _ORDER: Final = ("calls", "compiles", "state")

@@ -1,4 +1,4 @@
-"""Where torch's modules keep their parameters and children."""
+"""Where torch's modules keep their parameters, their children and their call."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ def plain_call(model: nn.Module) -> Callable[..., Any]:
         raise UnsupportedError(
             f"torch {torch.__version__} has no nn.Module._call_impl; hytrain_fx needs it and was run on torch 2.11 and 2.13")
     return call
+
+
+def compiled_call(model: nn.Module) -> Any:
+    """What `model(...)` calls when the model is compiled in place, else None."""
+    if not hasattr(nn.Module, "_compiled_call_impl"):
+        raise UnsupportedError(f"torch {torch.__version__} has no nn.Module._compiled_call_impl; hytrain_fx was run on torch 2.11 and 2.13")
+    call: Any = model._compiled_call_impl
+    return call
+
+
+def set_compiled_call(model: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Make `model(...)` call this instead; None makes it a plain model again."""
+    model._compiled_call_impl = call

@@ -16,7 +16,9 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.torch_private.tensors import _private, autograd_cache_off, use_count, without_torch_function
+from hytrain_fx.torch_private.compiling import autograd_cache_off
+from hytrain_fx.torch_private.names import private_name
+from hytrain_fx.torch_private.tensors import use_count, without_torch_function
 
 S = TypeVar("S")
 _ENTER_AUTOCAST: Final = "_enter_autocast"  # how Dynamo writes `with torch.autocast(...)` inside of a model down
@@ -35,8 +37,8 @@ def look_at(gm: fx.GraphModule, inputs: Sequence[Any], look: Callable[[fx.GraphM
     It is forward and backward in one where a gradient is wanted, else the forward. Nothing of `gm`
     is changed.
     """
-    trace = _private("torch._functorch.aot_autograd", "aot_module_simplified")
-    decompositions = _private("torch._inductor.decomposition", "select_decomp_table")()
+    trace = private_name("torch._functorch.aot_autograd", "aot_module_simplified")
+    decompositions = private_name("torch._inductor.decomposition", "select_decomp_table")()
 
     def looked(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
         raise _Looked(look(graph))
@@ -60,8 +62,8 @@ def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
 def traced_as_before(gm: fx.GraphModule) -> Iterator[list[Any]]:
     """Within it a copy of what Dynamo captured may be compiled, though Dynamo has ended. Gives the fake inputs that Dynamo traced with."""
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-    mode = _private("torch._guards", "detect_fake_mode")(inputs)
-    with _private("torch._guards", "tracing")(_private("torch._guards", "TracingContext")(mode)):
+    mode = private_name("torch._guards", "detect_fake_mode")(inputs)
+    with private_name("torch._guards", "tracing")(private_name("torch._guards", "TracingContext")(mode)):
         yield inputs
 
 
@@ -74,7 +76,7 @@ def may_autocast(gm: fx.GraphModule, device: torch.device) -> bool:
 
 def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
     """A tensor of this form for AOTAutograd to trace with, in the place of an input that Dynamo knows; its sizes are fixed."""
-    context = _private("torch._guards", "TracingContext").try_get()
+    context = private_name("torch._guards", "TracingContext").try_get()
     if context is None or context.fake_mode is None:
         raise UnsupportedError(f"torch {torch.__version__} compiles a graph without a fake mode; hytrain_fx was run on torch 2.11 and 2.13")
     with without_torch_function():
@@ -89,7 +91,7 @@ def storage_uses_reader() -> tuple[Callable[[Tensor], int], int]:
 
     Called `without_torch_function` for a guarded parameter.
     """
-    count: Callable[[int], int] = _private("torch._C", "_storage_Use_Count")
+    count: Callable[[int], int] = private_name("torch._C", "_storage_Use_Count")
 
     def uses_of(tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

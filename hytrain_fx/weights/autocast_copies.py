@@ -29,7 +29,8 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.copied_weights import owns_memory
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.torch_private.tensors import accumulator, get_grad, increment_versions, without_torch_function
+from hytrain_fx.torch_private.autograd import accumulator
+from hytrain_fx.torch_private.tensors import get_grad, increment_versions, without_torch_function
 from hytrain_fx.torch_private.trace import is_held_alone, look_at, may_autocast
 from hytrain_fx.weights.held import HeldWeights
 from hytrain_fx.weights.outside_writes import OutsideWrites

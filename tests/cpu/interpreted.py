@@ -18,7 +18,7 @@ from torch import fx
 from torch._inductor import compile_fx
 from torch.fx.graph import _BoxedCodeGen
 
-from hytrain_fx.torch_private.tensors import autograd_cache_off
+from hytrain_fx.torch_private.compiling import autograd_cache_off
 
 
 def interpreted(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:

@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.foresight import Speculate
-from hytrain_fx.torch_private.tensors import autograd_cache_off
+from hytrain_fx.torch_private.compiling import autograd_cache_off
 
 from .loops import Twins, assert_same, weights
 from .models import Batches

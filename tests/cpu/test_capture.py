@@ -29,7 +29,7 @@ import hytrain_fx.capture.backend
 from hytrain_fx.capture.backend import Capture, has_user_hooks
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import CaptureError, UnsupportedError
-from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private import compiling
 from tests.cpu import models
 from tests.cpu.interpreted import graphs_interpreted
 from tests.cpu.recording_nodes import (
@@ -261,8 +261,8 @@ def test_options_reach_inductor() -> None:
         return interpret(graph, inputs, **kwargs)
 
     with graphs_interpreted(), pytest.MonkeyPatch.context() as patch:
-        interpret = tensors.compile_fx_inner
-        patch.setattr(tensors, "compile_fx_inner", note)
+        interpret = compiling.compile_fx_inner
+        patch.setattr(compiling, "compile_fx_inner", note)
         model, batches = models.mlp()
         compile_rewritten(model, options={"max_fusion_size": 7})
         model(*batches[0]).backward()
@@ -303,7 +303,7 @@ def test_a_cached_plain_compile_does_not_hide_the_rewrite(cured: bool, monkeypat
         plain.compile()
         plain(*batches[0]).backward()
         if not cured:
-            monkeypatch.setattr(tensors, "autograd_cache_off", contextlib.nullcontext)
+            monkeypatch.setattr(compiling, "autograd_cache_off", contextlib.nullcontext)
         ours = compile_rewritten(model)
         model(*batches[0]).backward()
     rewritten = [graph.kind for graph in ours.capture.graphs]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.passes.ops import WAIT
-from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private import compiling
 from tests.cpu import models
 from tests.cpu.recording_nodes import assert_same_weights, compile_rewritten, train
 
@@ -48,7 +48,7 @@ def test_layout_optimization_would_copy_a_weight_ahead_of_its_wait(monkeypatch: 
     """Inductor copies a convolution's weight where the graph begins; the wait finds the copy."""
     import contextlib
 
-    monkeypatch.setattr(tensors, "layouts_kept", contextlib.nullcontext)
+    monkeypatch.setattr(compiling, "layouts_kept", contextlib.nullcontext)
     model, batches = models.cnn()
     compile_rewritten(model)
     with pytest.raises(Exception, match="given a copy of the parameter"), torch._inductor.config.patch(force_layout_optimization=True):
@@ -72,15 +72,15 @@ def test_a_write_behind_a_pointwise_reader_is_compiled_wrongly() -> None:
             weight = gm.graph.find_nodes(op="placeholder")[1]
             with gm.graph.inserting_after(total):
                 gm.graph.call_function(overwrite, (total, weight)).meta["val"] = None
-            return tensors.compile_fx_inner(gm, inputs, **kwargs)
+            return compiling.compile_fx_inner(gm, inputs, **kwargs)
 
         def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             y = x * w
             return torch.relu(y) + 1, x.sum(0)
 
         torch._dynamo.reset()
-        with tensors.autograd_cache_off():
-            compiled = torch.compile(function, backend=lambda gm, inputs: tensors.compile_fx(gm, inputs, insert, {}))
+        with compiling.autograd_cache_off():
+            compiled = torch.compile(function, backend=lambda gm, inputs: compiling.compile_fx(gm, inputs, insert, {}))
             result, _ = compiled(torch.ones(4), torch.ones(4))
     assert result.tolist() == [102.0] * 4
 
@@ -101,11 +101,11 @@ def test_an_operator_without_the_mark_is_dropped() -> None:
             with gm.graph.inserting_after(first):
                 for target in targets:
                     gm.graph.call_function(target, (first,)).meta["val"] = None
-            return tensors.compile_fx_inner(gm, inputs, **kwargs)
+            return compiling.compile_fx_inner(gm, inputs, **kwargs)
 
         torch._dynamo.reset()
-        with tensors.autograd_cache_off():
-            compiled = torch.compile(lambda x: x * 2, backend=lambda gm, inputs: tensors.compile_fx(gm, inputs, insert, {}))
+        with compiling.autograd_cache_off():
+            compiled = torch.compile(lambda x: x * 2, backend=lambda gm, inputs: compiling.compile_fx(gm, inputs, insert, {}))
             compiled(torch.ones(4))
     assert ran == ["marked"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from hytrain_fx.torch_private.tensors import autograd_cache_off
+from hytrain_fx.torch_private.compiling import autograd_cache_off
 
 from .loops import compare
 from .models import Batches, mlp

@@ -25,7 +25,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.call_gate import find_session
 from hytrain_fx.session.turns import make_locks
-from hytrain_fx.torch_private.tensors import compiled_call
+from hytrain_fx.torch_private.modules import compiled_call
 
 from .loops import HandAdam
 

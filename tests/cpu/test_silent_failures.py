@@ -18,7 +18,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import DroppedNodeError, GraphInvariantError, HytrainError
 from hytrain_fx.passes import ops
-from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private import compiling
 
 from .loops import HYPER, Twins, assert_same, plain_loop, weights
 from .models import Batches, gpt, mlp
@@ -226,7 +226,7 @@ def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPat
 
     marked = torch.fx.node._side_effectful_functions
     removed = (ops.ALL_OPS - {ops.WAIT}) & marked
-    compile_fx_inner = tensors.compile_fx_inner
+    compile_fx_inner = compiling.compile_fx_inner
 
     def unmarked(*args: Any, **kwargs: Any) -> Any:
         marked.difference_update(removed)
@@ -239,7 +239,7 @@ def test_nodes_dropped_by_the_compiler_are_noticed(monkeypatch: pytest.MonkeyPat
     torch._dynamo.reset()
     model, batches = mlp()
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
-    monkeypatch.setattr(tensors, "compile_fx_inner", unmarked)
+    monkeypatch.setattr(compiling, "compile_fx_inner", unmarked)
     try:
         # The cache on disk knows nothing of the mark: it would give a whole graph here, and this
         # one to others.

@@ -11,7 +11,7 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session.eager_access import EagerAccess
-from hytrain_fx.torch_private import tensors
+from hytrain_fx.torch_private import compiling
 
 from .loops import Loop, compare, plain_loop
 from .models import Batches, mlp
@@ -54,7 +54,7 @@ def test_grad_scaler_and_autocast(dtype: torch.dtype, unscale: bool, k: int) -> 
     dtype), so that the plain loop in float16 would be served the code compiled for bfloat16 by a
     test before it. The library's own graphs never come from that cache.
     """
-    with tensors.autograd_cache_off():
+    with compiling.autograd_cache_off():
         found = compare(mlp, scaled(dtype, unscale=unscale), k=k)
     scales = found[2::3] if unscale else found[1::2]
     assert scales[2] < scales[1], "the overflow was not seen"

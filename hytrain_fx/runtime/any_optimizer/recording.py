@@ -22,7 +22,8 @@ from torch import nn
 
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, run_step
 from hytrain_fx.runtime.own_states import Entry, frozen, is_scalar, map_leaves
-from hytrain_fx.torch_private.tensors import every_operation, memory_of, signature_of
+from hytrain_fx.torch_private.operators import every_operation, signature_of
+from hytrain_fx.torch_private.tensors import memory_of
 
 META = torch.device("meta")
 

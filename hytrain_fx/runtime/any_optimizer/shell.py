@@ -23,7 +23,7 @@ from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.runtime.own_states import Entry, leaves, map_leaves
-from hytrain_fx.torch_private.tensors import own_step
+from hytrain_fx.torch_private.optimizers import own_step
 
 Options = dict[str, Any]
 

@@ -1,0 +1,62 @@
+"""What is private of the backward that runs: its number, its end, and what it does with each leaf's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import cache
+from typing import cast
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from hytrain_fx.torch_private.names import private_name
+from hytrain_fx.torch_private.tensors import without_torch_function
+
+
+class LeafGradient(Enum):
+    """What the running backward does with the gradient of a leaf."""
+
+    ACCUMULATED = "added to .grad"
+    RETURNED = "handed to the caller of torch.autograd.grad"
+    UNWANTED = "not among the inputs that were asked for"
+
+
+def accumulator(leaf: Tensor) -> Node:
+    """The AccumulateGrad node of a leaf: one and the same for as long as somebody holds it."""
+    with without_torch_function():
+        return get_gradient_edge(leaf).node
+
+
+def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
+    """Whether the backward that runs on this thread runs all of these; True outside of a backward."""
+    if running_backward() == -1:
+        return True
+    try:
+        return all(map(private_name("torch._C", "_will_engine_execute_node"), accumulators))
+    except RuntimeError:  # of torch.autograd.grad
+        return False
+
+
+def leaf_gradient(accumulator: Node) -> LeafGradient:
+    """What the backward that runs on this thread does with this leaf's gradient."""
+    try:
+        runs = private_name("torch._C", "_will_engine_execute_node")(accumulator)
+    except RuntimeError:  # its way to say that a leaf's gradient is captured
+        return LeafGradient.RETURNED
+    return LeafGradient.ACCUMULATED if runs else LeafGradient.UNWANTED
+
+
+def running_backward() -> int:
+    """Which backward runs on this thread: a number of its own, -1 outside of one."""
+    return int(_graph_task_id()())
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have `call` called when the backward that runs on this thread has added all gradients; never if it ends in an error."""
+    private_name("torch.autograd.variable", "Variable")._execution_engine.queue_callback(call)
+
+
+@cache  # every inserted node asks for it
+def _graph_task_id() -> Callable[[], int]:
+    return cast(Callable[[], int], private_name("torch._C", "_current_graph_task_id"))

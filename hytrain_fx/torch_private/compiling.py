@@ -1,0 +1,130 @@
+"""What is private of torch.compile: the compiled call, Inductor's two halves, and what their graphs and errors say."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hytrain_fx.torch_private.names import private_name
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile is building a graph on this thread right now."""
+    return private_name("torch._guards", "TracingContext").try_get() is not None
+
+
+def compiled_call_of(
+    model: nn.Module,
+    backend: Callable[..., Any],
+    dynamic: bool | None,
+    mode: str | None,
+    options: dict[str, Any],
+    on_eager: Callable[[], None],
+) -> Callable[..., Any]:
+    """The compiled call of `model`, as `model.compile(...)` makes it; each one captures its own graphs.
+
+    `on_eager` is called before a run that is not one graph from end to end: a graph break, or
+    Dynamo gave up (recompile limit).
+
+    `Module.compile` compiles `_call_impl`. Dynamo skips that frame, and the forward too where it is
+    torch's own (nn.Sequential): the model would run uncompiled. So a frame of ours stands before
+    it, with a code object of its own: recompiles are counted and limited by code object, and the
+    ninth model of a class would run uncompiled too. Dynamo looks compiled code up by code object
+    and backend, also that of a forward split by graph breaks: with a backend function of its own, a
+    second call finds none of the first one's.
+    """
+
+    def own_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return backend(gm, example_inputs, **kwargs)
+
+    # What run_model calls Dynamo would compile, and CUDA's current stream is another object in
+    # compiled code.
+    told = torch.compiler.disable(on_eager)
+
+    # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is
+    # plain Python.
+    def run_model(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            told()
+        return model._call_impl(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run_model(*args, **kwargs)
+
+    private_name("torch._dynamo.eval_frame", "skip_code")(run_model.__code__)
+    # The name is part of what automatic dynamic shapes are remembered by.
+    code = call.__code__.replace(co_name=f"call_{type(model).__name__}")
+    own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None)
+    return compiled
+
+
+def raised_in_backend(error: Exception) -> Exception | None:
+    """What a backend raised, of an error that Dynamo made of it; None where it is another error."""
+    made: type[Exception] = private_name("torch._dynamo.exc", "BackendCompilerFailed")
+    return getattr(error, "inner_exception", None) if isinstance(error, made) else None
+
+
+def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Run Inductor's front half (AOTAutograd, decompositions, partitioner), handing each graph to `inner_compile`.
+
+    `options` are Inductor config patches; they also hold for the backward graph, which is compiled
+    later.
+    """
+    run = private_name("torch._inductor.compile_fx", "compile_fx")
+    return run(gm, inputs, inner_compile=inner_compile, config_patches=options or None)
+
+
+def compile_fx_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Run Inductor's back half on one graph: lowering, scheduling, code generation."""
+    return private_name("torch._inductor.compile_fx", "compile_fx_inner")(gm, inputs, **kwargs)
+
+Edit = Callable[[Sequence[Any]], Sequence[Any]]
+"""Makes other results of a compiled graph's."""
+
+
+def boxed_within(around: Callable[[], AbstractContextManager[Edit | None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled` run inside `around()`, with the calling convention of Inductor's output: one list of arguments, emptied by the callee.
+
+    What `around()` gives edits the results, if it gives anything.
+    """
+
+    def run(args: list[Any]) -> Any:
+        with around() as edit:
+            results = compiled(args)
+            return results if edit is None else edit(results)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def autograd_cache_off() -> Iterator[None]:
+    """Keep AOTAutogradCache out: it is consulted before `inner_compile`, and its key does not know of a rewrite."""
+    with private_name("torch._functorch", "config").patch(enable_autograd_cache=False):
+        yield
+
+
+@contextlib.contextmanager
+def layouts_kept() -> Iterator[None]:
+    """Keep Inductor from copying convolution weights to channels-last where the graph begins, ahead of any node (`layout_optimization`)."""
+    with private_name("torch._inductor", "config").patch(layout_optimization=False):
+        yield
+
+
+def plain_input(desc: object) -> int | None:
+    """The position in the backend's example inputs that a placeholder's `meta["desc"]` names, or None."""
+    plain = private_name("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
+    return int(desc.idx) if isinstance(desc, plain) else None
+
+
+def gradient_of(desc: object) -> int | None:
+    """The position in the backend's example inputs whose gradient an output's descriptor names, or None."""
+    grad = private_name("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+    return plain_input(desc.grad_of) if isinstance(desc, grad) else None

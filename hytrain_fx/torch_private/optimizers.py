@@ -1,0 +1,41 @@
+"""What is private of torch's optimizers: the hooks around their methods, and who calls `step`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.torch_private.names import private_name
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run around this optimizer's `step`, its own or those of every optimizer."""
+    of_all = [private_name("torch.optim.optimizer", f"_global_optimizer_{when}_hooks") for when in ("pre", "post")]
+    return any((*of_all, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
+
+
+def asked_by_grad_scaler() -> bool:
+    """Whether what calls this was called by an attribute that `GradScaler.step` looks up."""
+    frame = sys._getframe(3)  # this function, what asks, the property
+    return frame.f_code is torch.amp.GradScaler.step.__code__
+
+
+def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
+    """The hooks registered to run before and after `optimizer.load_state_dict()`."""
+    kinds = []
+    for attribute in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        hooks = getattr(optimizer, attribute, None)
+        if hooks is None:
+            raise UnsupportedError(f"torch {torch.__version__} has no Optimizer.{attribute}; hytrain_fx was run on torch 2.11 and 2.13")
+        kinds.append(tuple(hooks.values()))
+    return kinds[0], kinds[1]
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The `step` that the optimizer's class has, without the hooks that torch puts around it."""
+    step: Any = type(optimizer).step
+    return cast(Callable[[torch.optim.Optimizer], Any], step.__wrapped__ if getattr(step, "hooked", False) else step)
