@@ -22,57 +22,14 @@ from typing import Final
 
 import torch
 
-from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import EngineError
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import RowGroup, RowGroups
+from hytrain_fx.gradients.slots import SlotReader
 from hytrain_fx.gradients.sources import RowGradient, clean_in_slot
-from hytrain_fx.runtime.engine import Engine
-from hytrain_fx.runtime.states.slabs import padded_bytes
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
 _NOTHING: Final[Mapping[int, torch.Tensor]] = MappingProxyType({})
-
-
-class SlotReader:
-    """Brings gradients from their slots to the device, in their parameters' form.
-
-    slot_dtypes   dtypes of gradients in slots, where they are not the parameters' own (rows with
-                  copies)
-    """
-
-    def __init__(self, table: ParameterTable, engine: Engine) -> None:
-        self.slot_dtypes: dict[int, torch.dtype] = {}
-        self._forms = [(p.shape, p.stride(), p.dtype, p.numel()) for p in table.parameters]  # whatever becomes of the model
-        self._device = table.device
-        self._engine = engine
-
-    def read(self, row: int) -> torch.Tensor:
-        """One gradient, as a tensor of its own."""
-        shape, strides, dtype, _ = self._forms[row]
-        gradient = torch.empty_strided(shape, strides, dtype=self.slot_dtypes.get(row, dtype), device=self._device)
-        self._engine.fetched(self._engine.fetch([row], gradient))
-        return gradient.to(dtype)  # one that came in bf16 is an fp32 one all the same
-
-    def begin(self, rows: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
-        """Gradients on their way: the number to `finish` with, and where they come to, views of one block of memory."""
-        places, end = [], 0
-        for row in rows:
-            shape, strides, dtype, numel = self._forms[row]
-            dtype = self.slot_dtypes.get(row, dtype)
-            places.append((shape, strides, dtype, end // dtype.itemsize))
-            end += padded_bytes(numel * dtype.itemsize)
-        memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-        number = self._engine.fetch(rows, memory)
-        typed = {dtype: memory.view(dtype) for dtype in {place[2] for place in places}}
-        return number, [torch.as_strided(typed[dtype], shape, strides, begin) for shape, strides, dtype, begin in places]
-
-    def finish(self, number: int, rows: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What `begin` gave, for the compute stream to read from now on."""
-        self._engine.fetched(number)
-        if not self.slot_dtypes:
-            return list(gradients)
-        return [gradient.to(self._forms[row][2]) for row, gradient in zip(rows, gradients, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,32 +9,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.gradients.slots import GradientSlots, Norm
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.state import GradSource, GradState
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.torch_private.tensors import use_count
-
-# Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the
-# last bits.
-Norm = tuple[float, bool]
-
-
-class Slots(Protocol):
-    """What a gradient in a slot needs to know of its session."""
-
-    generation: list[int]
-    taken: set[int]
-    gone: set[int]
-    steps_may_write: bool
-    norms_wanted: set[Norm]
-
-    def name(self, row: int) -> str: ...
-    def fetch(self, row: int) -> torch.Tensor: ...
 
 
 class RowGradient:
@@ -42,7 +26,7 @@ class RowGradient:
 
     __slots__ = ("_generation", "_norms", "_row", "_slots")
 
-    def __init__(self, slots: Slots, row: int, norms: dict[Norm, torch.Tensor] | None) -> None:
+    def __init__(self, slots: GradientSlots, row: int, norms: dict[Norm, torch.Tensor] | None) -> None:
         self._slots = slots
         self._row = row
         self._generation = slots.generation[row]

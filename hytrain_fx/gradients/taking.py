@@ -23,13 +23,13 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.gradients.ahead import EarlierGradients, SlotReader
+from hytrain_fx.gradients.ahead import EarlierGradients
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
+from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import (
     HeldGradient,
     KeptGradient,
-    Norm,
     RowGradient,
     StandIns,
     in_slot_at_all,
@@ -59,19 +59,14 @@ class SessionGradients:
     def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
         self.table = table
         self.groups = RowGroups(table, states.copies)
-        self.generation = [0] * len(table)
-        self.taken: set[int] = set()  # rows whose gradient step() has taken or zero_grad() has dropped; the slot still has it
-        self.gone: set[int] = set()  # rows whose slot is another's memory since
-        self.steps_may_write = states.of_other_optimizer  # to the gradients that they are given, as in torch
-        self.norms_wanted: set[Norm] = set()
+        self.slots = GradientSlots(table, engine, states)
         self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
         self.standins = StandIns()
         self.parts = BackwardParts(self.end_sums)
         self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
         self._engine = engine
         self._states = states
-        self._reader = SlotReader(table, engine)
-        self._earlier = EarlierGradients(self._reader, self.groups, self.parts)
+        self._earlier = EarlierGradients(self.slots.reader, self.groups, self.parts)
         self._before = BeforeBackward()
         self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
@@ -108,11 +103,11 @@ class SessionGradients:
         elif self._before.had_none(row):
             set_grad(parameter, None)
             self._engine.discard(self._states.pieces.of(row))
-            self.taken.add(row)
-        elif had is not None and not had.is_as_before(get_grad(parameter), self.generation[row]):
+            self.slots.taken.add(row)
+        elif had is not None and not had.is_as_before(get_grad(parameter), self.slots.generation[row]):
             self._engine.discard(self._states.pieces.of(row))
-            self.gone.add(row)  # it cannot be had back: whoever asks for it is told
-            set_grad(parameter, GradStandIn(parameter, RowGradient(self, row, None)))
+            self.slots.gone.add(row)  # it cannot be had back: whoever asks for it is told
+            set_grad(parameter, GradStandIn(parameter, RowGradient(self.slots, row, None)))
 
     def end_sums(self) -> None:
         """Add what came in a backward that has ended to the gradients that were there before it."""
@@ -128,20 +123,9 @@ class SessionGradients:
 
     # ---- gradients at hand ----
 
-    def name(self, row: int) -> str:
-        """The parameter's name."""
-        return self.table.names[row]
-
-    @whole()
-    def fetch(self, row: int) -> torch.Tensor:
-        """The gradient in the slot of `row`, brought back to the device."""
-        if row in self.taken and self.steps_may_write:
-            self._engine.wait([row])
-        return self._reader.read(row)
-
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
         """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
-        self._offload([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
+        self.slots.send([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
         self._arm_late(row)
 
     def offload_pieces(self, row: int, grad: torch.Tensor) -> None:
@@ -210,13 +194,13 @@ class SessionGradients:
             for row, grad in enumerate(map(get_grad, self.table.parameters)):
                 if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
                     with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
-                        grad.grad_state.source = KeptGradient(self.fetch(row))
+                        grad.grad_state.source = KeptGradient(self.slots.fetch(row))
         self.end()
 
     def end(self) -> None:
         """No slot has a gradient from now on."""
         self.let_go_of_all()
-        self.gone.update(range(len(self.table)))
+        self.slots.gone.update(range(len(self.table)))
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
@@ -235,7 +219,7 @@ class SessionGradients:
         again = self.parts.arrive(group.rows)
         with without_torch_function():
             held = list(map(get_grad, group.parameters))
-            self._before.note(group.rows, held, again, self.generation)
+            self._before.note(group.rows, held, again, self.slots.generation)
             alike = not self.parts.open and group.fits(grads)
             if alike and not self._earlier.to_come and all(grad is None for grad in held):
                 self._take_first(group, grads)
@@ -360,27 +344,15 @@ class SessionGradients:
 
     def _send(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
         """Gradients in the parameters' form to their slots, stand-ins into `.grad`. Called `without_torch_function`."""
-        norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.norms_wanted]
-        self._offload(part.rows, grads)
+        norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.slots.norms_wanted]
+        self.slots.send(part.rows, grads)
         make, fresh = self.standins.make, self._fresh
         for i, (row, parameter) in enumerate(zip(part.rows, part.parameters, strict=True)):
             own = {norm: values[i] for norm, values in norms} if norms else None
-            standin = make(row, parameter, RowGradient(self, row, own))
+            standin = make(row, parameter, RowGradient(self.slots, row, own))
             set_grad(parameter, standin)
             fresh[row] = standin.grad_state
         self.on_sent(part.rows)
-
-    def _offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        generation = self.generation
-        for row in rows:
-            generation[row] += 1
-        for marked in (self.taken, self.gone):
-            if marked:
-                marked.difference_update(rows)
-        if self._states.copies:
-            dtypes = ((row, grad.dtype) for row, grad in zip(rows, grads, strict=True) if row in self._states.copies)
-            self._reader.slot_dtypes.update(dtypes)
-        self._engine.grad_offload(rows, grads)
 
     def _keep_on_device(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
         """Copies into `.grad`. Called `without_torch_function`."""

@@ -35,7 +35,7 @@ class Foresight:
     """Commits rows early, for one session.
 
     speculate     "auto" as above, True in every backward, False in none
-    generation    by row: how often its gradient went to its slot (`SessionGradients.generation`)
+    generation    by row: how often its gradient went to its slot (`GradientSlots.generation`)
     runs_behind   whether the device computes behind the launching thread. Where it does not (a CPU)
                   every step is late and none waits: there "auto" is False, as early updates would
                   only take cores from the backward

@@ -214,7 +214,7 @@ class Session:
             self.foresight.stepped(items)
             rows = self.builder.parameters_of(items)
             self.nodes.committed(rows)
-            self.nodes.gradients.taken.update(item.row for item in items if item.grad is None and item.row < len(self.table))
+            self.nodes.gradients.slots.taken.update(item.row for item in items if item.grad is None and item.row < len(self.table))
             increment_versions([self.table.parameters[row] for row in rows])
             self.eager.stepped(rows, held)
         self.turns.stepped()
@@ -254,7 +254,7 @@ class Session:
 
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""
-        self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.gradients.generation, runs_behind)
+        self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.gradients.slots.generation, runs_behind)
         # Another thread may be reading states, which a guess would change.
         self.nodes.gradients.on_sent = self.turns.if_free(self.foresight.sent)
 
@@ -267,7 +267,7 @@ class Session:
                     set_grad(parameter, None)
             self.nodes.gradients.parts.open.clear()
             self.engine.discard(range(self.engine.rows))
-            self.nodes.gradients.taken.update(self._all_rows)
+            self.nodes.gradients.slots.taken.update(self._all_rows)
             self.foresight.dropped()
 
     @in_turn

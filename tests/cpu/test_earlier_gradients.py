@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hytrain_fx.capture.parameters import build_table
-from hytrain_fx.gradients.ahead import SlotReader
+from hytrain_fx.gradients.slots import SlotReader
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
