@@ -29,11 +29,11 @@ from hytrain_fx.runtime.engine import (
     engine_error,
     forked_error,
 )
+from hytrain_fx.runtime.fallback.gradient_copies import GradientCopies
 from hytrain_fx.runtime.fallback.host_updates import host_update
 from hytrain_fx.runtime.fallback.lanes import Event, Lane, copy
 from hytrain_fx.runtime.fallback.pipeline import LaneRecord, Pipeline
-from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row, flat_alias, places_in, update_in_parts
-from hytrain_fx.runtime.fallback.staging import Staging
+from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row, flat_alias, update_in_parts
 from hytrain_fx.runtime.own_states import leaves
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
@@ -63,13 +63,10 @@ class TorchEngine:
         self._pipeline = Pipeline(device, timeout_s, update)
         self._lanes = self._pipeline.lanes
         try:
-            self._staging = Staging(self._lanes, staging_bytes)
+            self._copies = GradientCopies(self._pipeline, staging_bytes)
         except BaseException:
             self._pipeline.stop()  # an engine that cannot be made keeps no threads
             raise
-        self._fetches: dict[int, Event] = {}  # not waited for yet, by number
-        self._last_fetch: Event | None = None
-        self._fetch_count = 0
         self._closed = False
         self._pid = os.getpid()
 
@@ -120,7 +117,7 @@ class TorchEngine:
 
     def _finish_landing(self, row: int) -> None:
         """A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free, or back from it."""
-        for event in (self._row(row).landing, self._last_fetch):
+        for event in (self._row(row).landing, self._copies.last_fetch):
             if event is not None:
                 event.sync()
 
@@ -160,22 +157,7 @@ class TorchEngine:
         # this phase.
         with torch.no_grad():
             for row, grad in zip(rows, grads, strict=True):
-                self._copy_gradient(self._row(row), flat_alias(grad))
-
-    def _copy_gradient(self, row: Row, gradient: torch.Tensor) -> None:
-        slot = row.placed_states().slot
-        assert slot is not None
-        for number, chunk in enumerate(row.chunks):
-            staged = self._staging.take(gradient[chunk.begin : chunk.end])
-            self._lanes.wait(Lane.D2H, self._lanes.record_compute())
-            begin = self._lanes.record(Lane.D2H) if self._pipeline.recording else None
-            copy(self._lanes, Lane.D2H, slot[chunk.begin : chunk.end], staged)
-            event = self._lanes.record(Lane.D2H)
-            self._staging.free_after(staged, event)
-            with self._pipeline.lock:
-                row.landing = event
-                self._pipeline.landings.append(Landing(event, row.index, number, row.generation, begin))
-                self._pipeline.landed_cv.notify()
+                self._copies.send(self._row(row), flat_alias(grad))
 
     def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -327,23 +309,14 @@ class TorchEngine:
     def fetch(self, rows: Sequence[int], out: torch.Tensor) -> int:
         with self._locked():
             landed = [self._row(row).landed_gradient() for row in rows]
-        places = places_in(out, [slot for _, slot in landed])
-        self._lanes.wait(Lane.FETCH, self._lanes.record_compute())
-        for landing in {id(landing): landing for landing, _ in landed}.values():
-            self._lanes.wait(Lane.FETCH, landing)
-        for place, (_, slot) in zip(places, landed, strict=True):
-            copy(self._lanes, Lane.FETCH, place, slot)
+        arrival = self._copies.bring(landed, out)
         with self._locked(failures=False):
-            self._fetch_count += 1
-            self._fetches[self._fetch_count] = self._last_fetch = self._lanes.record(Lane.FETCH)
-            return self._fetch_count
+            return self._copies.note_fetch(arrival)
 
     def fetched(self, fetch: int) -> None:
         with self._locked(failures=False):
-            event = self._fetches.pop(fetch, None)
-            if event is None:
-                raise EngineError(f"fetch {fetch} was never begun, or has been waited for")
-        self._lanes.compute_wait(event)
+            arrival = self._copies.take_fetch(fetch)
+        self._lanes.compute_wait(arrival)
 
     def discard(self, rows: Sequence[int]) -> None:
         if self._forked:
@@ -405,7 +378,7 @@ class TorchEngine:
                 return
             self._closed = True
         self._pipeline.stop()
-        self._staging.clear()
+        self._copies.clear()
         self._pipeline.rows = []
 
     def _drain_and_close(self) -> None:
