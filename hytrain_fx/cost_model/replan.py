@@ -119,14 +119,14 @@ NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, normal
 MEDIAN_EFFICIENCY = 1.2533
 
 
-def median_of_last(values: Sequence[float], n: int = WINDOW, guard: float = 1.0) -> float:
-    """`guard` times the median of the last `n` values (of all when there are fewer).
+def median_of_last(values: Sequence[float], n: int = WINDOW) -> float:
+    """The median of the last `n` values (of all when there are fewer).
 
     Raises PlanError when there are none.
     """
     if not values or n < 1:
         raise PlanError(f"found {len(values)} measured values and a window of {n}, expected at least one of each")
-    return guard * median(values[-n:])
+    return median(values[-n:])
 
 
 def standard_error(values: Sequence[float], n: int = WINDOW) -> float:

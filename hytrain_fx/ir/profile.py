@@ -85,9 +85,8 @@ class UnitProfile:
 class Profile:
     """The units of a model in forward order with their costs, and where the numbers come from.
 
-    `tokens` is the size of one micro-batch where known. `peak_bytes` is the highest device memory
-    in use while measuring, `free_device_bytes` what was left then for optimizer states. `steps`
-    counts the steps measured; 0 = estimated.
+    `tokens` is the size of one micro-batch where known. `steps` counts the steps measured; 0 =
+    estimated.
 
     `host_memory_gb_per_s` is the bandwidth of the host's memory in 10^9 bytes a second. None = not
     known: then times stand as measured, and only times measured in place include what copies and
@@ -107,8 +106,6 @@ class Profile:
     host: str
     versions: dict[str, str] = field(default_factory=dict)
     tokens: int | None = None
-    peak_bytes: int | None = None
-    free_device_bytes: int | None = None
     steps: int = 0
     host_memory_gb_per_s: float | None = None
     commit_us: float = 0.0
@@ -179,6 +176,8 @@ class Profile:
         try:
             raw: dict[str, Any] = dict(json.loads(text))
             units = tuple(_unit_of(unit) for unit in raw.pop("units"))
+            for gone in ("peak_bytes", "free_device_bytes"):  # earlier versions saved them
+                raw.pop(gone, None)
             return cls(units=units, **raw)
         except PlanError:
             raise

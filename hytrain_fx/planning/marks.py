@@ -44,6 +44,7 @@ from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.torch_private.tensors import current_stream_of
 
 A = TypeVar("A")  # a time, or an event that has one
+_KEPT_STEPS = 9
 MOST_MARKS = 1 << 13
 """Marks kept of one step. Beyond that, whole micro-batches in the middle are forgotten."""
 HELD: Final = {"graph break": "all weights, before code that is not one graph", "read": "a weight that the loop reads or writes"}
@@ -119,14 +120,14 @@ class StepMarks:
     broken      whether the last captured step waited for all weights at a graph break
     """
 
-    def __init__(self, device: torch.device, keep_steps: int = 9) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._device = device
         self._running: list[_MicroBatch] = []
         self._count = 0  # of marks in the running step
         self._ended = self._left_out = 0  # backwards in it; those of them that are forgotten
         self._cut = 0  # how many of the first micro-batches stay; 0: all are kept
-        self._finished: deque[_Step] = deque(maxlen=keep_steps)
+        self._finished: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._clock_stream: torch.cuda.Stream | None = None
         self._stream_handle = current_stream_of(device) if self._cuda else None
         # by handle: making the object takes longer than recording an event

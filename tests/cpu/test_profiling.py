@@ -357,11 +357,11 @@ def test_marks_take_the_events_of_forgotten_steps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "Event", Counted)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
     monkeypatch.setattr("hytrain_fx.planning.marks.current_stream_of", lambda device: lambda: 7)
-    marks = StepMarks(torch.device("cuda"), keep_steps=2)
-    for step in range(20):
+    marks = StepMarks(torch.device("cuda"))
+    for step in range(40):
         for kind in (Mark.FORWARD_BEGIN, Mark.FORWARD_END, *((Mark.BACKWARD_END,) if step % 3 else ())):
             marks.mark(kind)
         marks.end_step()
-        if step == 11:
+        if step == 25:
             marks.clear()
-    assert len(made) == 3 * 3
+    assert len(made) == 10 * 3

@@ -18,7 +18,7 @@ from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, share_inside, shared_time, tracks
-from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, overlap_share, read_trace
+from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, read_trace
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
 from hytrain_fx.planning.marks import Mark
@@ -43,9 +43,10 @@ def test_shared_time_counts_each_instant(spans: list[tuple[int, int]], others: l
 
 def test_only_cpu_updates_count_as_overlap() -> None:
     """Copies and updates on the device do not count; without CPU updates there is no share."""
-    records = [TaskRecord(Stage.CPU_UPDATE, 0, 0, 0, 0.0, 10.0), TaskRecord(Stage.D2H, 0, 0, 0, 50.0, 90.0)]
-    assert overlap_share(records, [(5.0, 60.0)]) == 0.5
-    assert overlap_share(records[1:], [(5.0, 60.0)]) is None
+    copies, forward = Span("D2H", TaskKind.D2H, 0, 50.0, 90.0), Span("device", TaskKind.FORWARD, 0, 5.0, 60.0)
+    update = Span("CPU 0", TaskKind.CPU_UPDATE, 0, 0.0, 10.0)
+    assert Timeline((update, forward, copies), ("layer",), "measured").overlap_share == 0.5
+    assert Timeline((forward, copies), ("layer",), "measured").overlap_share is None
 
 
 @given(profile=profiles(), data=st.data())

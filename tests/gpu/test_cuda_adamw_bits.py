@@ -16,7 +16,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CUDA_BLOCK_ELEMENTS, CUDA_BLOCK_THREADS, ROWS_PER_LAUNCH
 from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
-from hytrain_fx.runtime.native import build, cuda_module, cuda_updates
+from hytrain_fx.runtime.native import build, cuda_module
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
@@ -58,7 +58,7 @@ def cuda_kernel_(o: Operands, scalars: UpdateScalars, update: str = "adamw") -> 
     """One row in one launch on torch's current stream, as csrc/cuda_device.cpp launches it."""
     driver = cuda_module.binding("driver")
     form = FORMS[o.grad.dtype, o.grad.dtype if o.out is None else o.out.dtype]
-    kernel = cuda_module.function(DEVICE.index, cuda_updates.SOURCE, f"{update}_rows_{form}")
+    kernel = cuda_module.function(DEVICE.index, cuda_module.UPDATE_SOURCE, f"{update}_rows_{form}")
     rows = (Row * ROWS_PER_LAUNCH)(row_of(o, scalars, None))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(rows))
     stream = torch.cuda.current_stream(DEVICE).cuda_stream
@@ -252,8 +252,8 @@ def test_handles_are_stable() -> None:
 
     Each is a pointer that C++ can launch.
     """
-    handles = cuda_updates.functions(0)
-    assert handles == cuda_updates.functions(0)
+    handles = cuda_module.update_functions(0)
+    assert handles == cuda_module.update_functions(0)
     assert len(set(handles)) == len(handles)
     assert all(handles)
 

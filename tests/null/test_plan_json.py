@@ -35,6 +35,13 @@ def test_profile_round_trip(profile: Profile) -> None:
 
 
 @given(profile=profiles())
+def test_a_profile_saved_with_device_bytes_still_loads(profile: Profile) -> None:
+    """Figures that profiles no longer have are left out."""
+    raw = json.loads(profile.to_json()) | {"peak_bytes": 3, "free_device_bytes": None}
+    assert Profile.from_json(json.dumps(raw)) == profile
+
+
+@given(profile=profiles())
 def test_a_profile_saved_before_streaming_still_loads(profile: Profile) -> None:
     """Without streaming times and parameter sizes a unit cannot be streamed and is never split."""
     raw = json.loads(profile.to_json())

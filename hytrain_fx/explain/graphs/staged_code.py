@@ -85,10 +85,6 @@ def staged(texts: Sequence[str]) -> list[StagedLine]:
     return merged
 
 
-def at_stage(lines: Sequence[StagedLine], stage: int) -> list[CodeLine]:
-    """What one stage shows."""
-    return [one.line for one in lines if one.begin <= stage and (one.end is None or stage < one.end)]
-
 
 def _next_stage(merged: Sequence[StagedLine], new: Sequence[CodeLine], stage: int) -> Iterator[StagedLine]:
     alive = [place for place, one in enumerate(merged) if one.end is None]

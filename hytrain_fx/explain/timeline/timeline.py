@@ -22,7 +22,7 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.picture import write_png
-from hytrain_fx.explain.timeline.span import Interval, Span, share_inside
+from hytrain_fx.explain.timeline.span import Span
 from hytrain_fx.explain.timeline.text import timelines_text
 from hytrain_fx.explain.timeline.trace_file import read_parts, trace_json
 from hytrain_fx.ir.schedule import Schedule
@@ -115,17 +115,6 @@ def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
     """
     spans = [Span(_LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us) for i in schedule.intervals]
     return Timeline(tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(unit_names), "predicted")
-
-
-def overlap_share(records: Iterable[TaskRecord], device_intervals: Iterable[Interval]) -> float | None:
-    """Share 0..1 of the CPU updates' time in which the device was busy.
-
-    None when no CPU update was recorded.
-
-    device_intervals    (begin_us, end_us) on the records' clock; they may overlap and come in any
-                        order
-    """
-    return share_inside([(r.begin_us, r.end_us) for r in records if r.stage.name == "CPU_UPDATE"], device_intervals)
 
 
 def _span_of(record: TaskRecord, unit_of: Mapping[int, int]) -> Span:

@@ -28,6 +28,10 @@ from hytrain_fx.runtime.native import build
 # each.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", *limits.definitions())
 _HEADERS = ("update_scalars.h", "shared_limits.h")  # all that the sources include
+UPDATE_SOURCE = "update_rows.cu"
+_ALIKE = ("f32", "bf16", "f16")
+# As update_kernel of csrc/device.h numbers them.
+_UPDATES = (*(f"adamw_rows_{form}" for form in (*_ALIKE, "split", "f32_bf16", "split_f32")), *(f"lion_rows_{form}" for form in _ALIKE))
 
 
 @functools.cache
@@ -41,6 +45,17 @@ def function(ordinal: int, source_name: str, name: str) -> int:
     driver = binding("driver")
     with primary_context(driver, ordinal):
         return int(checked(driver, driver.cuModuleGetFunction(_module(ordinal, source_name), name.encode()), f"find {name}"))
+
+
+def update_functions(ordinal: int) -> list[int]:
+    """CUfunction handles on device `ordinal` that update several rows.
+
+    Gradients in fp32, bf16, fp16, the new weight in the same dtype; bf16 with masters in two halves
+    (split_master.py); bf16 weights with fp32 gradients, masters whole and in halves.
+
+    Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
+    """
+    return [function(ordinal, UPDATE_SOURCE, name) for name in _UPDATES]
 
 
 def cubin(source_name: str, architecture: str) -> bytes:

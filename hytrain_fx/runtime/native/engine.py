@@ -109,10 +109,10 @@ class NativeEngine:
         if worker_cores is not None:
             options.worker_cores = (c_int32 * workers)(*worker_cores)
         if device.type == "cuda":
-            from hytrain_fx.runtime.native import cuda_module, cuda_updates
+            from hytrain_fx.runtime.native import cuda_module
 
             options.device_ordinal = device.index
-            options.update_functions = (c_void_p * UPDATE_KERNELS)(*cuda_updates.functions(device.index))
+            options.update_functions = (c_void_p * UPDATE_KERNELS)(*cuda_module.update_functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()
         self._pid = os.getpid()
