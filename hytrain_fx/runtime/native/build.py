@@ -2,7 +2,7 @@
 
     build.load(("engine.cpp", "engine_c.cpp"))  ->  ctypes.CDLL
 
-No torch headers, no build tool: the machine's g++ or clang++, all sources side by side, a few
+No build tool: the machine's g++ or clang++, all sources side by side, a few
 seconds. The library lands in `$HYTRAIN_FX_CACHE`, else `$XDG_CACHE_HOME/hytrain_fx`, else
 `~/.cache/hytrain_fx`, under a name that hashes everything it depends on: source text, headers,
 flags, compiler and the CPU's instruction sets (a home directory may be shared by unlike machines).
@@ -52,28 +52,28 @@ TIMEOUT_S = 300
 ELSE = "Or set CXX to another C++17 compiler, or pass engine='torch' (slower)."
 
 
-def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
+def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tuple[str, ...] = ()) -> ctypes.CDLL:
     """The library of `sources`, loaded; built first where the cache has none.
 
     Raises EngineError like `library`.
     """
-    path = library(sources, flags=flags)
+    path = library(sources, flags=flags, link=link)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise EngineError(f"the built library {path} does not load: {error}. Delete it to have it built again.") from error
 
 
-def library(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS) -> Path:
+def library(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tuple[str, ...] = ()) -> Path:
     """Path of the shared library of `sources`, names in csrc/; compiled where the cache has none.
 
     Safe when several processes build at once: each compiles to its own file and renames it.
     Raises EngineError without a compiler, when it fails, or when the cache cannot be written.
     """
     compiler = find_compiler()
-    path = cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, flags, compiler)}.so"
+    path = cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, (*flags, *link), compiler)}.so"
     if not path.exists():
-        _compile(compiler, sources, flags, path)
+        _compile(compiler, sources, flags, link, path)
     return path
 
 
@@ -116,14 +116,14 @@ def publish(data: bytes, path: Path) -> None:
         raise _unwritable(path.parent, error) from error
 
 
-def _compile(compiler: str, sources: tuple[str, ...], flags: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: str, sources: tuple[str, ...], flags: tuple[str, ...], link: tuple[str, ...], path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
             objects = {source: str(Path(scratch) / f"{number}.o") for number, source in enumerate(sources)}
             with threads_on(allowed_cpus()), ThreadPoolExecutor(len(allowed_cpus())) as pool:
                 list(pool.map(lambda source: _run([compiler, *flags, "-c", str(CSRC / source), "-o", objects[source]], source), sources))
             output = Path(scratch) / "library.so"
-            _run([compiler, *flags, *objects.values(), "-o", str(output), *LINK], ", ".join(sources))
+            _run([compiler, *flags, *objects.values(), "-o", str(output), *LINK, *link], ", ".join(sources))
             os.replace(output, path)
     except OSError as error:
         raise _unwritable(path.parent, error) from error
