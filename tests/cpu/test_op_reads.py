@@ -129,6 +129,24 @@ def test_two_watches_are_both_told() -> None:
     assert outer.end()
 
 
+def test_a_read_may_end_the_watch_of_others() -> None:
+    """What `on_read` drops is not told, and is again once it was added again."""
+    module = nn.Linear(8, 8)
+    both, told = [storage_of(module.weight), storage_of(module.bias)], []
+
+    def once(storage: int) -> None:
+        told.append(storage)
+        watch.drop(both)
+
+    watch = OperatorReads(once)
+    for _ in range(2):
+        watch.add(both)
+        watch.begin()
+        module(X)
+        watch.end()
+    assert told == [both[0]] * 2
+
+
 def test_what_is_raised_is_kept() -> None:
     """torch drops what a callback raises; the first one is raised where it is asked for."""
     module = nn.Linear(8, 8)

@@ -69,13 +69,17 @@ void follow_watches() {
 
 extern "C" {
 
-// `on_read` gets each watched storage once, before the operator that reads it runs; then it is no
-// longer watched. Called in the thread that runs the operator.
+// `on_read` gets a watched storage before the operator that reads it runs, in the thread that runs
+// it; then the storage is no longer watched.
 void* hytrain_fx_watch_make(OnRead on_read) { return new Watch{on_read, {}}; }
 void hytrain_fx_watch_free(void* watch) { delete static_cast<Watch*>(watch); }
 
-void hytrain_fx_watch_storages(void* watch, const void* const* storages, int64_t n) {
+void hytrain_fx_watch_add(void* watch, const void* const* storages, int64_t n) {
   static_cast<Watch*>(watch)->storages.insert(storages, storages + n);
+}
+
+void hytrain_fx_watch_drop(void* watch, const void* const* storages, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) static_cast<Watch*>(watch)->storages.erase(storages[i]);
 }
 
 void hytrain_fx_watch_on(void* watch) {

@@ -2,8 +2,9 @@
 
     watch = OperatorReads(on_read)        built with torch's headers at first use: 5 s
     watch.add([storage, ...])             addresses of storages (`storage_of`)
-    with watch.on():                      this thread's operators are looked at: 0.3 us each
-        module(x)                         on_read(storage) for each, once, before its first reader
+    watch.begin()                         this thread's operators are looked at: 0.3 us each
+    module(x)                             on_read(storage) for each, once, before its first reader
+    watch.end()
 
 Views of a tensor have its storage, so they are seen too, and so are lists and what an
 autograd.Function is given. A reader that is no operator is not: a raw pointer (`data_ptr()`), and
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,11 +50,13 @@ class OperatorReads:
         if hasattr(self, "_watch"):
             self._library.hytrain_fx_watch_free(self._watch)
 
-    def add(self, storages: Iterable[int]) -> None:
+    def add(self, storages: Sequence[int]) -> None:
         """Watch these too. Only in a thread that it is on in, or while it is on in none."""
-        addresses = list(storages)
-        if addresses:
-            self._library.hytrain_fx_watch_storages(self._watch, (ctypes.c_void_p * len(addresses))(*addresses), len(addresses))
+        self._library.hytrain_fx_watch_add(self._watch, (ctypes.c_void_p * len(storages))(*storages), len(storages))
+
+    def drop(self, storages: Sequence[int]) -> None:
+        """Do not watch these any more. Where `add` may be called, and in `on_read`."""
+        self._library.hytrain_fx_watch_drop(self._watch, (ctypes.c_void_p * len(storages))(*storages), len(storages))
 
     def begin(self) -> None:
         """On in this thread, once more."""
@@ -102,5 +105,6 @@ def _library() -> ctypes.CDLL:
     library.hytrain_fx_watch_make.argtypes = [_ON_READ]
     for name in ("free", "on", "off"):
         getattr(library, f"hytrain_fx_watch_{name}").argtypes = [ctypes.c_void_p]
-    library.hytrain_fx_watch_storages.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]
+    for name in ("add", "drop"):
+        getattr(library, f"hytrain_fx_watch_{name}").argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]
     return library
