@@ -97,12 +97,12 @@ class EagerReads:
     def _told(self, storage: int) -> None:
         assert self._watch is not None
         elsewhere = self._current_stream() != self._stream
-        for unit in self._units_of[storage]:
-            if unit not in self._waited:
-                self._waited.add(unit)
-                self._watch.drop(self._storages[unit])
-                self.read.add(unit)
-                self._on_read(self._units[unit].rows, elsewhere)
+        new = [unit for unit in self._units_of[storage] if unit not in self._waited]
+        self._waited.update(new)
+        self.read.update(new)
+        for unit in new:
+            self._watch.drop([other for other in self._storages[unit] if self._waited.issuperset(self._units_of[other])])
+            self._on_read(self._units[unit].rows, elsewhere)
 
     def _current_stream(self) -> object:
         device = self._parameters[0].device

@@ -22,7 +22,7 @@ class Doubled(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * 2, None
 
 
@@ -43,7 +43,7 @@ READS: dict[str, Callable[[nn.Linear], object]] = {
     "list": lambda m: torch.cat([X, m.weight]),
     "foreach": lambda m: torch._foreach_norm([m.weight]),
     "index": lambda m: X[m.weight.long()[0]],
-    "function": lambda m: Doubled.apply(X, m.weight),
+    "function": lambda m: Doubled.apply(X, m.weight),  # type: ignore[no-untyped-call]
     "item": lambda m: m.weight[0, 0].item(),
     "numpy": lambda m: m.weight.detach().numpy(),
     "tolist": lambda m: m.weight.tolist(),
@@ -110,7 +110,8 @@ def test_nothing_is_told_of_others() -> None:
 
 def test_two_watches_are_both_told() -> None:
     """A model that is called inside another's forward has a watch of its own; what one is told runs unwatched."""
-    first, second, told = nn.Linear(8, 8), nn.Linear(8, 8), []
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    told: list[str] = []
 
     def outer_told(storage: int) -> None:
         told.append("outer")
