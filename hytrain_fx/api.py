@@ -314,6 +314,9 @@ def _not_offloaded(session: Session) -> dict[int, str]:
     return found
 
 
+_NAMED = 5  # layers, in one sentence
+
+
 def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
     done, captured = session.steps_done, session.planning.captured_steps
@@ -327,6 +330,11 @@ def _outside(session: Session) -> Iterator[str]:
         held = _measured(session)
         took = f" ({time_text(held.held_us)} a step, measured)" if held else ""
         yield f"the forward is not one graph (a graph break; TORCH_LOGS=graph_breaks tells where): it waits for all new weights first{took}"
+    if read := session.eager.reads.read:
+        names = [session.units[unit].name for unit in sorted(read)]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield (f"weights of {len(names)} of {len(session.units)} layers are read by code outside of graphs (TORCH_LOGS=graph_breaks tells "
+               f"where it is) and waited for there: {', '.join(names[:_NAMED])}{more}")
 
 
 def _spent_us(session: Session) -> dict[str, float]:

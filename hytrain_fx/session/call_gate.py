@@ -75,8 +75,8 @@ class CallGate:
             try:
                 try:
                     gap.open = True
-                    if layout.places != self._places.compiled.places:
-                        self.session.eager.before_eager_code()  # what is there instead may share memory with any weight
+                    if call is self._plain_call or layout.places != self._places.compiled.places:
+                        self.session.eager.wait_for_all()  # what is there instead may share memory with any weight
                     return call(*args, **kwargs)
                 except Exception as error:
                     ours = raised_in_backend(error)

@@ -3,7 +3,8 @@
     a guarded parameter is read    `settle_one`: the committed weight is there
     it is read or written          `touch`: no new weight may overtake it; what was written is
                                    followed before the next forward or `step()`
-    a graph break                  `before_eager_code`: the same for every weight
+    a graph break                  `before_eager_code`: the same for the units whose weights are read
+                                   before the forward ends (eager_reads.py)
     step()                         `before_step`: weights that others hold too (`held`) may have been
                                    written; `stepped`: they are new before it returns
 
@@ -19,12 +20,14 @@ import torch
 from torch import nn
 
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.capture.units import Unit
 from hytrain_fx.planning.marks import StepMarks
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.session.callbacks import if_alive
+from hytrain_fx.session.callbacks import if_alive, weakly
+from hytrain_fx.session.eager_reads import EagerReads
+from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.session.turns import Turns
 from hytrain_fx.weights.autocast_copies import AutocastCopies
 from hytrain_fx.weights.guard import GuardedParameter, guard_type
@@ -47,7 +50,8 @@ class EagerAccess:
         table: ParameterTable,
         engine: Engine,
         states: StateStore,
-        gradients: SessionGradients,
+        units: Sequence[Unit],
+        nodes: SessionNodes,
         held: HeldWeights,
         turns: Turns,
         marks: StepMarks,
@@ -59,17 +63,19 @@ class EagerAccess:
         self.gradient_rows: set[int] = set()
         self.last_gradient_rows: set[int] = set()
         self.writes = OutsideWrites(table, engine, states, held)
-        on_change = gradients.groups.forget
+        on_change = nodes.gradients.groups.forget
         self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=wants_copies, on_change=on_change)
         self._table = table
         self._engine = engine
         self._states = states
-        self._gradients = gradients
+        self._nodes = nodes
+        self._gradients = nodes.gradients
         self._held = held
         self._turns = turns
         self._marks = marks
         self._is_over = is_over
         self._all_rows = tuple(range(len(table)))
+        self.reads = EagerReads(table.parameters, units, weakly(self._read_in_forward))
 
     # ---- what guards and hooks call ----
 
@@ -126,17 +132,40 @@ class EagerAccess:
 
     def enter_forward(self) -> None:
         """A compiled call begins: it reads the memory that parameters have now, and copies where it has them."""
-        self.touched |= self.writes.follow_memory()
+        if moved := self.writes.follow_memory():
+            self.touched |= moved
+            self.reads.memory_moved()
         self.copies.enter_forward(self.touched)
 
     def before_eager_code(self) -> None:
         """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
+        self.copies.before_eager_code()
+        if not self.reads.begin():
+            self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """In a compiled call, before code that may read any weight unseen."""
         with self._marks.held("graph break"):
             self.wait(self._all_rows)
         self.copies.before_eager_code()
         self._gradients.let_go_of_all()
         self.writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
+
+    @whole()
+    def _read_in_forward(self, rows: Sequence[int], elsewhere: bool) -> None:
+        """An operator is about to read weights of these rows, a unit's; `elsewhere`: on another stream than the forward's."""
+        if elsewhere:  # what follows makes only this stream wait
+            self._engine.settle(self._states.pieces.rows(rows))
+        self._nodes.wait(rows)
+        self.writes.watch(rows)
+        self.touched.update(rows)
+        if torch.is_grad_enabled():
+            self._gradients.parts.used_eagerly.update(rows)
+
+    def leave_forward(self) -> None:
+        """The compiled call is over. Raises what a wait has raised in the middle of it."""
+        self.reads.end()
 
     def follow_written_weights(self) -> None:
         """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""

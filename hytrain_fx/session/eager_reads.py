@@ -20,6 +20,7 @@ import torch
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.native.op_reads import OperatorReads, storage_of
+from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
@@ -41,7 +42,7 @@ class EagerReads:
         self._waited: set[int] = set()  # units whose weights are not watched
         self._stream: object = None
         self.is_on = False
-        self.read: set[int] = set()  # units that eager code of forwards has read
+        self.read: set[int] = set()  # numbers of units that eager code of forwards has read
 
     def begin(self) -> bool:
         """Eager code of the forward comes; False where its reads cannot be seen (no compiler): then all weights must be new."""
@@ -78,7 +79,7 @@ class EagerReads:
     def _made(self) -> OperatorReads | None:
         if self._watch is None and not self._cannot:
             try:
-                self._watch = OperatorReads(self._told)
+                self._watch = OperatorReads(weakly(self._told))
             except EngineError:
                 self._cannot = True
         return self._watch

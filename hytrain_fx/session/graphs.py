@@ -42,6 +42,7 @@ class SessionGraphs:
     session    number by which the nodes find it
     plain      entered while a compiled backward runs: what it reads of weights is no touch by eager
                code
+    in_graph   entered while any compiled graph runs: its reads of weights are not eager code's
     phase      times the parts of a compilation
     passes     run on each graph, those that are for its kind
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
@@ -56,6 +57,7 @@ class SessionGraphs:
         pieces: PieceRows,
         nodes: SessionNodes,
         plain: Callable[[], AbstractContextManager[None]],
+        in_graph: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
         passes: Sequence[GraphPass],
@@ -67,13 +69,14 @@ class SessionGraphs:
         self._pieces = pieces
         self._nodes = nodes
         self._plain = plain
+        self._in_graph = in_graph
         self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
-            table.names, table.parameters, units, self._rewrite, self._around_backward, nodes.all_waited, phase,
+            table.names, table.parameters, units, self._rewrite, self._around_backward, nodes.all_waited, in_graph, phase,
             None if copies is None else copies.copies_for)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
@@ -118,7 +121,7 @@ class SessionGraphs:
         with without_torch_function():
             self._require_no_hooks(rows)
             elsewhere = self._destinations.elsewhere(rows)
-        with self._plain(), self._nodes.all_run(graph):
+        with self._plain(), self._in_graph(), self._nodes.all_run(graph):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None

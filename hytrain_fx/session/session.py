@@ -95,13 +95,13 @@ class Session:
         self.resources.allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         wants_copies = self.config.autocast_copies and self.states.may_halve
-        self.eager = EagerAccess(self.table, self.engine, self.states, self.nodes.gradients, self.held, self.turns, self.marks,
+        self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
                                  wants_copies=wants_copies, is_over=lambda: not self._shut_down.alive)
         self.copies = self.eager.copies
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and wants_copies else None
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
-                                    self._compiling, copies, self._passes, self.config.dump)
+                                    self.eager.reads.in_graph, self._compiling, copies, self._passes, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -176,6 +176,7 @@ class Session:
             finally:
                 self.marks.silent_thread = 0
                 self.plain.end()
+                self.eager.leave_forward()
 
     @contextmanager
     def _compiling(self, phase: Phase) -> Iterator[None]:

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import HostMemoryError, PlanError
+from hytrain_fx.errors import EngineError, HostMemoryError, PlanError
 from hytrain_fx.planning.first_plan import FIRST_STEPS
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session import eager_reads
 
 from .loops import HYPER, HandAdam, assert_same, weights
 
@@ -277,11 +278,16 @@ class Broken(Deep):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def test_the_wait_at_a_graph_break_is_no_work() -> None:
-    """With slow updates the wait counts as stall, and `explain` says so.
+def test_the_wait_at_a_graph_break_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reads cannot be seen, the wait for all weights counts as stall, and `explain` says so.
 
     The plan is solved for a forward that waits for all weights.
     """
+
+    def fail(*_: object) -> Any:
+        raise EngineError("of this test")
+
+    monkeypatch.setattr(eager_reads, "OperatorReads", fail)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = Broken()

@@ -35,14 +35,15 @@ class OperatorReads:
 
     def __init__(self, on_read: Callable[[int], None]) -> None:
         self._library = _library()
-        self._failed: BaseException | None = None
+        failed: list[BaseException] = []
 
         def told(storage: int) -> None:
             try:
                 on_read(storage)
             except BaseException as error:
-                self._failed = self._failed or error
+                failed.append(error)
 
+        self._failed = failed
         self._told = _ON_READ(told)  # kept as long as C++ may call it
         self._watch = ctypes.c_void_p(self._library.hytrain_fx_watch_make(self._told))
 
@@ -79,9 +80,10 @@ class OperatorReads:
 
     def raise_failed(self) -> None:
         """Raise what `on_read` has raised since the last call."""
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        if self._failed:
+            first = self._failed[0]
+            self._failed.clear()
+            raise first
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -1,0 +1,319 @@
+"""A forward that is not one graph waits, in its eager code, for nothing that this code does not read, and has the plain loop's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session import eager_reads
+
+from .loops import HYPER, HandAdam, assert_same, weights
+
+WIDTH, STEPS = 8, 12
+
+
+class Deep(nn.Module):
+    """Four layers and a head; what stands between them is a subclass's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def first(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return x
+
+    def last(self, x: Tensor) -> Tensor:
+        for layer in self.layers[2:]:
+            x = torch.tanh(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+    def between(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+class Disabled(Deep):
+    """A part that Dynamo leaves alone reads the weight of one layer that graphs read too."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.layers[3].weight)
+
+
+class ViewHandedOn(Deep):
+    """A graph hands on a view of a weight, which eager code reads."""
+
+    def between(self, x: Tensor) -> Tensor:
+        view = self.layers[3].weight.t()
+        torch._dynamo.graph_break()
+        return x @ view  # type: ignore[no-any-return]
+
+
+class Penalty(Deep):
+    """Eager code reads all weights as a list of norms."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        return x + 1e-3 * torch.stack(torch._foreach_norm([layer.weight for layer in self.layers])).sum()
+
+
+class _Kernel(torch.autograd.Function):
+    """Reads its weight through NumPy, as a foreign kernel would through a pointer."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight)
+        return x @ torch.from_numpy(weight.detach().numpy().copy())
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = context.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class Foreign(Deep):
+    """Eager code hands a weight to an autograd.Function."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        return _Kernel.apply(x, self.layers[3].weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Writes(Deep):
+    """Eager code in the forward changes a weight in place (a constraint on its norm)."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[3].weight.mul_(0.99)
+        return x
+
+
+class Loss(Deep):
+    """The break comes last: at a loss that Dynamo does not capture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.last(self.first(x)))  # type: ignore[no-any-return]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 1.5
+
+
+class Uncaptured(Deep):
+    """No graph at all."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+class Recurrent(Deep):
+    """An LSTM between the layers: Dynamo breaks the graph there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.lstm(x[:, None].expand(-1, 3, -1))[0].mean(1)  # type: ignore[no-any-return]
+
+
+MODELS: tuple[type[Deep], ...] = (Deep, Disabled, ViewHandedOn, Penalty, Foreign, Writes, Loss, Uncaptured, Recurrent)
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine without a compiler."""
+
+    def fail(*_: object) -> Any:
+        raise EngineError("of this test")
+
+    monkeypatch.setattr(eager_reads, "OperatorReads", fail)
+    yield
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(6, WIDTH), torch.randint(0, 5, (6,))) for _ in range(3)]
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        for x, y in _batches()[: 1 + step % 2]:  # one micro-batch, then two
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        if step % 3 == 2:
+            with torch.no_grad():
+                losses.append(model(_batches()[2][0]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _compiled(kind: type[Deep], **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = kind()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), **{"k": 0, "workers": 1} | options)
+    return model, optimizer
+
+
+def _same_as_plain(kind: type[Deep], **options: Any) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain: Any = kind()
+    plain.compile()
+    expected = _train(plain, HandAdam(plain.parameters(), **HYPER))
+    model, optimizer = _compiled(kind, **options)
+    for stage in (Stage.CPU_UPDATE, Stage.H2D, Stage.D2H):
+        session_of(model).engine.set_delay(stage, 400.0)
+    found = _train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_same(weights(model), weights(plain))
+    hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": 1.0}, {"engine": "torch"}, {"k": 2}], ids=["host", "streamed", "torch engine", "k"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_slow_updates_change_no_bit(kind: type[Deep], options: dict[str, Any]) -> None:
+    """Whatever eager code reads, writes or hands to kernels, it finds this step's weights."""
+    _same_as_plain(kind, **options)
+
+
+@pytest.mark.parametrize("kind", [Deep, Disabled, Uncaptured])
+@pytest.mark.usefixtures("unseen")
+def test_where_reads_cannot_be_seen_all_weights_are_waited_for(kind: type[Deep]) -> None:
+    """Without a compiler the bits are the same."""
+    _same_as_plain(kind)
+
+
+def _waits(model: Any, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers that one training forward waits for, in order, and "eager" where the part between begins."""
+    session = session_of(model)
+    order: list[str] = []
+    wait = session.engine.wait
+    layer_of = {row: name.rsplit(".", 1)[0] for row, name in enumerate(session.table.names)}
+
+    def noted(rows: Any) -> None:
+        order.extend(dict.fromkeys(layer_of[session.states.pieces.parameter(row)] for row in rows))
+        wait(rows)
+
+    _train(model, optimizer, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine, "wait", noted)
+        patch.setattr(_Eager, "told", lambda: order.append("eager"))
+        model(_batches()[0][0])
+    return order
+
+
+class _Eager:
+    """What the part between tells of itself."""
+
+    told: Callable[[], None] = staticmethod(lambda: None)
+
+
+class Between(Deep):
+    """Eager code between that reads no weight."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        _Eager.told()
+        return x * 2
+
+
+class BetweenReads(Deep):
+    """Eager code between that reads the head."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        _Eager.told()
+        return x + self.head.weight.sum()
+
+
+def test_eager_code_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers after a graph break are waited for in their own graph; one that eager code reads is waited for there."""
+    before, after = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
+    model, optimizer = _compiled(Between)
+    assert _waits(model, optimizer, monkeypatch) == [*before, "eager", *after, "head"]
+    assert "are read by code outside" not in str(hytrain_fx.explain(model))
+    hytrain_fx.close(model)
+    model, optimizer = _compiled(BetweenReads)
+    assert _waits(model, optimizer, monkeypatch) == [*before, "eager", "head", *after, "head"]
+    assert "head" in str(hytrain_fx.explain(model)).split("are read by code outside")[1]
+    hytrain_fx.close(model)
+
+
+def test_a_failed_wait_in_eager_code_ends_the_forward() -> None:
+    """torch drops what is raised before an operator: the forward's end raises it."""
+    model, optimizer = _compiled(Uncaptured)
+    _train(model, optimizer, 2)
+    session = session_of(model)
+
+    def fail(rows: Any) -> None:
+        raise EngineError("the engine has failed, of this test")
+
+    wait, session.engine.wait = session.engine.wait, fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="of this test"):
+        model(_batches()[0][0])
+    session.engine.wait = wait  # type: ignore[method-assign]
+    model(_batches()[0][0])
+    hytrain_fx.close(model)
+
+
+class _Inner(Deep):
+    """A model that is called inside another's forward."""
+
+
+class Outer(Deep):
+    """Its eager part calls a compiled model, which is no part of it."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        return x + self.__dict__["other"](x).sum()  # type: ignore[no-any-return]
+
+
+def test_a_model_inside_another_watches_its_own() -> None:
+    """Both are compiled here; the inner one's end does not end the outer one's watch."""
+    results = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        outer, inner = Outer(), _Inner()
+        outer.__dict__["other"] = inner
+        optimizers: list[torch.optim.Optimizer] = []
+        for model in (outer, inner):
+            if ours:
+                optimizers.append(hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), k=0, workers=1)[1])
+                session_of(model).engine.set_delay(Stage.H2D, 300.0)
+            else:
+                model.compile()
+                optimizers.append(HandAdam(model.parameters(), **HYPER))
+        for _ in range(8):
+            for x, y in _batches():
+                F.cross_entropy(outer(x), y).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append(weights(outer) | {f"inner.{name}": value for name, value in weights(inner).items()})
+        if ours:
+            hytrain_fx.close(outer)
+            hytrain_fx.close(inner)
+    assert_same(results[1], results[0])
