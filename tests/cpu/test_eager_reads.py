@@ -19,6 +19,7 @@ from hytrain_fx.session import eager_reads
 from .loops import HYPER, HandAdam, assert_same, weights
 
 WIDTH, STEPS = 8, 12
+DELAY_US = 400.0
 
 
 class Deep(nn.Module):
@@ -78,7 +79,7 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
         context.save_for_backward(x, weight)
-        return x @ torch.from_numpy(weight.detach().numpy().copy())
+        return x @ torch.from_numpy(weight.detach().cpu().numpy().copy()).to(x.device)
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,43 +149,44 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def _batches() -> list[tuple[Tensor, Tensor]]:
+def batches_of(device: str | torch.device = "cpu") -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
-    return [(torch.randn(6, WIDTH), torch.randint(0, 5, (6,))) for _ in range(3)]
+    return [(torch.randn(6, WIDTH).to(device), torch.randint(0, 5, (6,)).to(device)) for _ in range(3)]
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> list[Tensor]:
-    losses = []
+    losses, batches = [], batches_of(next(model.parameters()).device)
     for step in range(steps):
-        for x, y in _batches()[: 1 + step % 2]:  # one micro-batch, then two
+        for x, y in batches[: 1 + step % 2]:  # one micro-batch, then two
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             losses.append(loss.detach())
         if step % 3 == 2:
             with torch.no_grad():
-                losses.append(model(_batches()[2][0]))
+                losses.append(model(batches[2][0]))
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
-def _compiled(kind: type[Deep], **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def _compiled(kind: type[Deep], device: str = "cpu", **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model: Any = kind()
+    model: Any = kind().to(device)
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), **{"k": 0, "workers": 1} | options)
     return model, optimizer
 
 
-def _same_as_plain(kind: type[Deep], **options: Any) -> None:
+def require_same_as_plain(kind: type[Deep], device: str = "cpu", **options: Any) -> None:
+    """Train a plain compiled model and ours, with delays, and compare losses and weights bit for bit."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    plain: Any = kind()
+    plain: Any = kind().to(device)
     plain.compile()
     expected = _train(plain, HandAdam(plain.parameters(), **HYPER))
-    model, optimizer = _compiled(kind, **options)
+    model, optimizer = _compiled(kind, device, **options)
     for stage in (Stage.CPU_UPDATE, Stage.H2D, Stage.D2H):
-        session_of(model).engine.set_delay(stage, 400.0)
+        session_of(model).engine.set_delay(stage, DELAY_US)
     found = _train(model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert_same(weights(model), weights(plain))
@@ -195,14 +197,14 @@ def _same_as_plain(kind: type[Deep], **options: Any) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_slow_updates_change_no_bit(kind: type[Deep], options: dict[str, Any]) -> None:
     """Whatever eager code reads, writes or hands to kernels, it finds this step's weights."""
-    _same_as_plain(kind, **options)
+    require_same_as_plain(kind, **options)
 
 
 @pytest.mark.parametrize("kind", [Deep, Disabled, Uncaptured])
 @pytest.mark.usefixtures("unseen")
 def test_where_reads_cannot_be_seen_all_weights_are_waited_for(kind: type[Deep]) -> None:
     """Without a compiler the bits are the same."""
-    _same_as_plain(kind)
+    require_same_as_plain(kind)
 
 
 def _waits(model: Any, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -220,7 +222,7 @@ def _waits(model: Any, optimizer: torch.optim.Optimizer, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(session.engine, "wait", noted)
         patch.setattr(_Eager, "told", lambda: order.append("eager"))
-        model(_batches()[0][0])
+        model(batches_of()[0][0])
     return order
 
 
@@ -272,9 +274,9 @@ def test_a_failed_wait_in_eager_code_ends_the_forward() -> None:
 
     wait, session.engine.wait = session.engine.wait, fail  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="of this test"):
-        model(_batches()[0][0])
+        model(batches_of()[0][0])
     session.engine.wait = wait  # type: ignore[method-assign]
-    model(_batches()[0][0])
+    model(batches_of()[0][0])
     hytrain_fx.close(model)
 
 
@@ -307,7 +309,7 @@ def test_a_model_inside_another_watches_its_own() -> None:
                 model.compile()
                 optimizers.append(HandAdam(model.parameters(), **HYPER))
         for _ in range(8):
-            for x, y in _batches():
+            for x, y in batches_of():
                 F.cross_entropy(outer(x), y).backward()
                 for optimizer in optimizers:
                     optimizer.step()

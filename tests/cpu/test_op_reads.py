@@ -90,7 +90,8 @@ def test_a_read_is_told_once_before_it_runs(name: str) -> None:
 
 def test_nothing_is_told_of_others() -> None:
     """Other tensors, other threads, a pause, and the time after `end` are no reads."""
-    module, told = nn.Linear(8, 8), []
+    module = nn.Linear(8, 8)
+    told: list[int] = []
     watch = OperatorReads(told.append)
     watch.add([storage_of(module.weight)])
     watch.begin()
@@ -133,7 +134,8 @@ def test_two_watches_are_both_told() -> None:
 def test_a_read_may_end_the_watch_of_others() -> None:
     """What `on_read` drops is not told, and is again once it was added again."""
     module = nn.Linear(8, 8)
-    both, told = [storage_of(module.weight), storage_of(module.bias)], []
+    both = [storage_of(module.weight), storage_of(module.bias)]
+    told: list[int] = []
 
     def once(storage: int) -> None:
         told.append(storage)

@@ -1,0 +1,34 @@
+"""On a GPU a forward that is not one graph has the plain loop's bits, whatever its eager code reads, on any stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..cpu.test_eager_reads import MODELS, Deep, require_same_as_plain
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class OtherStream(Deep):
+    """Eager code reads a weight on a stream of its own, then on the forward's."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            y = x @ self.layers[3].weight
+        main.wait_stream(side)
+        y.record_stream(main)
+        return y + x @ self.layers[3].weight
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": 1.0}, {"engine": "torch"}, {"k": 2}], ids=["host", "streamed", "torch engine", "k"])
+@pytest.mark.parametrize("kind", [*MODELS, OtherStream])
+def test_slow_updates_change_no_bit(kind: type[Deep], options: dict[str, Any]) -> None:
+    """Losses and weights are those of the plain compiled loop."""
+    require_same_as_plain(kind, "cuda", **options)
