@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ..cpu.test_eager_reads import MODELS, Deep, require_same_as_plain
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 class OtherStream(Deep):
     """Eager code reads a weight on a stream of its own, then on the forward's."""
@@ -24,7 +22,7 @@ class OtherStream(Deep):
             y = x @ self.layers[3].weight
         main.wait_stream(side)
         y.record_stream(main)
-        return y + x @ self.layers[3].weight
+        return y + x @ self.layers[3].weight  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("options", [{}, {"stream": 1.0}, {"engine": "torch"}, {"k": 2}], ids=["host", "streamed", "torch engine", "k"])
