@@ -30,7 +30,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from hytrain_fx.capture.units import group_units, unit_path
+from hytrain_fx.capture.units import group_units
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
 from hytrain_fx.torch_private.operators import fake_tensors
@@ -84,12 +84,13 @@ def shape_of(model: nn.Module, name: str, inputs: Any = None) -> ModelShape:
     parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ConfigError(f"{name} has no parameters that require grad: there is nothing to train")
-    units = group_units(model, list(parameters))
+    names = list(parameters)
+    units = group_units(model, names)
     numels = [p.numel() for p in parameters.values()]
     paths = {unit.name for unit in units}
     tokens, sequence = 1, 0
     if inputs is None:
-        work = _guessed(model, list(parameters))
+        work = _guessed(model, {names[row]: unit.name for unit in units for row in unit.rows})
     else:
         args, kwargs = _arguments(inputs)
         tokens, sequence = _tokens(args, kwargs)
@@ -154,13 +155,13 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     return int(first.shape[0]), 0
 
 
-def _guessed(model: nn.Module, names: list[str]) -> dict[str, _Work]:
+def _guessed(model: nn.Module, unit_of: Mapping[str, str]) -> dict[str, _Work]:
     work: dict[str, _Work] = defaultdict(_Work)
-    for name in names:
+    for name, unit in unit_of.items():
         module = model.get_submodule(name.rpartition(".")[0])
         weight = model.get_parameter(name)
         if weight.dim() > 1 and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            done = work[unit_path(model, name)]
+            done = work[unit]
             done.product_flops += 2 * weight.numel()
             done.saved_values += weight.shape[0]
             done.output_values = weight.shape[0]

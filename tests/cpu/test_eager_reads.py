@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,14 +139,13 @@ MODELS: tuple[type[Deep], ...] = (Deep, Disabled, ViewHandedOn, Penalty, Foreign
 
 
 @pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
 
     def fail(*_: object) -> Any:
         raise EngineError("of this test")
 
     monkeypatch.setattr(eager_reads, "OperatorReads", fail)
-    yield
 
 
 def batches_of(device: str | torch.device = "cpu") -> list[tuple[Tensor, Tensor]]:

@@ -57,6 +57,26 @@ def test_a_parameter_of_the_model_itself() -> None:
     assert unit_names(model) == [""]
 
 
+class _Stage(nn.Module):
+    """Layers that a module of its own calls: the outermost child of a container, as ConvNeXt's stages are."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))
+
+
+def test_a_large_unit_is_split_into_its_large_children() -> None:
+    """Layers of a stage, and parameters of a layer, are units where the whole holds too much; what is small stays together."""
+    model = nn.Sequential(_Stage(2, 4), _Stage(40, 16), _Stage(1, 64))
+    names = [name for name, _ in model.named_parameters()]
+    assert [unit.name for unit in group_units(model, names)] == ["0", "1", "2"]
+    units = group_units(model, names, smallest_limit=600)
+    layers = [f"1.layers.{number}" for number in range(40)]
+    assert [unit.name for unit in units] == ["0", "1", *layers, "2", "2.layers.0.0.weight", "2.layers.0.1.weight"]
+    assert [names[row] for row in units[-3].rows] == ["2.scale", "2.layers.0.0.bias", "2.layers.0.1.bias"]
+
+
 def test_an_unknown_name_is_refused() -> None:
     """A name that the model does not have is an error that says it."""
     with pytest.raises(UnsupportedError, match=r"'body\.9\.weight' is no parameter"):
@@ -66,15 +86,17 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(shape=st.recursive(st.just(None), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8), keep=st.integers(0, 2**16))
-def test_every_row_is_in_exactly_one_unit(shape: object, keep: int) -> None:
+@given(shape=st.recursive(st.just(None), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8), keep=st.integers(0, 2**16),
+       limit=st.integers(0, 8))
+def test_every_row_is_in_exactly_one_unit(shape: object, keep: int, limit: int) -> None:
     """For any tree and any managed parameters, units partition the rows.
 
     They are numbered in row order.
     """
     model = nn.Sequential(_tree(shape))
     names = [name for i, (name, _) in enumerate(model.named_parameters()) if keep >> i & 1]
-    units = group_units(model, names)
+    units = group_units(model, names, smallest_limit=limit)
+    assert len({unit.name for unit in units}) == len(units)
     assert sorted(row for unit in units for row in unit.rows) == list(range(len(names)))
     assert [unit.number for unit in units] == list(range(len(units)))
     assert sorted(units, key=lambda unit: unit.rows[0]) == list(units)
