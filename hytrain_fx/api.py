@@ -314,9 +314,6 @@ def _not_offloaded(session: Session) -> dict[int, str]:
     return found
 
 
-_NAMED = 5  # layers, in one sentence
-
-
 def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
     done, captured = session.steps_done, session.planning.captured_steps
@@ -326,15 +323,21 @@ def _outside(session: Session) -> Iterator[str]:
         yield (f"{done - captured} of {done} steps ran outside captured graphs: {why}. There updates begin at step() and the next forward "
                f"waits for all of them, so nothing is hidden; step() itself took {time_text(session.in_step_us)} in the last step"
                + ("" if session.planning.profile else ", and no times could be measured to plan with"))
+    if breaks := list(session.capture.breaks):
+        yield f"the forward is not one graph; torch.compile ends graphs at {_first_of(breaks, '; ')}"
     if session.marks.broken:
         held = _measured(session)
         took = f" ({time_text(held.held_us)} a step, measured)" if held else ""
-        yield f"the forward is not one graph (a graph break; TORCH_LOGS=graph_breaks tells where): it waits for all new weights first{took}"
+        yield f"the forward waits for all new weights at its first graph break{took}: without a C++ compiler its reads are not seen"
     if read := session.eager.reads.read:
-        names = [session.units[unit].name for unit in sorted(read)]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        yield (f"weights of {len(names)} of {len(session.units)} layers are read by code outside of graphs (TORCH_LOGS=graph_breaks tells "
-               f"where it is) and waited for there: {', '.join(names[:_NAMED])}{more}")
+        names = [session.units[unit].name or "(model)" for unit in sorted(read)]
+        yield (f"weights of {len(names)} of {len(session.units)} layers are read by code outside of graphs, and waited for there: "
+               f"{_first_of(names, ', ')}")
+
+
+def _first_of(texts: Sequence[str], between: str, most: int = 5) -> str:
+    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def _spent_us(session: Session) -> dict[str, float]:

@@ -91,6 +91,7 @@ class Capture(Generic[R]):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
         self.names, self.parameters, self.units = tuple(names), tuple(parameters), tuple(units)
         self.graphs: list[CompiledGraph[R]] = []
+        self.breaks: dict[str, None] = {}  # where and why Dynamo has ended graphs before the forward's end
         self._rewrite = rewrite
         self._around_backward = around_backward
         self._around_forward = around_forward
@@ -123,6 +124,8 @@ class Capture(Generic[R]):
 
         `torch.compile(model, backend=capture.backend, mode=..., options=...)` calls it.
         """
+        if (place := compiling.graph_break_after(gm)) is not None:
+            self.breaks[place] = None
         patches = {**(mode_options(mode) if mode else {}), **(options or {})}
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
         # torch keeps what it is given here as long as the code lives. A model that was dropped must

@@ -138,7 +138,10 @@ class EagerAccess:
         self.copies.enter_forward(self.touched)
 
     def before_eager_code(self) -> None:
-        """In a compiled call, before code of the model that is not one graph: it may read any weight, now or in its backward."""
+        """In a compiled call, before eager code of the model.
+
+        It may read any weight, now or in its backward.
+        """
         self.copies.before_eager_code()
         if not self.reads.begin():
             self.wait_for_all()
@@ -154,7 +157,10 @@ class EagerAccess:
 
     @whole()
     def _read_in_forward(self, rows: Sequence[int], elsewhere: bool) -> None:
-        """An operator is about to read weights of these rows, a unit's; `elsewhere`: on another stream than the forward's."""
+        """An operator is about to read weights of these rows, a unit's.
+
+        `elsewhere`: on another stream than the forward's.
+        """
         if elsewhere:  # what follows makes only this stream wait
             self._engine.settle(self._states.pieces.rows(rows))
         self._nodes.wait(rows)

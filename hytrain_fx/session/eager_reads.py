@@ -1,4 +1,4 @@
-"""A forward that is not one graph: weights that its eager code reads are waited for at the operator that reads them.
+"""In a forward that is not one graph, eager code waits for a weight at the operator that reads it.
 
     begin      before the forward's first eager code: nothing has been read
     (eager)    an operator is about to read a weight: its unit's new weights are waited for, as the
@@ -31,7 +31,9 @@ class EagerReads:
                runs; the flag says that it runs on another stream than the one the forward began on
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], units: Sequence[Unit], on_read: Callable[[Sequence[int], bool], None]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], units: Sequence[Unit], on_read: Callable[[Sequence[int], bool], None]
+    ) -> None:
         self._parameters = parameters
         self._units = units
         self._on_read = on_read
@@ -45,7 +47,10 @@ class EagerReads:
         self.read: set[int] = set()  # numbers of units that eager code of forwards has read
 
     def begin(self) -> bool:
-        """Eager code of the forward comes; False where its reads cannot be seen (no compiler): then all weights must be new."""
+        """Eager code of the forward comes.
+
+        False where its reads cannot be seen (no compiler): then all weights must be new.
+        """
         if self.is_on:
             return True
         watch = self._made()

@@ -1,7 +1,7 @@
 """One compiled model: its parameters, graphs, engine and plan, from the first call to `close`.
 
     enter_forward   a new plan is put in force; parameters become plain
-    (eager code)    of a forward that is not one graph: all weights are waited for
+    (eager code)    of a forward that is not one graph: its operators wait for what they read
     (the graphs)    nodes call `SessionNodes`
     leave_forward   parameters are guarded again
     step            commits: hyper-parameters fixed, updates begin (or continue) behind the

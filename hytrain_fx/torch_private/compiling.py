@@ -65,6 +65,19 @@ def compiled_call_of(
     return compiled
 
 
+def graph_break_after(gm: fx.GraphModule) -> str | None:
+    """Where and why Dynamo ended this graph before the forward's end, None where it did not.
+
+    As "file:line in function: reason".
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    frames = getattr(reason, "user_stack", None)
+    if not getattr(reason, "graph_break", False) or not frames:
+        return None
+    place = frames[-1]
+    return f"{place.filename}:{place.lineno} in {place.name}: {str(getattr(reason, 'reason', '')).partition(chr(10))[0]}"
+
+
 def raised_in_backend(error: Exception) -> Exception | None:
     """What a backend raised, of an error that Dynamo made of it; None where it is another error."""
     made: type[Exception] = private_name("torch._dynamo.exc", "BackendCompilerFailed")

@@ -1,7 +1,8 @@
-"""A forward that is not one graph waits, in its eager code, for nothing that this code does not read, and has the plain loop's bits."""
+"""Eager code of a forward waits for what it reads alone, and has the plain loop's bits."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -254,7 +255,10 @@ def test_eager_code_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
     before, after = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
     model, optimizer = _compiled(Between)
     assert _waits(model, optimizer, monkeypatch) == [*before, "eager", *after, "head"]
-    assert "are read by code outside" not in str(hytrain_fx.explain(model))
+    page = str(hytrain_fx.explain(model))
+    assert "are read by code outside" not in page
+    line = inspect.getsourcelines(Deep.forward)[1] + 1
+    assert f"{__file__}:{line} in forward" in page.replace("\n", " ").replace("  ", " ")
     hytrain_fx.close(model)
     model, optimizer = _compiled(BetweenReads)
     assert _waits(model, optimizer, monkeypatch) == [*before, "eager", "head", *after, "head"]

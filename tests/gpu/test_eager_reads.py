@@ -1,4 +1,4 @@
-"""On a GPU a forward that is not one graph has the plain loop's bits, whatever its eager code reads, on any stream."""
+"""On a GPU, whatever eager code of a forward reads, on any stream, has the plain loop's bits."""
 
 from __future__ import annotations
 
