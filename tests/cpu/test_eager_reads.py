@@ -178,7 +178,7 @@ def _compiled(kind: type[Deep], device: str = "cpu", **options: Any) -> tuple[An
 
 
 def require_same_as_plain(kind: type[Deep], device: str = "cpu", **options: Any) -> None:
-    """Train a plain compiled model and ours, with delays, and compare losses and weights bit for bit."""
+    """Train a plain compiled model and ours, with delays; losses and weights have the same bits."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain: Any = kind().to(device)
@@ -208,7 +208,7 @@ def test_where_reads_cannot_be_seen_all_weights_are_waited_for(kind: type[Deep])
 
 
 def _waits(model: Any, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The layers that one training forward waits for, in order, and "eager" where the part between begins."""
+    """The layers that one forward waits for, in order; "eager" is where the part between begins."""
     session = session_of(model)
     order: list[str] = []
     wait = session.engine.wait
@@ -251,7 +251,7 @@ class BetweenReads(Deep):
 
 
 def test_eager_code_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers after a graph break are waited for in their own graph; one that eager code reads is waited for there."""
+    """Each layer is waited for where it is read: in its graph, or in eager code."""
     before, after = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
     model, optimizer = _compiled(Between)
     assert _waits(model, optimizer, monkeypatch) == [*before, "eager", *after, "head"]

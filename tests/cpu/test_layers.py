@@ -58,7 +58,7 @@ def test_a_parameter_of_the_model_itself() -> None:
 
 
 class _Stage(nn.Module):
-    """Layers that a module of its own calls: the outermost child of a container, as ConvNeXt's stages are."""
+    """Layers that a module calls which is a container's child, like ConvNeXt's stages."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Stage(nn.Module):
 
 
 def test_a_large_unit_is_split_into_its_large_children() -> None:
-    """Layers of a stage, and parameters of a layer, are units where the whole holds too much; what is small stays together."""
+    """Where a stage or a layer holds too much, its large parts are units. What is small stays together."""
     model = nn.Sequential(_Stage(2, 4), _Stage(40, 16), _Stage(1, 64))
     names = [name for name, _ in model.named_parameters()]
     assert [unit.name for unit in group_units(model, names)] == ["0", "1", "2"]
