@@ -1,4 +1,6 @@
-"""Gradients of earlier micro-batches on their way back from their slots, one `grad_offload` ahead of the node that adds to them.
+"""Gradients of earlier micro-batches on their way back from their slots.
+
+They come one `grad_offload` ahead of the node that adds to them.
 
     the backward begins      the gradients of the first node's rows are put on the lane
     grad_offload             the compute stream waits for its rows', adds, sends the sums; then
@@ -43,7 +45,7 @@ class _Coming:
 
 
 class EarlierGradients:
-    """What rows had in their slots before the backward that runs, brought for the nodes that add to it."""
+    """What rows had in their slots before this backward, brought for the nodes that add to it."""
 
     def __init__(self, reader: SlotReader, groups: RowGroups, parts: BackwardParts) -> None:
         self._reader = reader
@@ -54,7 +56,9 @@ class EarlierGradients:
 
     @contextmanager
     def ahead(self, calls: Sequence[tuple[int, ...]]) -> Iterator[None]:
-        """Around one run of a graph whose `grad_offload` nodes have these rows, in their order: meanwhile gradients are fetched ahead.
+        """Around one run of a graph: meanwhile gradients are fetched ahead.
+
+        `calls`: the rows of its `grad_offload` nodes, in their order.
 
         A node that runs out of order fetches its own, and the others' stay on their way.
         """
@@ -70,11 +74,17 @@ class EarlierGradients:
 
     @property
     def to_come(self) -> bool:
-        """Whether nodes may yet ask for what they had: False in a backward that began without gradients."""
+        """Whether nodes may still ask for what they had.
+
+        False in a backward that began without gradients.
+        """
         return self._coming is not None or bool(self._to_come)
 
     def go_ahead(self) -> None:
-        """Put the gradients of the next node that adds to any on the lane, if none are. Called `without_torch_function`."""
+        """Put the gradients of the next node that adds to any on the lane, if none are.
+
+        Called `without_torch_function`.
+        """
         while self._to_come and self._coming is None:
             rows = self._to_come.popleft()
             group = self._groups[rows]
@@ -83,7 +93,9 @@ class EarlierGradients:
                 self._coming = _Coming(rows, sources, *self._reader.begin(tuple(sources)))
 
     def of(self, group: RowGroup, held: Sequence[torch.Tensor | None], again: Collection[int]) -> Mapping[int, torch.Tensor]:
-        """By row: what rows of this node have in their slots, unedited, and are to add to now. New tensors, of the parameters' dtypes.
+        """By row: what rows of this node have in their slots, unedited, and are to add to now.
+
+        New tensors, of the parameters' dtypes.
 
         `held`: the rows' `.grad`. `again`: rows whose `.grad` is of this backward.
         """
@@ -105,7 +117,7 @@ class EarlierGradients:
         return found or _NOTHING
 
     def _wanted(self, group: RowGroup, held: Sequence[torch.Tensor | None], again: Collection[int]) -> dict[int, RowGradient]:
-        """The sources of gradients in slots that the next ones of these rows are added to as they come."""
+        """The sources of gradients in slots that the next ones of these rows are added to."""
         found: dict[int, RowGradient] = {}
         if all(grad is None for grad in held):
             return found

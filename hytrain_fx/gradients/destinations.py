@@ -1,8 +1,10 @@
-"""Where autograd takes the gradients of the backward that runs: to `.grad`, to the caller of torch.autograd.grad, or nowhere.
+"""Where autograd takes the gradients of the backward that runs.
+
+To `.grad`, to the caller of torch.autograd.grad, or nowhere.
 
     loss.backward()                         every leaf's AccumulateGrad runs
     loss.backward(inputs=[a, b])            that of a and b alone: others get no gradient
-    torch.autograd.grad(loss, [a, b])       none runs: the gradients of a and b are handed to the caller
+    torch.autograd.grad(loss, [a, b])       none runs: the caller is handed those of a and b
     a frozen since the forward              its AccumulateGrad runs, and adds nothing
 
 A compiled backward makes all its gradients whoever asked; autograd drops what nobody wants. What
@@ -39,14 +41,20 @@ NOWHERE_ELSE = Elsewhere()
 
 
 class GradDestinations:
-    """Asks the running backward about the parameters of one session; 0.15 us a row where all is as in `loss.backward()`."""
+    """Asks the running backward about the parameters of one session.
+
+    0.15 us a row where all is as in `loss.backward()`.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._known: dict[frozenset[int], _Leaves] = {}
 
     def elsewhere(self, rows: frozenset[int]) -> Elsewhere:
-        """Which of `rows` get no `.grad` from the backward that runs on this thread; none of them outside of one."""
+        """Which of `rows` get no `.grad` from the backward that runs on this thread.
+
+        None of them outside of one.
+        """
         known = self._known.get(rows)
         if known is not None and known.all_accumulate():
             return NOWHERE_ELSE
@@ -79,7 +87,7 @@ class _Leaves:
 
 
 def with_gradients(positions: Mapping[int, int], returned: Mapping[int, Tensor], results: Sequence[Any]) -> Sequence[Any]:
-    """The results of a compiled backward with these rows' gradients where it was made to return None."""
+    """The results of a compiled backward, with these rows' gradients where it returned None."""
     edited = list(results)
     for row, gradient in returned.items():
         edited[positions[row]] = gradient

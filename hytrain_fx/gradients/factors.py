@@ -1,6 +1,9 @@
-"""The number by which torch really multiplies a gradient, so that a multiplication can be written down and done later.
+"""The number by which torch really multiplies a gradient.
 
-    g.mul_(c)   ==   g <- round_to_dtype_of_g(float32(g) * float32(m))        m = effective_factor(c, ...)
+With it a multiplication can be written down and done later.
+
+    g.mul_(c)   ==   g <- round_to_dtype_of_g(float32(g) * float32(m))
+    m = effective_factor(c, ...)
 
 Where g is bfloat16 or float16, m depends on the form: a Python number or a 0-dim CPU tensor enters
 `mul_` as float32(c), but `_foreach_mul_` of a number on the CPU (torch 2.13) and a 0-dim CUDA
@@ -22,7 +25,10 @@ import torch
 from torch import Tensor
 
 Factor = float | Tensor
-"""A float is exact in float32. A tensor is 0-dim float32 on the gradient's device and belongs to the log alone."""
+"""A float is exact in float32.
+
+A tensor is 0-dim float32 on the gradient's device and belongs to the log alone.
+"""
 
 _GRADIENTS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _TENSOR_FACTORS: Final = _GRADIENTS | {torch.float64}
@@ -39,7 +45,10 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Scaling:
-    """An in-place multiplication of torch's. `uniform`: its tensors share dtype and device (CUDA has another kernel where they do not)."""
+    """An in-place multiplication of torch's.
+
+    `uniform`: its tensors share dtype and device (CUDA has another kernel where they do not).
+    """
 
     function: Callable[..., Any]
     form: Form
@@ -64,7 +73,7 @@ class _Entry(Enum):
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of factor: a Python type, or a tensor of some dtype on the CPU or beside the gradient."""
+    """A kind of factor: a Python type, or a tensor of some dtype, on the CPU or not."""
 
     python: type | None = None
     dtype: torch.dtype | None = None
@@ -72,7 +81,9 @@ class _Kind:
 
 
 def effective_factor(factor: object, scaling: Scaling, dtype: torch.dtype, device: torch.device, dim: int) -> Factor | None:
-    """The number m of the module docstring for a `dim`-dimensional gradient of `dtype` on `device`; None where there is none.
+    """The number m of the module docstring for a `dim`-dimensional gradient of `dtype` on `device`.
+
+    None where there is none.
 
     A tensor on an accelerator is copied, so later edits of it change nothing; one on the CPU is
     read.

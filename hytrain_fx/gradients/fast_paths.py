@@ -1,4 +1,6 @@
-"""What a stand-in gradient answers without its values: metadata, norms, scaling, zeroing, detaching.
+"""What a stand-in gradient answers without its values.
+
+Metadata, norms, scaling, zeroing, detaching.
 
     norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes
                                              back for this one answer and is dropped
@@ -61,7 +63,10 @@ def _metadata(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _storage(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Dynamo describes each parameter with the storage of its `.grad`: the stand-in's own, without memory, saves bringing all back."""
+    """Dynamo describes each parameter with the storage of its `.grad`.
+
+    The stand-in's own, which has no memory, saves bringing all gradients back.
+    """
     return _metadata(func, args, kwargs) if is_tracing() else NotImplemented
 
 
@@ -100,7 +105,10 @@ def _norm(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _order_asked(args: _Args, kwargs: _Kwargs) -> float | None:
-    """The order of a whole-tensor norm without further options: `norm(g)`, `norm(g, 1)`, `norm(g, p="fro", dim=None)`; else None."""
+    """The order of a whole-tensor norm without further options, else None.
+
+    `norm(g)`, `norm(g, 1)`, `norm(g, p="fro", dim=None)` are such norms.
+    """
     options = dict(kwargs)
     given = [*args[1:], *(options.pop(name) for name in ("p", "ord") if name in options)]
     if len(given) > 1 or any(value is not _NO_OPTION.get(name, ...) for name, value in options.items()):
@@ -139,7 +147,10 @@ def _norm_of(state: GradState, order: float, *, foreach: bool) -> Tensor:
 
 
 def _one_kind(tensors: object) -> bool:
-    """Whether a foreach call handles each of these as it would alone: on CUDA one odd tensor sends the whole list to another kernel."""
+    """Whether a foreach call handles each of these as it would alone.
+
+    On CUDA one odd tensor sends the whole list to another kernel.
+    """
     if not isinstance(tensors, (list, tuple)) or not tensors:
         return False
     with without_torch_function():
@@ -207,7 +218,10 @@ def _mul_each(func: Callable[..., Any], tensors: Sequence[Tensor], scales: Seque
 
 
 def _unscale(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """`_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)`: an inf or nan anywhere shows in the inf-norm."""
+    """`_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)`.
+
+    An inf or nan anywhere shows in the inf-norm.
+    """
     if len(args) != 3 or kwargs or not _one_kind(args[0]) or args[0][0].dtype != torch.float32:
         return NotImplemented
     grads, found_inf, inv_scale = args
@@ -279,7 +293,10 @@ def _foreach_zero(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any
 
 
 def _convert(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """Of a gradient that `step()` has used another stand-in: `model.cpu()` converts gradients that nobody reads any more."""
+    """Another stand-in of a gradient that `step()` has used.
+
+    `model.cpu()` converts gradients that nobody reads any more.
+    """
     grad, state = args[0], state_of(args[0])
     if state is None or state.real is not None:
         return NotImplemented
@@ -293,7 +310,9 @@ def _convert(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _may_take_data(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """`nn.Module._apply` asks before it writes a converted gradient into `p.grad.data`, in C++, where a stand-in has no memory.
+    """`nn.Module._apply` asks before it writes a converted gradient into `p.grad.data`.
+
+    It writes in C++, where a stand-in has no memory.
 
     Where it may not, it assigns to `p.grad`.
     """

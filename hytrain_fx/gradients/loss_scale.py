@@ -1,9 +1,11 @@
 """GradScaler without a wait: what it leaves at the optimizer instead of reading it.
 
     scaler.step(optimizer)
-        found_inf.item() == 0: optimizer.step()              as a rule: the launching thread waits for the whole backward
-        optimizer.grad_scale, optimizer.found_inf = ...      where `_step_supports_amp_scaling`: step() is called in any case
-        optimizer.step()
+        as a rule, and the launching thread waits for the whole backward:
+            found_inf.item() == 0: optimizer.step()
+        where `_step_supports_amp_scaling`, and step() is called in any case:
+            optimizer.grad_scale, optimizer.found_inf = ...
+            optimizer.step()
 
 Both are tensors on the device. Gradients are scaled as by `unscale_`, and the engine updates
 nothing where `found_inf` says so.
@@ -26,7 +28,9 @@ _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_"
 
 
 def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether GradScaler may call step() for a step that is to be left out, with an engine that can leave it out.
+    """Whether GradScaler may call step() for a step that is to be skipped.
+
+    The engine can leave such a step out.
 
     Not where somebody would see that call: through a hook, or a `step` of their own in the place of
     ours (a scheduler's only counts). Others than GradScaler that ask (Lightning, whether gradients
@@ -39,7 +43,9 @@ def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def left_by_scaler(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[torch.Tensor | None]:
-    """Scale the gradients as GradScaler asks, and give what says, on `device`, whether this step is left out; None without GradScaler.
+    """Scale the gradients as GradScaler asks.
+
+    Gives what says, on `device`, whether this step is left out; None without GradScaler.
 
     Raises ValueError for fp16 gradients that are still scaled, as `unscale_` does, and
     AssertionError where there is no gradient, as GradScaler does. It takes back what it left only

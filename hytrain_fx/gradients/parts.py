@@ -1,8 +1,10 @@
-"""The parts of one backward are added up first, then to `.grad`: as autograd does it, so that every sum has its bits.
+"""The parts of one backward are added up first, then to `.grad`.
+
+Autograd does it so, and every sum has its bits.
 
     (model(a) + model(b)).backward()        one backward, two parts for each weight
     .grad = 1st + 2nd                       where there was none: parts may be added as they come
-    .grad = .grad + (1st + 2nd)             where there was one: `.grad` is laid aside until the backward ends
+    .grad = .grad + (1st + 2nd)             where there was one: laid aside until the backward ends
 
 Laying aside takes device memory for the sum, and the sum goes to the host only when the backward
 ends. So it is done for rows that may get several parts alone: several calls wait for their

@@ -1,4 +1,6 @@
-"""The rows that one node names and their gradients: alike or not, where they go, their norms and order of memory.
+"""The rows that one node names and their gradients.
+
+Are they alike, where do they go, what are their norms and their order of memory.
 
 A row here is a parameter. The gradient of one that is cut stays on the device until `step()`.
 
@@ -27,7 +29,10 @@ _stride_of: Final = torch.Tensor.stride
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Those rows of a node whose gradients go the same way: their positions, and what stands there."""
+    """Those rows of a node whose gradients go the same way.
+
+    Their positions, and what stands there.
+    """
 
     positions: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
@@ -83,7 +88,7 @@ class RowGroup:
         return Part(tuple(positions), tuple(self.rows[i] for i in positions), tuple(self.parameters[i] for i in positions))
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients have the parameters' order of memory, and the dtypes that the graphs make."""
+        """Whether the gradients have the parameters' order of memory and the graphs' dtypes."""
         return list(map(_layout_of, grads)) == self.layouts and form_of_each(grads) == (self.strides, self.dtypes)
 
 
@@ -118,7 +123,10 @@ def form_of_each(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]]
 def norm_of_each(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], order: float, foreach: bool
 ) -> Sequence[torch.Tensor]:
-    """The norm of each gradient (0-dim) in its parameter's dtype, with the bits that torch gives it alone."""
+    """The norm of each gradient (0-dim) in its parameter's dtype.
+
+    It has the bits that torch gives it alone.
+    """
     if list(map(_dtype_of, grads)) != list(map(_dtype_of, parameters)):
         wide = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))  # one at a time: they take memory
         return [_foreach_norm([grad], order)[0] if foreach else torch.linalg.vector_norm(grad, order) for grad in wide]

@@ -1,4 +1,4 @@
-"""The slots of one session: which gradient each row's slot has, and bringing gradients back from them.
+"""The slots of one session: which gradient each has, and how it comes back.
 
     a gradient is sent       another generation of the row, neither taken nor gone
     step(), zero_grad()      taken: the slot still has it, for whoever kept the stand-in
@@ -18,7 +18,10 @@ from hytrain_fx.runtime.states.slabs import padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
 
 Norm = tuple[float, bool]
-"""Order of a norm, and whether torch's foreach kernel computes it: on CUDA the two differ in the last bits."""
+"""Order of a norm, and whether torch's foreach kernel computes it.
+
+On CUDA the two differ in the last bits.
+"""
 
 
 class SlotReader:
@@ -42,7 +45,10 @@ class SlotReader:
         return gradient.to(dtype)  # one that came in bf16 is an fp32 one all the same
 
     def begin(self, rows: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
-        """Gradients on their way: the number to `finish` with, and where they come to, views of one block of memory."""
+        """Put gradients on their way.
+
+        Gives the number to `finish` with, and where they come to: views of one block of memory.
+        """
         places, end = [], 0
         for row in rows:
             shape, strides, dtype, numel = self._forms[row]

@@ -1,4 +1,6 @@
-"""Where stand-in gradients have their values: the slot of a row on the host, or the tensor that an update on the device reads.
+"""Where stand-in gradients have their values.
+
+In the slot of a row on the host, or in the tensor that an update on the device reads.
 
 Stand-ins themselves are used again: making a tensor takes 1.6 us, giving one that nobody else holds
 another state a third of that.
@@ -22,7 +24,7 @@ from hytrain_fx.torch_private.tensors import use_count
 
 
 class RowGradient:
-    """Source of one stand-in: the gradient of `row` as its `generation`-th offload left it in the slot."""
+    """Source of one stand-in: what the `generation`-th offload left in the slot of `row`."""
 
     __slots__ = ("_generation", "_norms", "_row", "_slots")
 
@@ -37,7 +39,10 @@ class RowGradient:
         return self._slots.generation[self._row] == self._generation and self._row not in self._slots.gone
 
     def is_taken(self) -> bool:
-        """Whether `step()` has taken it: what is in the slot is none that the next one finds there."""
+        """Whether `step()` has taken it.
+
+        The next `step()` does not find what is in the slot.
+        """
         return self._row in self._slots.taken
 
     def fetch(self) -> torch.Tensor:
@@ -51,7 +56,10 @@ class RowGradient:
         return self._slots.fetch(self._row)
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
-        """The norm taken when the gradient was made (0-dim, on the device), handed out once; None if it was not asked for before."""
+        """The norm taken when the gradient was made (0-dim, on the device), handed out once.
+
+        None if it was not asked for before.
+        """
         if not self._norms or not self.is_live() or (self._slots.steps_may_write and self.is_taken()):
             return None
         return self._norms.pop((float(ord), foreach), None)
@@ -62,12 +70,18 @@ class RowGradient:
 
 
 def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
-    """The source of a stand-in whose values are, unedited, those in its row's slot; None for anything else."""
+    """The source of a stand-in whose values are, unedited, those in its row's slot.
+
+    None for anything else.
+    """
     return _source_in_slot(grad.grad_state) if type(grad) is GradStandIn and not grad.grad_state.factors else None
 
 
 def is_in_slot(standin: GradStandIn) -> bool:
-    """Whether the values are in the row's slot and no `step()` has taken them, so that an update on the host finds them there."""
+    """Whether the values are in the row's slot and no `step()` has taken them.
+
+    Then an update on the host finds them there.
+    """
     return _source_in_slot(standin.grad_state) is not None
 
 
@@ -96,7 +110,10 @@ def is_clean(standin: GradStandIn) -> bool:
 
 
 class HeldGradient:
-    """Source of the stand-in that takes the place of a device row's `.grad` at `step()`: the update may be reading the tensor."""
+    """Source of the stand-in that replaces a device row's `.grad` at `step()`.
+
+    The update may be reading the tensor.
+    """
 
     __slots__ = ("_engine", "_grad", "_rows")
 
@@ -114,7 +131,10 @@ class HeldGradient:
         return True
 
     def fetch(self) -> torch.Tensor:
-        """A copy, made behind the update: what is written where the copy was may not overtake it."""
+        """A copy, made after the update.
+
+        What is written where the copy was may not overtake it.
+        """
         if self._engine is not None:
             self._engine.wait(self._rows)
         return self._grad.clone(memory_format=torch.preserve_format)
@@ -128,7 +148,10 @@ class HeldGradient:
 
 
 class KeptGradient:
-    """Source of a gradient that `step()` has taken and that was kept on the host, because its slot has moved."""
+    """Source of a gradient that `step()` has taken and whose slot has moved.
+
+    It was kept on the host.
+    """
 
     __slots__ = ("_device", "_kept")
 
@@ -153,7 +176,10 @@ class KeptGradient:
 
 
 class StandIns:
-    """Makes stand-ins by row, out of those that were left with it and that nobody else holds by now."""
+    """Makes stand-ins by row, out of those that were left with it.
+
+    Nobody else may hold these.
+    """
 
     def __init__(self) -> None:
         self._left: dict[int, GradStandIn] = {}
@@ -179,7 +205,10 @@ class StandIns:
         self._lent[row] = standin
 
     def end_loan(self, row: int) -> None:
-        """Nothing here may hold that gradient from now on; a stand-in that somebody has is theirs."""
+        """Nothing here may hold that gradient from now on.
+
+        A stand-in that somebody has is theirs.
+        """
         lent = self._lent
         if row in lent:
             free = _is_free(lent, row)
@@ -193,7 +222,10 @@ class StandIns:
 
 
 def _is_free(held: dict[int, GradStandIn], row: int) -> bool:
-    """Whether `held` alone refers to it, in Python and in C++, and nobody has put a mark of their own on it."""
+    """Whether `held` alone refers to it, in Python and in C++.
+
+    And whether nobody has put a mark of their own on it.
+    """
     if sys.getrefcount(held[row]) != _HELD_ONCE:
         return False
     standin = held[row]

@@ -1,9 +1,12 @@
-"""`.grad` of a parameter whose gradient went to the host: metadata at once, values only when somebody asks.
+"""`.grad` of a parameter whose gradient went to the host.
+
+Metadata at once, values only when somebody asks.
 
     p.grad                           a GradStandIn: shape, dtype, device, strides; no memory
-    clip_grad_norm_, unscale_        answered from norms taken at offload; the scaling is logged as a factor    (clean -> factors)
-    zero_()                          noted                                                                       (-> zeroed)
-    p.grad.abs(), p.grad += x, ...   the gradient comes back, p.grad becomes that real tensor                    (-> real)
+    clip_grad_norm_, unscale_        clean -> scaled: answered from norms taken at offload; the
+                                     scaling is logged as a factor
+    zero_()                          -> zeroed: noted
+    p.grad.abs(), p.grad += x, ...   -> real: the gradient comes back, p.grad becomes that tensor
 
 `.detach()` and `.data` give another stand-in of the same gradient. The fast answers are in
 `fast_paths`; whatever is not there runs on the real tensor, so a missing fast path costs time and
@@ -26,7 +29,9 @@ from hytrain_fx.torch_private import tensors
 
 
 class GradStandIn(Tensor):
-    """Stands in as `parameter.grad`: same shape, strides, dtype, device; `requires_grad` False; values with `source`.
+    """Stands in as `parameter.grad`: same shape, strides, dtype, device; `requires_grad` False.
+
+    Its values are with `source`.
 
     Of `parameter` it takes the metadata, and that one's `.grad` becomes the real tensor once it is
     brought back.
@@ -47,16 +52,25 @@ class GradStandIn(Tensor):
 
     @property
     def factors(self) -> tuple[Factor, ...]:
-        """Logged factors, to be applied to the source's values in order, each `round(float32(g) * factor)`."""
+        """Logged factors, applied to the source's values in order.
+
+        Each is `round(float32(g) * factor)`.
+        """
         return self.grad_state.factors
 
     @property
     def zeroed(self) -> bool:
-        """Whether `zero_()` was the last word on the values (factors may follow; a real tensor is None)."""
+        """Whether `zero_()` was the last write to the values.
+
+        Factors may follow; a real tensor has none.
+        """
         return self.grad_state.real is None and isinstance(self.grad_state.source, ZeroSource)
 
     def shared(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> GradStandIn:
-        """Another stand-in of the same gradient, as `.detach()` and `.data` give; only of a used one with another dtype or device."""
+        """Another stand-in of the same gradient, as `.detach()` and `.data` give.
+
+        Only of a used one with another dtype or device.
+        """
         with tensors.without_torch_function():
             form = (self.shape, self.stride(), dtype or self.dtype, device or self.device)
             twin = tensors.wrapper_tensor(GradStandIn, *form)
@@ -94,7 +108,10 @@ class GradStandIn(Tensor):
 
 
 def run_on_real(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, into_parameter: bool) -> Any:
-    """`func` with every stand-in replaced by its real tensor; where it returns such a tensor itself, the stand-in is returned."""
+    """`func` with every stand-in replaced by its real tensor.
+
+    Where it returns such a tensor itself, the stand-in is returned.
+    """
     standins: dict[int, GradStandIn] = {}
 
     def real_of(value: Any) -> Any:

@@ -1,7 +1,9 @@
 """What is known of one offloaded gradient, in one of four forms.
 
-    clean    source alone                  scaled   source and factors: g <- round(float32(g) * factor), in order
-    zeroed   a ZeroSource (and factors)    real     a tensor on the device holds the values; every later op goes to it
+    clean    source alone
+    scaled   source and factors: g <- round(float32(g) * factor), in order
+    zeroed   a ZeroSource (and factors)
+    real     a tensor on the device holds the values; every later op goes to it
 """
 
 from __future__ import annotations
@@ -19,16 +21,23 @@ MAX_LOGGED_FACTORS: Final = 4
 """Factors kept before the gradient is brought back instead: a clip, an unscale and two by hand."""
 
 class GradSource(Protocol):
-    """Where the values of one offloaded gradient are. All methods are called on the thread that touches the stand-in."""
+    """Where the values of one offloaded gradient are.
+
+    All methods are called on the thread that touches the stand-in.
+    """
 
     def fetch(self) -> Tensor:
-        """A fresh tensor on the parameter's device with the gradient's bits, ordered on the current stream; the caller owns it.
+        """A fresh tensor on the parameter's device with the gradient's bits.
+
+        It is ordered on the current stream; the caller owns it.
 
         Raises GradientConsumedError after it was dropped and another has taken its memory.
         """
 
     def norm(self, ord: float, foreach: bool) -> Tensor | None:
-        """The 0-dim device tensor that torch gives for this gradient, or None if it was not computed.
+        """The 0-dim device tensor that torch gives for this gradient.
+
+        None if it was not computed.
 
         `foreach=True`: of `torch._foreach_norm`; False: of `torch.linalg.vector_norm`. On CUDA
         their float32 results may differ. The caller may write to what it gets: hand out a tensor
@@ -36,7 +45,10 @@ class GradSource(Protocol):
         """
 
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:
-        """Somebody asked for this norm and it was not there: compute it at offload from the next step on."""
+        """Somebody asked for this norm and it was not there.
+
+        Compute it at offload from the next step on.
+        """
 
     def is_live(self) -> bool:
         """Whether `fetch` can still succeed."""
@@ -62,7 +74,10 @@ class ZeroSource:
 
 
 class GradState:
-    """The state of one gradient, in one of the four forms above; shared by a stand-in and those detached from it."""
+    """The state of one gradient, in one of the four forms above.
+
+    Shared by a stand-in and those detached from it.
+    """
 
     __slots__ = ("__weakref__", "factors", "parameter", "real", "source")
 
@@ -73,7 +88,10 @@ class GradState:
         self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
 
     def copy_out(self) -> Tensor:
-        """A fresh real tensor with the gradient's present values; the state stays as it is. Raises GradientConsumedError."""
+        """A fresh real tensor with the gradient's present values; the state stays as it is.
+
+        Raises GradientConsumedError.
+        """
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be edited later
             real = self.source.fetch()
             if type(real) is not Tensor:  # a FakeTensor, when a tracer runs us: it must never become the gradient
@@ -84,7 +102,10 @@ class GradState:
         return real
 
     def log(self, factor: Factor) -> bool:
-        """Note one more factor; False, and nothing noted, if the gradient is real or has as many as are kept."""
+        """Note one more factor.
+
+        False, and nothing noted, if the gradient is real or has as many as are kept.
+        """
         if isinstance(factor, float) and factor == 1.0 and self.real is None:
             return True
         if self.real is not None or len(self.factors) == MAX_LOGGED_FACTORS:
@@ -108,7 +129,10 @@ class GradState:
             parameter.grad = self.real
 
     def zero(self, standin: Tensor) -> None:
-        """Note that every value is now zero. Does not need the old values, so it also works after `step()`."""
+        """Note that every value is now zero.
+
+        Does not need the old values, so it also works after `step()`.
+        """
         self.source = ZeroSource(standin.shape, standin.stride(), standin.dtype, standin.device)
         self.factors = ()
 

@@ -1,4 +1,4 @@
-"""The gradients of one session: what the graphs make goes into the engine or stays on the device, what user code finds goes into `.grad`.
+"""The gradients of one session, from the graphs to the engine or to `.grad`.
 
     row on the host                      gradient to its slot, `.grad` becomes a stand-in
     row updated on the device            gradient copied into a real `.grad`
@@ -24,11 +24,11 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.ahead import EarlierGradients
+from hytrain_fx.gradients.held import HeldGradients
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
 from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import (
-    HeldGradient,
     KeptGradient,
     RowGradient,
     StandIns,
@@ -60,8 +60,8 @@ class SessionGradients:
         self.table = table
         self.groups = RowGroups(table, states.copies)
         self.slots = GradientSlots(table, engine, states)
-        self.held: dict[int, torch.Tensor] = {}  # gradients that an update on the device still reads
         self.standins = StandIns()
+        self.held = HeldGradients(table, engine, states, self.standins)
         self.parts = BackwardParts(self.end_sums)
         self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
         self._engine = engine
@@ -80,12 +80,18 @@ class SessionGradients:
         self._summed.clear()
 
     def fetching_ahead(self, calls: Sequence[tuple[int, ...]]) -> AbstractContextManager[None]:
-        """Around a graph that takes the gradients of these rows, call by call: earlier ones come back ahead of the call."""
+        """Around a graph that takes the gradients of these rows, call by call.
+
+        Earlier ones come back ahead of the call.
+        """
         return self._earlier.ahead(calls)
 
     @contextmanager
     def all_or_none(self, rows: Iterable[int]) -> Iterator[None]:
-        """Around one run of a graph that takes the gradients of `rows`: where it ends in an error, `.grad` is as before the backward."""
+        """Around one run of a graph that takes the gradients of `rows`.
+
+        Where it ends in an error, `.grad` is as before the backward.
+        """
         self._before.graph_begins(running_backward())
         try:
             yield
@@ -124,18 +130,27 @@ class SessionGradients:
     # ---- gradients at hand ----
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
-        """Offload a real `.grad` at `step()`: it came from outside the graphs, or user code has changed it."""
+        """Offload a real `.grad` at `step()`.
+
+        It came from outside the graphs, or user code has changed it.
+        """
         self.slots.send([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
         self._arm_late(row)
 
     def offload_pieces(self, row: int, grad: torch.Tensor) -> None:
-        """As `offload_real`, what the CPU updates of a parameter that is cut; `grad` has the parameter's order of memory."""
+        """As `offload_real`, what the CPU updates of a parameter that is cut.
+
+        `grad` has the parameter's order of memory.
+        """
         pieces, flat = self._states.host_pieces(row), flat_memory(grad)
         self._engine.grad_offload(list(pieces), [flat[piece.begin : piece.end] for piece in pieces.values()])
         self._arm_late(*pieces)
 
     def is_eager(self, row: int) -> bool:
-        """Whether the row's present `.grad` has a part that did not come from the graphs. Asked when autograd has added what it has."""
+        """Whether the row's present `.grad` has a part that did not come from the graphs.
+
+        Asked when autograd has added what it has.
+        """
         state = self._fresh.pop(row, None)
         if state is not None:
             return state.real is not None  # added to a stand-in, it brings the real gradient back
@@ -156,40 +171,19 @@ class SessionGradients:
             )
 
     def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
-        """A real gradient in the parameter's order of memory, for an update to read later: a copy of a tensor that user code made."""
+        """A real gradient in the parameter's order of memory, for an update to read later.
+
+        A copy of a tensor that user code made.
+        """
         made, _ = self._own.get(row, (None, 0))
         own = made is not None and made() is grad
         return like_parameter(grad, self.table.parameters[row], copy=not own)
 
-    def hold(self, row: int, grad: torch.Tensor) -> None:
-        """Keep `grad` until its update has run; where it is the row's `.grad`, user code finds a stand-in of it there instead."""
-        self.held[row] = grad
-        parameter = self.table.parameters[row]
-        if get_grad(parameter) is grad:
-            standin = self.standins.make(row, parameter, HeldGradient(self._engine, self._states.pieces.of(row), grad))
-            self.standins.lend(row, standin)
-            set_grad(parameter, standin)
-
-    def let_go(self, rows: Sequence[int]) -> None:
-        """The updates of these rows have run."""
-        with without_torch_function():
-            for row in rows:
-                if self.held.pop(row, None) is not None:
-                    self.standins.end_loan(row)
-
-    def let_go_of_all(self) -> None:
-        """No update is running: nothing reads the gradients that are held."""
-        self.let_go(list(self.held))
-
-    def end_update(self, row: int) -> None:
-        """A gradient comes from user code: `step()` may have been called before without a forward after it."""
-        rows = self._states.pieces.of(row)
-        if any(map(self._engine.pending, rows)):
-            self._engine.settle(rows)
-            self.let_go([row])
-
     def before_move(self) -> None:
-        """Slots are about to be other memory: what `.grad` still shows of them after `step()` is kept on the host."""
+        """Slots are about to be other memory.
+
+        What `.grad` still shows of them after `step()` is kept on the host.
+        """
         with without_torch_function():
             for row, grad in enumerate(map(get_grad, self.table.parameters)):
                 if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
@@ -199,7 +193,7 @@ class SessionGradients:
 
     def end(self) -> None:
         """No slot has a gradient from now on."""
-        self.let_go_of_all()
+        self.held.let_go_of_all()
         self.slots.gone.update(range(len(self.table)))
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
@@ -207,7 +201,10 @@ class SessionGradients:
         return _is_as_noted(grad, self._own.get(row))
 
     def any_in_place(self) -> bool:
-        """Whether a gradient that `step()` may yet take rests where the present placement has it: in a slot, or ready on the device."""
+        """Whether a gradient that `step()` may take rests where the present placement has it.
+
+        In a slot, or ready on the device.
+        """
         with without_torch_function():
             found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
             return any(is_in_slot(grad) if isinstance(grad, GradStandIn) else self.is_untouched(row, grad) for row, grad in found)
@@ -215,7 +212,10 @@ class SessionGradients:
     # ---- taking gradients ----
 
     def take(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
-        """The gradients of one node, in the parameters' shapes, from buffers that die after this call."""
+        """The gradients of one node, in the parameters' shapes.
+
+        Their buffers die after this call.
+        """
         again = self.parts.arrive(group.rows)
         with without_torch_function():
             held = list(map(get_grad, group.parameters))
@@ -231,7 +231,10 @@ class SessionGradients:
     def _take_more(
         self, group: RowGroup, grads: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None], alike: bool, again: Collection[int]
     ) -> None:
-        """The gradients of rows that may have some. `alike`: they are in the parameters' form, and all may go in one."""
+        """The gradients of rows that may have some.
+
+        `alike`: they are in the parameters' form, and all may go in one.
+        """
         earlier = self._earlier.of(group, held, again)
         if not (alike and self._take_next(group, grads, held, earlier, again)):
             self._take_each(group, grads, earlier, again)
@@ -264,7 +267,9 @@ class SessionGradients:
         earlier: Mapping[int, torch.Tensor],
         again: Collection[int],
     ) -> bool:
-        """Gradients in the parameters' form, of rows that all have one, unedited, where the plan has it: in the slot, or on the device.
+        """Gradients in the parameters' form, of rows that all have one, unedited.
+
+        It is where the plan has it: in the slot, or on the device.
 
         False, with nothing done, where that is not so of a row, or where a part has to wait for the
         end of the backward.
@@ -312,7 +317,10 @@ class SessionGradients:
             self._send(on_host, laid_out)
 
     def _laid_aside(self, row: int, grad: torch.Tensor) -> bool:
-        """Whether this part waits for the end of the backward, because `.grad` is of an earlier one and more parts may come."""
+        """Whether this part waits for the end of the backward.
+
+        `.grad` is of an earlier one then, and more parts may come.
+        """
         parameter = self.table.parameters[row]
         held = parameter.grad
         if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_gone(held)):
@@ -322,7 +330,10 @@ class SessionGradients:
         return True
 
     def _add(self, row: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
-        """Add a gradient to a real `.grad`, or to the one in the slot; the sum, and whether it has yet to be put somewhere."""
+        """Add a gradient to a real `.grad`, or to the one in the slot.
+
+        Returns the sum, and whether it has to be put somewhere.
+        """
         parameter = self.table.parameters[row]
         if row in self.parts.open:
             self.parts.open[row].parts.add_(grad)
@@ -343,7 +354,10 @@ class SessionGradients:
         return grad, False
 
     def _send(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
-        """Gradients in the parameters' form to their slots, stand-ins into `.grad`. Called `without_torch_function`."""
+        """Gradients in the parameters' form to their slots, stand-ins into `.grad`.
+
+        Called `without_torch_function`.
+        """
         norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.slots.norms_wanted]
         self.slots.send(part.rows, grads)
         make, fresh = self.standins.make, self._fresh

@@ -1,4 +1,6 @@
-"""What `.grad` was before the backward that runs, so that a graph of it that ends in an error (Ctrl+C, out of memory) leaves no part.
+"""What `.grad` was before the backward that runs.
+
+A graph of it that ends in an error (Ctrl+C, out of memory) leaves no part.
 
 Autograd adds a compiled graph's gradients when the graph has returned. Ours are in their slots
 before that.
@@ -17,7 +19,10 @@ from hytrain_fx.gradients.standin import GradStandIn
 
 @dataclass(frozen=True, slots=True)
 class Had:
-    """A gradient from before the backward: how often the row's slot had been written, and a real one with its version."""
+    """A gradient from before the backward.
+
+    How often the row's slot had been written, and a real gradient with its version.
+    """
 
     generation: int
     real: weakref.ref[torch.Tensor] | None
@@ -55,7 +60,10 @@ class BeforeBackward:
     def note(
         self, rows: Sequence[int], held: Sequence[torch.Tensor | None], again: Collection[int], generation: Sequence[int]
     ) -> None:
-        """Parts come for `rows`; `again`: those that have had one in this backward. Called `without_torch_function`."""
+        """Parts come for `rows`; `again`: those that have had one in this backward.
+
+        Called `without_torch_function`.
+        """
         if not again and all(grad is None for grad in held):
             self._had_none.update(rows)
             return

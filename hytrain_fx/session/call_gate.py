@@ -1,4 +1,6 @@
-"""Entry and exit of the compiled call: parameters are plain inside, guarded outside; each layout of parameters has graphs of its own.
+"""Entry and exit of the compiled call: parameters are plain inside, guarded outside.
+
+Each layout of parameters has graphs of its own.
 
 `put_gate` makes it what `model(...)` calls, and `find_session` finds the session through it again.
 """
@@ -38,7 +40,9 @@ class _CompiledCall:
 
 
 class CallGate:
-    """Stands where `torch.nn.Module.compile` puts the compiled call; a copied or pickled model loses it and is a plain model.
+    """Stands where `torch.nn.Module.compile` puts the compiled call.
+
+    A copied or pickled model loses it and is a plain model.
 
     compile_call    makes a compiled call, another one each time
     plain_call      the same call, not compiled

@@ -1,4 +1,7 @@
-"""What parameters and graphs call of a session without keeping it alive: hooks hold it weakly, and so does the end of a model."""
+"""What parameters and graphs call of a session without keeping it alive.
+
+Hooks hold it weakly, and so does the end of a model.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ def if_alive(method: Callable[[nn.Parameter], R]) -> Callable[[nn.Parameter], R 
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The same method for torch to keep, which lives as long as compiled code does: it keeps nothing of a session alive.
+    """The same method for torch to keep, which lives as long as compiled code does.
+
+    It keeps nothing of a session alive.
 
     Raises EngineError once the model is closed or gone.
     """
@@ -49,7 +54,9 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def shut_down(
     engine: Engine, number: int, pid: int, model: weakref.ref[nn.Module], restore: Callable[[], None]
 ) -> None:
-    """Finish what is committed and stop the threads; runs when the model dies, at `close`, and at interpreter exit.
+    """Finish what is committed and stop the threads.
+
+    Runs when the model dies, at `close`, and at interpreter exit.
 
     restore    gives every parameter its memory; parameters may outlive their model, not the process
     """

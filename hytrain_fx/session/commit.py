@@ -1,4 +1,6 @@
-"""From parameter groups and `.grad` to what the engine commits: one item per row that has a gradient, one per piece where it is cut.
+"""From parameter groups and `.grad` to what the engine commits.
+
+One item for each row that has a gradient, one for each piece where it is cut.
 
     .grad is None                        the row sits this step out, as in torch
     a stand-in, unedited or scaled       its gradient is in the slot; logged factors go along
@@ -6,7 +8,7 @@
                                          is offloaded now
     a real tensor of a cut parameter     pieces on the device read their part of it, the others'
                                          parts go to their slots now
-    one that a `step()` has taken        a real tensor again: torch's optimizers step on it once more
+    one that a `step()` has taken        a real tensor again: torch's optimizers step on it again
 """
 
 from __future__ import annotations
@@ -50,12 +52,18 @@ class CommitBuilder:
 
     @property
     def steps(self) -> list[int]:
-        """By row: steps that count. Waits for the word on the last one where that has not come yet. Raises EngineError."""
+        """By row: steps that count. Blocks until we know whether the last one was skipped.
+
+        Raises EngineError.
+        """
         self.settle_steps()
         return self._steps
 
     def settle_steps(self) -> None:
-        """Wait for the word on whether the last step was left out, where it is in doubt: no commit may come before. Raises EngineError."""
+        """Block until we know whether the last step was left out: no commit may come before.
+
+        Raises EngineError.
+        """
         if self._in_doubt:
             if self._was_left_out():
                 for row in self._in_doubt:
@@ -63,12 +71,14 @@ class CommitBuilder:
             self._in_doubt = ()
 
     def doubt(self, items: Iterable[CommitItem], was_left_out: Callable[[], bool]) -> None:
-        """The commit of these items may be left out, which the function answers when it is known."""
+        """The commit of these items may be left out; the function tells when it is known."""
         self._in_doubt = self.parameters_of(items)
         self._was_left_out = was_left_out
 
     def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
-        """Items for every row with a gradient; offloads real gradients of rows on the host on the way.
+        """Items for every row with a gradient.
+
+        Offloads real gradients of rows on the host on the way.
 
         Nothing is counted (`committed` does that once the engine has them), and nothing changed
         where it raises. Raises GradientConsumedError for a gradient that was dropped and put back
@@ -106,14 +116,17 @@ class CommitBuilder:
         return items
 
     def committed(self, items: Iterable[CommitItem]) -> None:
-        """The engine has taken these items: count their steps and hold the gradients that updates on the device read."""
+        """The engine has taken these items.
+
+        Count their steps and hold the gradients that updates on the device read.
+        """
         for row in self.parameters_of(items):
             self._steps[row] += 1
         for item in items:
             if item.grad is not None and item.row < len(self._table):
-                self._gradients.hold(item.row, item.grad)
+                self._gradients.held.hold(item.row, item.grad)
         for row, grad in self._cut_grads.items():
-            self._gradients.hold(row, grad)
+            self._gradients.held.hold(row, grad)
 
     def parameters_of(self, items: Iterable[CommitItem]) -> Collection[int]:
         """The parameters that these items update, each once."""
@@ -129,7 +142,9 @@ class CommitBuilder:
     def foreseen(
         self, rows: Iterable[int], group_of: Mapping[int, Mapping[str, Any]], known: dict[tuple[int, int], UpdateScalars]
     ) -> list[CommitItem]:
-        """Items as `build` would make them now for these rows, whose gradients are in their slots, but for factors. Nothing is counted.
+        """Items as `build` would make them now for these rows, without factors.
+
+        Their gradients are in their slots. Nothing is counted.
 
         Without rows that have no group, or one whose hyper-parameters cannot be read without a wait
         or an error: that is left to `build`. `known`: what was made before, by group and count of
@@ -166,7 +181,7 @@ class CommitBuilder:
                 return CommitItem(row, numbers, None, touched, grad.factors)
             grad = grad.grad_state.materialize()  # edited, or its states have moved since the backward, or a step() has taken it
         self._gradients.require_strided(row, grad)
-        self._gradients.end_update(row)
+        self._gradients.held.end_update(row)
         if self._states.gradient_leaves(row):
             self._gradients.offload_real(row, grad)
             return CommitItem(row, numbers, None, True)
@@ -182,7 +197,7 @@ class CommitBuilder:
         if isinstance(grad, GradStandIn):
             grad = grad.grad_state.materialize()
         self._gradients.require_strided(row, grad)
-        self._gradients.end_update(row)
+        self._gradients.held.end_update(row)
         grad = self._gradients.on_device(row, grad)
         self._gradients.offload_pieces(row, grad)
         self._cut_grads[row] = grad
@@ -193,7 +208,10 @@ class CommitBuilder:
 
 
 def _readable(group: Mapping[str, Any]) -> bool:
-    """Whether no hyper-parameter is a tensor on a device: reading that waits, and the backward may not."""
+    """Whether no hyper-parameter is a tensor on a device.
+
+    Reading that waits, and the backward may not.
+    """
     return not any(isinstance(value, torch.Tensor) and value.is_cuda for option in group.values() if option is not group["params"]
                    for value in (option if isinstance(option, tuple | list) else (option,)))
 
@@ -206,7 +224,7 @@ def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
     )
 
 
-# ---- As `commit`, for any optimizer: every item brings the step of its row, with the options that the groups have now ----
+# ---- For any optimizer: every item brings the step of its row, with the options of now ----
 
 
 class RuleCommitBuilder(CommitBuilder):

@@ -1,12 +1,14 @@
-"""What eager code of the loop does to weights and gradients: it finds committed weights, and what it writes becomes the masters.
+"""What eager code of the loop does to weights and gradients.
+
+It finds committed weights, and what it writes becomes the masters.
 
     a guarded parameter is read    `settle_one`: the committed weight is there
     it is read or written          `touch`: no new weight may overtake it; what was written is
                                    followed before the next forward or `step()`
     a graph break                  `before_eager_code`: the same for the units whose weights are read
                                    before the forward ends (eager_reads.py)
-    step()                         `before_step`: weights that others hold too (`held`) may have been
-                                   written; `stepped`: they are new before it returns
+    step()                         `before_step`: weights that others hold too may have been
+                                   written (`held`); `stepped`: they are new before it returns
 
 Guards and hooks hold an `EagerAccess` weakly.
 """
@@ -100,7 +102,10 @@ class EagerAccess:
 
     @whole()
     def touch(self, parameter: nn.Parameter) -> None:
-        """Eager code is about to read or write this weight: it must find the committed one, and no new one may overtake it."""
+        """Eager code is about to read or write this weight.
+
+        It must find the committed one, and no new one may overtake it.
+        """
         if self._is_over():
             return
         row = self._table.row_of[id(parameter)]
@@ -131,7 +136,10 @@ class EagerAccess:
     # ---- what the session calls ----
 
     def enter_forward(self) -> None:
-        """A compiled call begins: it reads the memory that parameters have now, and copies where it has them."""
+        """A compiled call begins.
+
+        It reads the memory that parameters have now, and copies where it has them.
+        """
         if moved := self.writes.follow_memory():
             self.touched |= moved
             self.reads.memory_moved()
@@ -151,7 +159,7 @@ class EagerAccess:
         with self._marks.held("graph break"):
             self.wait(self._all_rows)
         self.copies.before_eager_code()
-        self._gradients.let_go_of_all()
+        self._gradients.held.let_go_of_all()
         self.writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
 
@@ -174,7 +182,10 @@ class EagerAccess:
         self.reads.end()
 
     def follow_written_weights(self) -> None:
-        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
+        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too.
+
+        Raises UnsupportedError.
+        """
         self.touched |= self.writes.follow(self.touched)
 
     def before_step(self) -> tuple[int, ...]:
@@ -188,7 +199,10 @@ class EagerAccess:
         return held
 
     def stepped(self, rows: Collection[int], held: Sequence[int]) -> None:
-        """A `step()` has begun the updates of `rows`; the weights of `held` are new when this returns, in the compute stream's order."""
+        """A `step()` has begun the updates of `rows`.
+
+        The weights of `held` are new when this returns, in the compute stream's order.
+        """
         self.copies.committed(rows)
         self.writes.note(rows)
         self.writes.end_step()
@@ -200,7 +214,7 @@ class EagerAccess:
     def _settle_held(self, held: Sequence[int]) -> None:
         if held:
             self.wait(held)
-            self._gradients.let_go(held)
+            self._gradients.held.let_go(held)
             self.copies.fill(held)
             self.writes.watch(held)
 

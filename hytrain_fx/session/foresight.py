@@ -1,4 +1,6 @@
-"""Whether updates may begin before `step()`: learns what a loop does between its backward and its step, as a branch predictor does.
+"""Whether updates may begin before `step()`.
+
+It learns what a loop does between its backward and its step, as a branch predictor does.
 
     the backward    `sent`: gradients have gone to their slots -> a guess at their items of the
                     commit, where the loop has been learned
@@ -78,7 +80,10 @@ class Foresight:
 
     @property
     def will_go_ahead(self) -> bool:
-        """Whether updates begin before their steps, or soon will if the loop goes on as in the last step."""
+        """Whether updates begin before their steps, or soon will.
+
+        They will if the loop goes on as in the last step.
+        """
         return not self._is_off and (self._always or self._alike > 0)
 
     def sent(self, rows: Sequence[int]) -> None:
@@ -124,7 +129,10 @@ class Foresight:
         self._sent.clear()
 
     def _came_true(self, items: Sequence[CommitItem]) -> bool:
-        """Whether each gradient was taken from its slot as one backward had left it, with the numbers guessed."""
+        """Whether each gradient was taken from its slot as one backward had left it.
+
+        And with the numbers guessed.
+        """
         found = {item.row: item.scalars for item in items if item.grad is None}
         same: dict[tuple[int, int], bool] = {}  # rows of a group share their scalars
         for row, (generation, guess) in self._sent.items():
@@ -139,5 +147,8 @@ class Foresight:
         return True
 
     def _refresh_groups(self) -> None:
-        """Which group has which row may change: a guess by an old one would be wrong again and again."""
+        """Read again which group has which row.
+
+        A guess by an old one would be wrong again and again.
+        """
         self._group_of = self._builder.groups_by_row(self._groups)

@@ -1,4 +1,6 @@
-"""The compiled graphs of one session: given their nodes when they are captured, watched while they run.
+"""The compiled graphs of one session.
+
+They are given their nodes when they are captured, and watched while they run.
 
     rewrite            a graph has been captured: its nodes, the rows and calls it has, units
                        numbered in forward order
@@ -92,14 +94,19 @@ class SessionGraphs:
         return record
 
     def _number_units(self) -> None:
-        """Units count in forward order from here on: it is the order in which new weights are due."""
+        """Units count in forward order from here on.
+
+        It is the order in which new weights are due.
+        """
         for index, number in enumerate(self.capture.unit_order):
             for row in self._units[number].rows:
                 self._nodes.unit_of[row] = index
                 self._pieces.set_unit(row, index)
 
     def must_capture_anew(self) -> bool:
-        """Whether a tensor hook has come to a parameter whose gradient the compiled graphs do not return: the hook would see None.
+        """Whether a tensor hook has come to a parameter whose gradient no graph returns.
+
+        The hook would see None.
 
         Answers once: the graphs that are captured next return it.
         """
@@ -111,7 +118,9 @@ class SessionGraphs:
 
     @contextmanager
     def _around_backward(self, graph: int) -> Iterator[Edit | None]:
-        """While a compiled backward runs, its own reading of weights is not a touch; what it may not overtake, its nodes say.
+        """While a compiled backward runs, its own reading of weights is not a touch.
+
+        What it may not overtake, its nodes say.
 
         Gives what puts gradients among the results that autograd does not add to `.grad` but
         returns (torch.autograd.grad). Raises DroppedNodeError where a node of it did not run,

@@ -1,4 +1,6 @@
-"""What the inserted nodes do in one session: gradients are taken, updates armed, weights released and waited for, runs marked and counted.
+"""What the inserted nodes do in one session.
+
+They take gradients, arm updates, release weights and wait for them; runs are marked and counted.
 
     grad_offload   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the
                    graph to return any other: into the engine or into `.grad` (gradients/taking.py)
@@ -48,7 +50,10 @@ class SessionNodes:
 
     @whole()  # an engine in Python holds locks and takes memory in several lines
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of `rows`, in the parameters' shapes, from buffers that die after this call."""
+        """Take the gradients of `rows`, in the parameters' shapes.
+
+        Their buffers die after this call.
+        """
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
@@ -121,7 +126,7 @@ class SessionNodes:
         self._engine.wait(self._states.pieces.rows(rows))
         self._unwaited.difference_update(rows)
         if self.gradients.held:
-            self.gradients.let_go(rows)
+            self.gradients.held.let_go(rows)
 
     def committed(self, rows: Iterable[int]) -> None:
         """A `step()` has begun the updates of these rows."""
@@ -129,7 +134,10 @@ class SessionNodes:
 
     @contextmanager
     def all_waited(self, graph: int) -> Iterator[None]:
-        """Around one run of a compiled forward graph. Raises DroppedNodeError where it ends and has not waited for every row it reads."""
+        """Around one run of a compiled forward graph.
+
+        Raises DroppedNodeError where it ends and has not waited for every row it reads.
+        """
         before = self.runs["wait"]
         yield
         ran, expected = self.runs["wait"] - before, self.graph_waits[graph]
@@ -140,7 +148,9 @@ class SessionNodes:
 
     @contextmanager
     def all_run(self, graph: int) -> Iterator[None]:
-        """Around one run of a compiled backward graph. Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
+        """Around one run of a compiled backward graph.
+
+        Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
 
         Releases are not counted: `step()` makes up for one that is lost.
         """
@@ -159,12 +169,18 @@ class SessionNodes:
                 raise _dropped("backward", graph, kind, ran, expected)
 
     def fetching_ahead(self, graph: int) -> AbstractContextManager[None]:
-        """Around one run of a backward graph, all of whose gradients go to `.grad`: what slots have comes back ahead of its nodes."""
+        """Around one run of a backward graph, all of whose gradients go to `.grad`.
+
+        What slots have comes back ahead of its nodes.
+        """
         return self.gradients.fetching_ahead(self.graph_calls[graph])
 
     @contextmanager
     def returning(self, elsewhere: Elsewhere) -> Iterator[dict[int, torch.Tensor]]:
-        """Meanwhile these gradients do not go to `.grad`; gives those that the graph shall return, as they come."""
+        """Meanwhile these gradients do not go to `.grad`.
+
+        Gives those that the graph shall return, as they come.
+        """
         self._elsewhere = elsewhere
         try:
             yield self._returned
@@ -173,7 +189,10 @@ class SessionNodes:
             self._returned = {}
 
     def _keep_returned(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
-        """Copies of gradients that the graph shall return; the rows and gradients that go to `.grad` all the same."""
+        """Keep copies of gradients that the graph shall return.
+
+        Returns the rows and gradients that go to `.grad` all the same.
+        """
         of = self._elsewhere
         for row, grad in zip(rows, grads, strict=True):
             if row in of.returned:

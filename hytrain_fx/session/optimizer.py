@@ -33,7 +33,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         _hand_over(original, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commit this step: fixes the hyper-parameters and returns while updates run. Raises EngineError, GradientConsumedError."""
+        """Commit this step: fixes the hyper-parameters and returns while updates run.
+
+        Raises EngineError, GradientConsumedError.
+        """
         self._require_own()
         loss = None
         if closure is not None:
@@ -56,7 +59,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU; waits for running updates."""
+        """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU.
+
+        Waits for running updates.
+        """
         self._require_own()
         with self.session.turns.state:
             self.session.drain()
@@ -68,7 +74,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return torch.optim.Optimizer.state_dict(shown)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave. Raises ValueError, and changes nothing, where it does not fit.
+        """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave.
+
+        Raises ValueError, and changes nothing, where it does not fit.
 
         A 16-bit parameter without `master` takes its present weight for it.
         """
@@ -84,7 +92,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             hook(self)
 
     def _require_own(self) -> None:
-        """Raise UnsupportedError where `state` or `param_groups` was replaced, here or in the old object: nothing would read them."""
+        """Raise UnsupportedError where `state` or `param_groups` was replaced.
+
+        Here or in the old object: nothing would read them.
+        """
         if any(each.state is not self._states for each in (self, self._original)):
             raise UnsupportedError("optimizer.state was replaced, which would have no effect; empty it with optimizer.state.clear(), "
                                    "or write it with optimizer.load_state_dict() or optimizer.state[parameter] = {...}")
@@ -123,7 +134,10 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
 
 
 def _refuse_old_step(*_: Any) -> None:
-    """For a `step` that a wrapper took from the old object before it was replaced: it would keep no moments."""
+    """For a `step` that a wrapper took from the old object before it was replaced.
+
+    It would keep no moments.
+    """
     raise UnsupportedError(
         "step() of the optimizer as it was before hytrain_fx.compile() was called: something took that method before (a wrapper with a "
         "GradScaler, as accelerator.prepare() makes); call hytrain_fx.compile() before it, and wrap the optimizer that is returned"

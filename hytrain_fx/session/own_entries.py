@@ -1,4 +1,7 @@
-"""As `state_dict`, for any optimizer: the entry of one parameter under the optimizer's own names, and `master` for 16-bit parameters."""
+"""As `state_dict`, for any optimizer.
+
+The entry of one parameter has the optimizer's own names, and `master` for 16-bit parameters.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class OwnEntries:
         self._states.write(row, RowStates(MASTER_ALONE, master, own=OwnStates(entry)))
 
     def check(self, row: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        """Raises ValueError where an entry lacks what the optimizer keeps under these options, or has it in another shape."""
+        """Raises ValueError where an entry does not fit what the optimizer keeps.
+
+        It lacks something that is kept under these options, or has it in another shape.
+        """
         expected, name = self._rule.expected_entry(row, group), self._names[row]
         if saved and (missing := sorted(expected.keys() - saved.keys())):
             raise ValueError(f"the checkpoint has no {missing[0]} for {name}, only {sorted(saved)}; "
@@ -66,7 +72,10 @@ class OwnEntries:
                 raise ValueError(f"{key} of {name} has shape {tuple(found.shape)} in the checkpoint, expected {tuple(shape)}")
 
     def _loaded(self, row: int, name: str, value: Any) -> Any:
-        """A copy, tensors where the row rests; in fp32 what was kept in the dtype of a 16-bit weight."""
+        """A copy, tensors where the row rests.
+
+        What was kept in the dtype of a 16-bit weight is in fp32.
+        """
         dtype, device = self._parameters[row].dtype, self._states[row].master.device
         rests = self._rule.first_entry(row).get(name)
         scalars_rest = isinstance(rests, torch.Tensor) and rests.device.type == "meta"

@@ -1,4 +1,6 @@
-"""What a session takes: memory by tier, time until full speed. Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
+"""What a session takes: memory by tier, time until full speed.
+
+Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
 
     before states are allocated or moved    the estimate is told
     states are allocated or moved           within the limits of the options; the engine is lent
@@ -84,7 +86,10 @@ class Resources:
             _log.info("%s", estimate_text(self.estimate(placed)))
 
     def in_use(self, shadow_bytes: int = 0) -> MemoryInUse:
-        """What the tensors of the states take now, beside the estimate for their placement. `shadow_bytes`: as there."""
+        """What the tensors of the states take now, beside the estimate for their placement.
+
+        `shadow_bytes`: as there.
+        """
         placed = self._states.placed
         estimate, sizes = self.estimate(placed), self._sizes(placed)
         on_device = [of for (_, of), at in zip(self._states, placed, strict=True) if at.placement.rests_on_device]

@@ -51,7 +51,10 @@ from hytrain_fx.weights.places import ParameterPlaces
 
 
 class Session:
-    """Controls one compiled model. Made by `api.compile`; found again through the model's `CallGate`."""
+    """Controls one compiled model.
+
+    Made by `api.compile`; found again through the model's `CallGate`.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self.clock = StartupClock()
@@ -145,7 +148,10 @@ class Session:
         self._depth = 1  # not before: after an error in here the next forward is an outer one again
 
     def _follow_plan(self) -> None:
-        """Put a due plan in force, if no gradient is alive (it would lose its slot). Raises nothing."""
+        """Put a due plan in force, if no gradient is alive (it would lose its slot).
+
+        Raises nothing.
+        """
         planning = self.planning
         if not planning.is_due or self.nodes.gradients.any_in_place():
             return
@@ -281,7 +287,10 @@ class Session:
     @in_turn
     @whole()
     def settle(self) -> None:
-        """Return when every committed update is done and every weight on the device; states rest where their updates have left them."""
+        """Return when every committed update is done and every weight on the device.
+
+        States rest where their updates have left them.
+        """
         if not self.closed:
             self.engine.settle(range(self.engine.rows))
             self.copies.fill(self._all_rows)
@@ -301,7 +310,10 @@ class Session:
         self.copies.moved()
 
     def probe_device_update_us_per_param(self) -> float:
-        """Microseconds that the update on the device takes per parameter, on a row made for the purpose."""
+        """Microseconds a parameter that the update on the device takes.
+
+        It is timed on a row made for the purpose.
+        """
         device = self.table.device
         self.builder.settle_steps()  # its commits come after the word on whether the last one was left out
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):  # random numbers are the training's own
@@ -309,14 +321,20 @@ class Session:
 
     @in_turn
     def follow_written_weights(self) -> None:
-        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too. Raises UnsupportedError."""
+        """A weight written from outside (load_state_dict, an in-place edit) becomes the master too.
+
+        Raises UnsupportedError.
+        """
         if not self.closed:
             self.eager.follow_written_weights()
 
     # ---- the end ----
 
     def close(self) -> None:
-        """Finish what is committed and stop the threads; the model stays as trained, the states readable. Safe to call twice."""
+        """Finish what is committed and stop the threads.
+
+        The model stays as trained, the states readable. Safe to call twice.
+        """
         with self.turns.calls, self.turns.state:
             self._close()
 

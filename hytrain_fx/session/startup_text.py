@@ -33,7 +33,10 @@ def startup_text(s: Startup) -> str:
 
 
 def startup_line(s: Startup) -> str:
-    """The start-up in two lines: the sum, and the phases that took 2% of it or more, the longest first."""
+    """The start-up in two lines.
+
+    The sum, and the phases that took 2% of it or more, the longest first.
+    """
     phases = sorted((phase for phase in PHASE_WORDS if s.spent_us(phase) >= _LEAST_SHARE * s.total_us), key=s.spent_us, reverse=True)
     words = "; ".join(f"{PHASE_WORDS[phase]} {time_text(s.spent_us(phase))}" for phase in phases)
     pinned = f"; {bytes_text(s.pinned_bytes)} pinned at {s.pinned_gb_per_s:.3g} GB/s" if s.pinned_bytes else ""

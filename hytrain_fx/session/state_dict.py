@@ -17,7 +17,9 @@ from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`: by parameter `step`, its states, and `master` for 16-bit parameters, read from wherever they rest.
+    """`optimizer.state`: by parameter `step`, its states, and `master` for 16-bit parameters.
+
+    They are read from wherever they rest.
 
     As torch's, it has no entry before a parameter's first step, and gives an empty one where it is
     asked. An entry is a copy on the CPU whose tensors refuse writes in place, which would be lost:
@@ -123,7 +125,9 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
 
 
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Write a checkpoint's states and group options into a drained session and the groups of its optimizer.
+    """Write a checkpoint's states and group options.
+
+    The session is drained; the groups are those of its optimizer.
 
     Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
     After an error while they are written, memory that runs out say, nothing is trained or saved
@@ -165,7 +169,10 @@ def _check_form(state_dict: object) -> None:
 
 
 def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
-    """The options of the checkpoint, and those of the optimizer that it lacks: what a scheduler has put there since (`initial_lr`) goes."""
+    """The options of the checkpoint, and those of the optimizer that it lacks.
+
+    What a scheduler has put there since (`initial_lr`) goes.
+    """
     for key in group.keys() - saved.keys() - set(known) - {"params", "param_names"}:
         del group[key]
     group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
@@ -234,11 +241,14 @@ def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return _view(flat, parameter).to("cpu", copy=True)
 
 
-# ---- What `optimizer.state[parameter]` gives: a copy of the entry, of which every change by key is written to the states at once
+# ---- What `optimizer.state[parameter]` gives: every change by key is written to the states ----
 
 
 Write = Callable[[dict[str, Any]], None]
-"""Takes the entry as it is to be, empty for none. Raises ValueError, and changes nothing, where it does not fit."""
+"""Takes the entry as it is to be, empty for none.
+
+Raises ValueError, and changes nothing, where it does not fit.
+"""
 
 
 class StateEntry(dict[str, Any]):

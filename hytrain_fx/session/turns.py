@@ -46,7 +46,9 @@ class Lock(Protocol):
 
 
 class CheckedLock:
-    """A re-entrant lock that raises EngineError where a thread takes it while it holds a later one of the same session.
+    """A re-entrant lock that raises EngineError where it is taken out of order.
+
+    So it is where a thread takes it while it holds a later one of the same session.
 
     For tests: an interrupt inside of it may leave it taken.
     """
@@ -107,7 +109,9 @@ class Turns:
 
     @property
     def must_settle(self) -> bool:
-        """Whether the compiled call to come must find all weights new: another thread makes it, or has read weights lately.
+        """Whether the compiled call to come must find all weights new.
+
+        Another thread makes it, or has read weights lately.
 
         What such a thread reads during the call is not noticed, as parameters are plain then.
         """
@@ -125,7 +129,10 @@ class Turns:
         self.called_elsewhere = False
 
     def if_free(self, call: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
-        """`call` with `state`; nothing where another thread has it. Holds no session: nodes outlive theirs."""
+        """`call` with `state`; nothing where another thread has it.
+
+        Holds no session: nodes outlive theirs.
+        """
 
         def maybe(rows: Sequence[int]) -> None:
             if self.state.acquire(blocking=False):
@@ -137,7 +144,10 @@ class Turns:
         return maybe
 
     def keep_whole_in_forks(self, settle: Callable[[], None]) -> None:
-        """Before this process forks call `settle`. No other thread is in the middle of a change then: a child would find it half made."""
+        """Before this process forks call `settle`.
+
+        No other thread is in the middle of a change then: a child would find it half made.
+        """
         pid = os.getpid()
 
         def before() -> None:

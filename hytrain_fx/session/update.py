@@ -1,4 +1,6 @@
-"""How the user's optimizer updates in one session: by a kernel of the engine, or by its own step. All that follows is decided here.
+"""How the user's optimizer updates in one session: by a kernel of the engine, or by its own step.
+
+All that follows is decided here.
 
                     by a kernel               by its own step
     engine          any                       torch
@@ -39,7 +41,10 @@ class OptimizerUpdate:
         self.rule = None if self._kernel else UpdateRule(optimizer, table.parameters, table.names)
 
     def config(self, config: Config) -> Config:
-        """The options with the engine that can run it. Raises UnsupportedError where another one is asked for."""
+        """The options with the engine that can run it.
+
+        Raises UnsupportedError where another one is asked for.
+        """
         return config if self.rule is None else torch_engine_config(config, self.rule.name)
 
     def make_states(self, engine: Engine, units: Sequence[Unit]) -> StateStore:

@@ -1,4 +1,7 @@
-"""What is private of the backward that runs: its number, its end, and what it does with each leaf's gradient."""
+"""What is private of the backward that runs.
+
+Its number, its end, and what it does with each leaf's gradient.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def accumulator(leaf: Tensor) -> Node:
 
 
 def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
-    """Whether the backward that runs on this thread runs all of these; True outside of a backward."""
+    """Whether the backward that runs on this thread runs all of these.
+
+    True outside of a backward.
+    """
     if running_backward() == -1:
         return True
     try:
@@ -53,7 +59,10 @@ def running_backward() -> int:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have `call` called when the backward that runs on this thread has added all gradients; never if it ends in an error."""
+    """Have `call` called when the backward that runs on this thread has added all gradients.
+
+    It is not called where that ends in an error.
+    """
     private_name("torch.autograd.variable", "Variable")._execution_engine.queue_callback(call)
 
 

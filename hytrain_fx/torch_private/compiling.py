@@ -1,4 +1,7 @@
-"""What is private of torch.compile: the compiled call, Inductor's two halves, and what their graphs and errors say."""
+"""What is private of torch.compile.
+
+The compiled call, Inductor's two halves, and what their graphs and errors say.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def compiled_call_of(
     options: dict[str, Any],
     on_eager: Callable[[], None],
 ) -> Callable[..., Any]:
-    """The compiled call of `model`, as `model.compile(...)` makes it; each one captures its own graphs.
+    """The compiled call of `model`, as `model.compile(...)` makes it.
+
+    Each one captures its own graphs.
 
     `on_eager` is called before a run that is not one graph from end to end: a graph break, or
     Dynamo gave up (recompile limit).
@@ -85,7 +90,9 @@ def raised_in_backend(error: Exception) -> Exception | None:
 
 
 def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Run Inductor's front half (AOTAutograd, decompositions, partitioner), handing each graph to `inner_compile`.
+    """Run Inductor's front half, handing each graph to `inner_compile`.
+
+    That is AOTAutograd, decompositions and partitioner.
 
     `options` are Inductor config patches; they also hold for the backward graph, which is compiled
     later.
@@ -103,7 +110,9 @@ Edit = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def boxed_within(around: Callable[[], AbstractContextManager[Edit | None]], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled` run inside `around()`, with the calling convention of Inductor's output: one list of arguments, emptied by the callee.
+    """`compiled` run inside `around()`, with the calling convention of Inductor's output.
+
+    That is one list of arguments, emptied by the callee.
 
     What `around()` gives edits the results, if it gives anything.
     """
@@ -119,25 +128,37 @@ def boxed_within(around: Callable[[], AbstractContextManager[Edit | None]], comp
 
 @contextlib.contextmanager
 def autograd_cache_off() -> Iterator[None]:
-    """Keep AOTAutogradCache out: it is consulted before `inner_compile`, and its key does not know of a rewrite."""
+    """Keep AOTAutogradCache out.
+
+    It is consulted before `inner_compile`, and its key does not know of a rewrite.
+    """
     with private_name("torch._functorch", "config").patch(enable_autograd_cache=False):
         yield
 
 
 @contextlib.contextmanager
 def layouts_kept() -> Iterator[None]:
-    """Keep Inductor from copying convolution weights to channels-last where the graph begins, ahead of any node (`layout_optimization`)."""
+    """Keep Inductor from copying convolution weights to channels-last (`layout_optimization`).
+
+    It does so where the graph begins, ahead of any node.
+    """
     with private_name("torch._inductor", "config").patch(layout_optimization=False):
         yield
 
 
 def plain_input(desc: object) -> int | None:
-    """The position in the backend's example inputs that a placeholder's `meta["desc"]` names, or None."""
+    """The example input of the backend that a placeholder's `meta["desc"]` names.
+
+    Its position, or None.
+    """
     plain = private_name("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
     return int(desc.idx) if isinstance(desc, plain) else None
 
 
 def gradient_of(desc: object) -> int | None:
-    """The position in the backend's example inputs whose gradient an output's descriptor names, or None."""
+    """The example input of the backend whose gradient an output's descriptor names.
+
+    Its position, or None.
+    """
     grad = private_name("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
     return plain_input(desc.grad_of) if isinstance(desc, grad) else None

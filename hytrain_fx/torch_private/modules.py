@@ -13,7 +13,10 @@ from hytrain_fx.errors import UnsupportedError
 
 
 class Slots:
-    """The entries of all `_parameters` and `_modules` of a model: looking whether any holds another object takes 0.06 us each."""
+    """The entries of all `_parameters` and `_modules` of a model.
+
+    Looking whether any holds another object takes 0.06 us each.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         found: list[tuple[dict[str, Any], str, Any]] = []

@@ -1,4 +1,4 @@
-"""A private name of torch: found, or an error that says which name is gone, and which torch this is."""
+"""A private name of torch, or an error that says which name is gone from which torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NEWEST: Final = (2, 13)
 
 
 def require_release() -> None:
-    """Raises UnsupportedError where torch is older than 2.11; warns where it is newer than what hytrain_fx was run on."""
+    """Raises UnsupportedError where torch is older than 2.11.
+
+    Warns where it is newer than what hytrain_fx was run on.
+    """
     release = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if release < _OLDEST:
         raise UnsupportedError(f"torch {torch.__version__} is too old: hytrain_fx needs torch 2.11 or newer; pip install --upgrade torch")
@@ -27,7 +30,10 @@ def require_release() -> None:
 
 
 def private_function(name: str) -> Callable[..., Any]:
-    """`torch.<name>`, an underscored function without a public twin (`_foreach_mul_`). Raises UnsupportedError."""
+    """`torch.<name>`, an underscored function without a public twin (`_foreach_mul_`).
+
+    Raises UnsupportedError.
+    """
     function = getattr(torch, name, None)
     if function is None:
         raise UnsupportedError(f"torch {torch.__version__} has no torch.{name}; hytrain_fx needs it and was run on torch 2.11 and 2.13")

@@ -1,4 +1,7 @@
-"""What is private of torch's operators: their names and schemas, each one as it runs, and what it gives for fake tensors."""
+"""What is private of torch's operators.
+
+Their names and schemas, each one as it runs, and what it gives for fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from hytrain_fx.torch_private.names import private_name
 
 
 def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
-    """Within it every torch operation goes to `call(operation, args, kwargs)`, which returns its result; there it may run it."""
+    """Within it every torch operation goes to `call(operation, args, kwargs)`.
+
+    That returns the result, and may run the operation.
+    """
     mode: Any = private_name("torch.utils._python_dispatch", "TorchDispatchMode")
 
     class Operations(mode):  # type: ignore[misc]
@@ -27,7 +33,10 @@ def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any])
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an operation's schema says of its arguments, by position or name: which take any number, which tensors are written."""
+    """What an operation's schema says of its arguments, by position or name.
+
+    Which take any number, which tensors are written.
+    """
 
     numbers: frozenset[int | str]
     written: frozenset[int | str]
@@ -50,7 +59,10 @@ def signature_of(operation: Any) -> Signature:
 
 
 def operator_name(target: Any) -> str | None:
-    """`aten.mul.Tensor`, without `.default`, of a function that a graph may call under Inductor; None of any other function."""
+    """`aten.mul.Tensor`, without `.default`, of a function that a graph may call under Inductor.
+
+    None for any other function.
+    """
     overload, higher_order = (private_name("torch._ops", name) for name in ("OpOverload", "HigherOrderOperator"))
     if isinstance(target, overload | higher_order):
         return str(target).removesuffix(".default")
@@ -59,7 +71,10 @@ def operator_name(target: Any) -> str | None:
 
 
 def size_hint(size: object) -> int:
-    """The size seen while tracing: an int itself, or what a symbolic size stood for; 1 where there is none."""
+    """The size seen while tracing: an int itself, or what a symbolic size stood for.
+
+    1 where there is none.
+    """
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
@@ -67,12 +82,18 @@ def size_hint(size: object) -> int:
 
 
 def fake_tensors() -> Any:
-    """A FakeTensorMode: within it tensors are computed without memory or values, also those that its `from_tensor` gives for others."""
+    """A FakeTensorMode: within it tensors are computed without memory or values.
+
+    So are those that its `from_tensor` gives for others.
+    """
     return private_name("torch._subclasses.fake_tensor", "FakeTensorMode")()
 
 
 def fake_result(node: fx.Node) -> Any:
-    """What a call in a traced graph gives for the fake results of its arguments; raises what the operator's fake kernel raises."""
+    """What a call in a traced graph gives for the fake results of its arguments.
+
+    Raises what the operator's fake kernel raises.
+    """
     mode = private_name("torch._guards", "detect_fake_mode")([other.meta.get("val") for other in node.graph.nodes])
 
     def value(argument: fx.Node) -> Any:

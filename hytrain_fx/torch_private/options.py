@@ -1,4 +1,7 @@
-"""What this torch's Inductor takes as options and modes, read where torch keeps it: a wrong one is an error before anything is compiled."""
+"""What this torch's Inductor takes as options and modes, read where torch keeps it.
+
+A wrong one is an error before anything is compiled.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from hytrain_fx.errors import ConfigError, UnsupportedError
 
 
 def known_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The Inductor options under the names that Inductor has them by. Raises ConfigError for a mode or an option that torch does not know.
+    """The Inductor options under the names that Inductor has them by.
+
+    Raises ConfigError for a mode or an option that torch does not know.
 
     The rules are those of `torch.compile`, which applies them to its own backend only.
     """
@@ -36,7 +41,10 @@ def known_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """The Inductor options that a `torch.compile(mode=...)` name stands for. Raises ConfigError for a name that torch does not know."""
+    """The Inductor options that a `torch.compile(mode=...)` name stands for.
+
+    Raises ConfigError for a name that torch does not know.
+    """
     try:
         from torch._inductor import list_mode_options
     except ImportError:

@@ -1,4 +1,7 @@
-"""What is private of torch's tensors: metadata without values, `.grad` in C, who counts references, where a stream is."""
+"""What is private of torch's tensors.
+
+Metadata without values, `.grad` in C, who counts references, where a stream is.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,17 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.torch_private.names import private_name
 
 without_torch_function: Final = torch._C.DisableTorchFunctionSubclass
-"""A context manager: inside, no subclass's `__torch_function__` is consulted, the plain method or property of `Tensor` runs."""
+"""A context manager: inside, no subclass's `__torch_function__` is consulted.
+
+The plain method or property of `Tensor` runs.
+"""
 
 
 def metadata_functions() -> frozenset[Callable[..., Any]]:
-    """What `__torch_function__` sees for reads that need no values of the tensor: shape, dtype, device, autograd's fields, hash."""
+    """What `__torch_function__` sees for reads that need no values of the tensor.
+
+    Shape, dtype, device, autograd's fields, hash.
+    """
     properties = (
         *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "_version"),
         *("requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "grad_dtype", "retains_grad"),
@@ -38,17 +47,26 @@ def metadata_functions() -> frozenset[Callable[..., Any]]:
 
 
 def wrapper_tensor(cls: type[Tensor], size: torch.Size, strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of class `cls` with metadata only; its memory may not be written through a raw pointer (C++ extensions get an error)."""
+    """A tensor of class `cls` with metadata only.
+
+    Its memory may not be written through a raw pointer (C++ extensions get an error).
+    """
     tensor = torch.Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 use_count: Final[Callable[[Tensor], int]] = Tensor._use_count  # type: ignore[attr-defined]
-"""How many references C++ counts to a tensor; the Python object is one. Call it `without_torch_function`."""
+"""How many references C++ counts to a tensor; the Python object is one.
+
+Call it `without_torch_function`.
+"""
 
 
 def allow_in_foreach(cls: type[Tensor]) -> None:
-    """Let `clip_grad_norm_(foreach=None)` take its foreach form for `cls` too, as DTensor does: the forms differ in bits on CUDA."""
+    """Let `clip_grad_norm_(foreach=None)` take its foreach form for `cls` too, as DTensor does.
+
+    The forms differ in bits on CUDA.
+    """
     from torch.utils import _foreach_utils
 
     supported = getattr(_foreach_utils, "_foreach_supported_types", None)
@@ -59,7 +77,10 @@ def allow_in_foreach(cls: type[Tensor]) -> None:
 
 
 def property_reader(name: str) -> Callable[[Tensor], Any]:
-    """What reads a property of a tensor in C, for `map` over many tensors. Raises UnsupportedError."""
+    """What reads a property of a tensor in C, for `map` over many tensors.
+
+    Raises UnsupportedError.
+    """
     found = getattr(Tensor, name, None)
     if found is None:
         raise UnsupportedError(f"torch {torch.__version__} has no Tensor.{name}; hytrain_fx needs it and was run on torch 2.11 and 2.13")
@@ -75,7 +96,10 @@ delete_grad: Final[Callable[[Tensor], None]] = vars(torch._C.TensorBase)["grad"]
 
 
 def any_tensor_hooks(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a tensor hook is on any of them, at 0.05 us each. Call it `without_torch_function`: looking is no access to the values."""
+    """Whether a tensor hook is on any of them, at 0.05 us each.
+
+    Call it `without_torch_function`: looking is no access to the values.
+    """
     return any(map(_hooks_of, parameters))
 
 
@@ -95,10 +119,16 @@ def increment_versions(tensors: Sequence[Tensor]) -> None:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Which memory a tensor is a view of, as a number: the same for two tensors that share it, also where they are on the meta device."""
+    """Which memory a tensor is a view of, as a number.
+
+    The same for two tensors that share it, also where they are on the meta device.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 def current_stream_of(device: torch.device) -> Callable[[], int]:
-    """What gives the handle of a CUDA device's current stream, in a tenth of the time of `torch.cuda.current_stream`."""
+    """What gives the handle of a CUDA device's current stream.
+
+    It takes a tenth of the time of `torch.cuda.current_stream`.
+    """
     return partial(private_name("torch._C", "_cuda_getCurrentRawStream"), device.index)

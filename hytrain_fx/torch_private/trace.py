@@ -1,6 +1,7 @@
-"""The private torch surface of tracing a graph only to look at it, and of finding out who else holds a tensor. See `tensors`.
+"""What is private of tracing a graph only to look at it, and of who else holds a tensor.
 
-    look_at(gm, inputs, look)    AOTAutograd traces forward and backward in one graph; `look` sees it, nothing is compiled
+    look_at(gm, inputs, look)    AOTAutograd traces forward and backward in one graph; `look` sees
+                                 it, nothing is compiled
     traced_as_before(gm)         a copy of a graph is compiled again, when Dynamo has ended
 """
 
@@ -60,7 +61,10 @@ def copy_of_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def traced_as_before(gm: fx.GraphModule) -> Iterator[list[Any]]:
-    """Within it a copy of what Dynamo captured may be compiled, though Dynamo has ended. Gives the fake inputs that Dynamo traced with."""
+    """Within it a copy of what Dynamo captured may be compiled, though Dynamo has ended.
+
+    Gives the fake inputs that Dynamo traced with.
+    """
     inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
     mode = private_name("torch._guards", "detect_fake_mode")(inputs)
     with private_name("torch._guards", "tracing")(private_name("torch._guards", "TracingContext")(mode)):
@@ -68,14 +72,17 @@ def traced_as_before(gm: fx.GraphModule) -> Iterator[list[Any]]:
 
 
 def may_autocast(gm: fx.GraphModule, device: torch.device) -> bool:
-    """Whether autocast to bfloat16 is on for what Dynamo has just traced, or is entered within it."""
+    """Whether autocast to bfloat16 is on for what Dynamo has just traced, or entered in it."""
     if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16:
         return True
     return any(node.op == "call_function" and getattr(node.target, "__name__", "") == _ENTER_AUTOCAST for node in gm.graph.nodes)
 
 
 def traced_form(tensor: Tensor, *, requires_grad: bool) -> Tensor:
-    """A tensor of this form for AOTAutograd to trace with, in the place of an input that Dynamo knows; its sizes are fixed."""
+    """A tensor of this form for AOTAutograd to trace with, instead of an input of Dynamo's.
+
+    Its sizes are fixed.
+    """
     context = private_name("torch._guards", "TracingContext").try_get()
     if context is None or context.fake_mode is None:
         raise UnsupportedError(f"torch {torch.__version__} compiles a graph without a fake mode; hytrain_fx was run on torch 2.11 and 2.13")
@@ -101,7 +108,9 @@ def storage_uses_reader() -> tuple[Callable[[Tensor], int], int]:
 
 
 def is_held_alone(parameter: nn.Parameter, accumulator: Node | None) -> bool:
-    """Whether nobody but the model holds this parameter's memory: no view, no NumPy alias, no graph that has saved it.
+    """Whether nobody but the model holds this parameter's memory.
+
+    No view, no NumPy alias, no graph that has saved it.
 
     `accumulator` is its AccumulateGrad node, which refers to it too; None where it requires no
     gradient.

@@ -68,7 +68,9 @@ class AutocastCopies:
     # ---- while graphs are captured ----
 
     def copies_for(self, gm: fx.GraphModule, example_inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies:
-        """What a graph is to read instead of parameters; `row_of_input` by position among its inputs.
+        """What a graph is to read instead of parameters.
+
+        `row_of_input` by position among its inputs.
 
         What it gives holds nothing of this alive, as torch keeps it for as long as the compiled
         code lives.
@@ -81,7 +83,10 @@ class AutocastCopies:
         return InputCopies(copies, partial(_now, weakref.ref(self), tuple(row_of_input[i] for i in copies), direct))
 
     def _looks(self, gm: fx.GraphModule, rows: Iterable[int]) -> bool:
-        """Whether a graph with these rows among its inputs has to be looked at: for new copies, or for those there are."""
+        """Whether a graph with these rows among its inputs has to be looked at.
+
+        For new copies, or for those there are.
+        """
         rows = set(rows)
         if any(row in self._copies for row in rows):
             return True
@@ -91,7 +96,10 @@ class AutocastCopies:
         return found
 
     def _of(self, found: CastRows, rows: Collection[int]) -> dict[int, torch.Tensor]:
-        """The copies that this graph, of these rows, is to read instead of parameters; made where there are none yet."""
+        """The copies that this graph, of these rows, is to read instead of parameters.
+
+        They are made where there are none yet.
+        """
         new = [row for row in sorted(found.in_bf16 & found.trained) if row not in self._copies and self._may_begin(row)]
         self._read_in_fp32 |= found.trained - found.in_bf16 | (found.trained & self._states.pieces.cut.keys())
         if new and self._wanted and not self._stays:
@@ -117,7 +125,10 @@ class AutocastCopies:
     # ---- while the loop runs ----
 
     def enter_forward(self, touched: Collection[int]) -> None:
-        """Follow what was written to fp32 memory; before a training forward give back what nobody holds, renew what somebody does."""
+        """Follow what was written to fp32 memory.
+
+        Before a training forward give back what nobody holds, renew what somebody does.
+        """
         if not self._copies:
             return
         learns = torch.is_grad_enabled()  # the weights of an evaluation stay as they are until it is over
@@ -127,7 +138,10 @@ class AutocastCopies:
                 self._give_back(self._copies)
 
     def before_graph(self, read: Sequence[int], direct: Collection[int]) -> list[torch.Tensor]:
-        """A graph is about to run that reads copies of rows, which are given, and `direct` rows' parameters themselves."""
+        """A graph is about to run that reads copies of these rows.
+
+        Of `direct` rows it reads the parameters themselves.
+        """
         if self._copies:
             self.fill(direct)
         return [self._copies[row].copy for row in read]
@@ -153,7 +167,10 @@ class AutocastCopies:
             self._writes.note_all(behind)
 
     def committed(self, rows: Iterable[int]) -> None:
-        """The updates of these rows have begun: copies are written, and fp32 memory of rows on the host is out of date."""
+        """The updates of these rows have begun.
+
+        Copies are written, and fp32 memory of rows on the host is out of date.
+        """
         mine = [row for row in rows if row in self._copies]
         if mine:
             self._copies.updated(row for row in mine if not self._states.placement[row].rests_on_device)
@@ -165,7 +182,10 @@ class AutocastCopies:
             self._writes.note_all(list(self._copies))
 
     def restore(self) -> None:
-        """Give every parameter its memory and weight, for good; also where the engine has failed."""
+        """Give every parameter its memory and weight, for good.
+
+        Also where the engine has failed.
+        """
         self._stays = True
         if not all(self._copies[row].current for row in self._copies):
             with suppress(EngineError):

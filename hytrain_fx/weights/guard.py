@@ -1,10 +1,12 @@
 """A parameter that notices when somebody touches its weight outside the compiled call.
 
     guarded = guard_type(on_touch)        once per compiled model
-    guard(p, guarded)                     after step(): type(p) is guarded, still the same object, still an nn.Parameter
-    model.weight.sum()                    p becomes a CountedParameter, on_touch(p) runs (waits for a weight in flight), then sum() runs
-    model.weight.data.zero_()             the same, and p._version counts the write, as it does for `detach()`
-    unguard_all([p])                      at entry of the compiled call: Dynamo must see plain parameters
+    guard(p, guarded)                     after step(): type(p) is guarded, still the same object,
+                                          still an nn.Parameter
+    model.weight.sum()                    p becomes a CountedParameter, on_touch(p) runs (it waits
+                                          for a weight in flight), then sum() runs
+    model.weight.data.zero_()             the same, and p._version counts the write
+    unguard_all([p])                      at entry of the compiled call: Dynamo must see plain ones
 
 What touches is any torch function, method or property given `p`, also inside lists, tuples and
 dicts; not metadata, hooks, `requires_grad` and `.grad`. Results are plain tensors: the class is off
@@ -48,15 +50,24 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.torch_private.tensors import delete_grad, get_grad, metadata_functions, set_grad, without_torch_function
 
 OnTouch = Callable[[nn.Parameter], None]
-"""Called with a parameter that is a `CountedParameter`, before the op that touched it runs; it may block. If it raises, the guard stays."""
+"""Called with a parameter that is a `CountedParameter`, before the op that touched it runs.
+
+It may block. If it raises, the guard stays.
+"""
 
 
 class CountedParameter(ManagedParameter):
-    """The class a parameter has from its first touch to the next compiled call; `.data` of a plain one has its own version counter."""
+    """The class a parameter has from its first touch to the next compiled call.
+
+    `.data` of a plain one has its own version counter.
+    """
 
     @property
     def data(self) -> Tensor:
-        """The same memory without a graph, in `detach()`'s form: writes to it count as writes to the parameter."""
+        """The same memory without a graph, in `detach()`'s form.
+
+        Writes to it count as writes to the parameter.
+        """
         return touched(self).detach()
 
     @data.setter
@@ -74,7 +85,10 @@ class CountedParameter(ManagedParameter):
 
 
 class GuardedParameter(CountedParameter):
-    """The class a parameter has while guarded; made for one model by `guard_type`. Never instantiated: parameters are given it."""
+    """The class a parameter has while guarded; made for one model by `guard_type`.
+
+    Never instantiated: parameters are given it.
+    """
 
     on_touch: ClassVar[OnTouch]
     settle: ClassVar[OnTouch]
@@ -124,7 +138,9 @@ def guard_type(
     lock: AbstractContextManager[object] | None = None,
     stays: Callable[[nn.Parameter], bool | None] | None = None,
 ) -> type[GuardedParameter]:
-    """A class of guarded parameters that call `on_touch`. One per compiled model: parameters carry no attribute of ours into a pickle.
+    """A class of guarded parameters that call `on_touch`.
+
+    One per compiled model: parameters carry no attribute of ours into a pickle.
 
     settle    called before it, while the parameter is guarded still: another thread must not take a
               weight in flight for a new one
@@ -137,7 +153,10 @@ def guard_type(
 
 
 def guard(parameter: Tensor, guarded: type[GuardedParameter]) -> bool:
-    """Give a plain or touched parameter the class `guarded`. False, and nothing done, if its type is another subclass of nn.Parameter."""
+    """Give a plain or touched parameter the class `guarded`.
+
+    False, and nothing done, if its type is another subclass of nn.Parameter.
+    """
     if type(parameter) in (nn.Parameter, CountedParameter):
         parameter.__class__ = guarded
     return type(parameter) is guarded
@@ -152,7 +171,10 @@ def guard_all(parameters: Iterable[Tensor], guarded: type[GuardedParameter]) -> 
 
 
 def unguard_all(parameters: Iterable[Tensor]) -> None:
-    """Make guarded and touched parameters plain without calling `on_touch`; does nothing to others."""
+    """Make guarded and touched parameters plain without calling `on_touch`.
+
+    Does nothing to others.
+    """
     for parameter in parameters:
         kind = type(parameter)
         if kind is not nn.Parameter and issubclass(kind, CountedParameter):
@@ -160,7 +182,9 @@ def unguard_all(parameters: Iterable[Tensor]) -> None:
 
 
 class PlainWhileRunning:
-    """The parameters of one model, plain while compiled code runs and guarded otherwise: what that code reads is no touch.
+    """The parameters of one model, plain while compiled code runs and guarded otherwise.
+
+    What that code reads is no touch.
 
     Several threads may run it at a time.
     """

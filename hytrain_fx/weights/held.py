@@ -1,4 +1,6 @@
-"""Weights that somebody besides the model holds, where no guard can watch: a kept `state_dict()`, `.data`, a view, NumPy, DLPack.
+"""Weights that somebody besides the model holds, where no guard can watch.
+
+A kept `state_dict()`, `.data`, a view, NumPy, DLPack.
 
 Such a holder would find old weights after `step()`, as the new ones are still on their way. Torch
 counts who uses a storage: what is beyond the parameters in it and this library is a holder, whoever
@@ -43,7 +45,9 @@ class HeldWeights:
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """Around what makes this library hold weights, or let go of them; nobody else's code runs meanwhile. May be nested.
+        """Around what makes this library hold weights, or let go of them.
+
+        Nobody else's code runs meanwhile. May be nested.
 
         No garbage is collected inside: an alias in it would be taken for one that this library has
         let go of.

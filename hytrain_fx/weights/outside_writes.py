@@ -1,4 +1,6 @@
-"""Weights that somebody else has written, or given other memory: noticed by version and address, and taken for the new masters.
+"""Weights that somebody else has written, or given other memory.
+
+They are noticed by version and address, and taken for the new masters.
 
     version    an in-place write to the parameter or to any `detach()` of it (`.data` of a managed
                parameter is one): the counter is shared
@@ -36,7 +38,10 @@ _version_of: Final = property_reader("_version")
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What may not change after compile; strides of dimensions of one element are left out, they mean nothing."""
+    """What may not change after compile.
+
+    Strides of dimensions of one element are left out, they mean nothing.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -96,7 +101,9 @@ class OutsideWrites:
         return parameter._version == self._versions[row] and parameter.data_ptr() == self._memory[0][row]
 
     def follow_memory(self) -> set[int]:
-        """Use the memory that parameters have now; the rows whose memory is another one. About 0.2 us a parameter.
+        """Use the memory that parameters have now; the rows whose memory is another one.
+
+        About 0.2 us a parameter.
 
         What is in it becomes the masters at `follow` only: 16-bit weights that come back until then
         go on from the masters they had.
@@ -122,7 +129,10 @@ class OutsideWrites:
             return set(moved)
 
     def follow(self, touched: Collection[int]) -> set[int]:
-        """Take written weights for the masters; the rows that were, or may have been, written. Raises UnsupportedError."""
+        """Take written weights for the masters; the rows that were, or may have been, written.
+
+        Raises UnsupportedError.
+        """
         with torch.no_grad(), without_torch_function():
             self.follow_memory()
             written, self._moved = self._moved, set()
@@ -139,7 +149,10 @@ class OutsideWrites:
             return written
 
     def follow_copies(self, touched: Collection[int]) -> None:
-        """Take what was written to fp32 memory that graphs do not read, because they read copies, for masters and copies."""
+        """Take what was written to fp32 memory of rows with copies for masters and copies.
+
+        Graphs do not read that memory.
+        """
         copies = self._states.copies
         seen = touched if self._table.device.type == "cpu" else ()
         written = [row for row in copies if copies[row].current and (not self._is_ours(row) or row in self._moved or row in seen)]

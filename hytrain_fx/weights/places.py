@@ -1,4 +1,6 @@
-"""Which parameters the model holds, and where, call by call: graphs are made for the parameters that they were captured with.
+"""Which parameters the model holds, and where, call by call.
+
+Graphs are made for the parameters that they were captured with.
 
 Dynamo makes parameters inputs of its graphs, and checks of them what it checks of any tensor: a
 graph runs with any others of their shape. Ours have nodes for certain rows. So each layout, the
@@ -6,8 +8,10 @@ rows by place, has graphs of its own, and these find the parameters by identity 
 
     functional_call(model, clones)      no row is in its place: no nodes, gradients go to the clones
     two layers exchanged, a tie         the same rows in other places
-    load_state_dict(assign=True)        as with clones; `step()` would train what the model no longer has, which is an error there
-    p.requires_grad_(False), and back   other graphs make other gradients; torch 2.11 does not look at it again where modules are as before
+    load_state_dict(assign=True)        as with clones; `step()` would train what the model no
+                                        longer has, which is an error there
+    p.requires_grad_(False), and back   other graphs make other gradients; torch 2.11 does not look
+                                        at it again where modules are as before
 """
 
 from __future__ import annotations
@@ -51,14 +55,21 @@ class ParameterPlaces:
         self._changed = False  # when the model was last called
 
     def layout(self) -> Layout:
-        """What the model holds now. Managed parameters of other models among it are waited for: graphs of this one know nothing of them."""
+        """What the model holds now.
+
+        Managed parameters of other models among it are waited for: graphs of this one know nothing
+        of them.
+        """
         self._changed = not self._slots.are_as_found()
         if self._changed:
             return self._look()
         return Layout(self.compiled.places, self._trained())
 
     def require_trained(self) -> None:
-        """Raise UnsupportedError where the model has got a parameter instead of one that it lost, and the optimizer has the lost one."""
+        """Raise UnsupportedError where a new parameter has replaced a managed one.
+
+        The optimizer still has the one that the model lost.
+        """
         if not self._changed or self._slots.are_as_found():
             return
         here = {id(p) for _, p in self._places()}

@@ -1,7 +1,10 @@
-"""The engine in plain torch, for machines without a C++ compiler: the rules of csrc/engine.h, three Python threads, no build.
+"""The engine in plain torch, for machines without a C++ compiler.
 
-    engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about a thirtieth of its speed
-    engine="deepspeed"   updates on the host by DeepSpeedCPUAdam; those on the device are `adamw_` still
+It has the rules of csrc/engine.h, three Python threads, no build.
+
+    engine="torch"       updates by `arithmetic.adamw_`, op by op: the native engine's bits at about
+                         a thirtieth of its speed
+    engine="deepspeed"   updates on the host by DeepSpeedCPUAdam, on the device by `adamw_` too
 
 Rows of other optimizers bring their step with them (`CommitItem.step`), which updates whole
 tensors.
@@ -31,9 +34,9 @@ from hytrain_fx.runtime.engine import (
 )
 from hytrain_fx.runtime.fallback.gradient_copies import GradientCopies
 from hytrain_fx.runtime.fallback.host_updates import host_update
-from hytrain_fx.runtime.fallback.lanes import Event, Lane, copy
+from hytrain_fx.runtime.fallback.lanes import Event, Lane
 from hytrain_fx.runtime.fallback.pipeline import LaneRecord, Pipeline
-from hytrain_fx.runtime.fallback.rows import Landing, Phase, Row, flat_alias, update_in_parts
+from hytrain_fx.runtime.fallback.rows import Phase, Row, flat_alias, update_in_parts
 from hytrain_fx.runtime.own_states import leaves
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
@@ -116,7 +119,10 @@ class TorchEngine:
             self._row(row).set_weight(weight)
 
     def _finish_landing(self, row: int) -> None:
-        """A gradient that was discarded may still be on its way to the slot, whose memory the caller is about to free, or back from it."""
+        """Wait for a discarded gradient that is still on its way to the slot or back.
+
+        The caller is about to free the slot's memory.
+        """
         for event in (self._row(row).landing, self._copies.last_fetch):
             if event is not None:
                 event.sync()
@@ -199,7 +205,7 @@ class TorchEngine:
             rows = [self._row(item.row) for item in items]
             for row, item in zip(rows, items, strict=True):
                 row.require_commit(item)
-            arriving = self._send_factors(items, end)
+            arriving = self._copies.send_factors(items, end)
             for row, item in zip(rows, items, strict=True):
                 if item.at_end or row.released is None:
                     row.released = end
@@ -209,19 +215,6 @@ class TorchEngine:
                 else:
                     self._update_on_device(row, item, end)
             pipeline.reload_cv.notify()
-
-    def _send_factors(self, items: Iterable[CommitItem], end: Event) -> dict[int, torch.Tensor]:
-        """Start the copies of the factors that are tensors; where each arrives on the host, by the tensor's identity."""
-        sources = {id(f): f for item in items if item.grad is None for f in item.factors if isinstance(f, torch.Tensor)}
-        if not sources:
-            return {}
-        targets = self._lanes.host_floats(len(sources))
-        self._lanes.wait(Lane.D2H, end)
-        for target, source in zip(targets, sources.values(), strict=True):
-            copy(self._lanes, Lane.D2H, target, source.detach())
-        self._pipeline.landings.append(Landing(self._lanes.record(Lane.D2H), keep=tuple(sources.values())))
-        self._pipeline.landed_cv.notify()
-        return dict(zip(sources, targets, strict=True))
 
     def _update_on_device(self, row: Row, item: CommitItem, end: Event) -> None:
         assert item.grad is not None
@@ -275,7 +268,9 @@ class TorchEngine:
             del read
 
     def _finish(self, index: int, *, reads: bool = False) -> tuple[Event | None, object]:
-        """Wait until the new weight of a pending row is on its way; the event of its arrival, and what its update reads.
+        """Wait until the new weight of a pending row is on its way.
+
+        Returns the event of its arrival, and what its update reads.
 
         Of a row that is not pending the event too: another thread may have come here first, and
         still wait for it. `reads`: the compute stream is about to read the weight, so a release

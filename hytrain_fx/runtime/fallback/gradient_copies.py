@@ -1,4 +1,4 @@
-"""Gradients on their way to their slots, and back from there.
+"""Gradients and their factors on their way to the host, and gradients on their way back.
 
 A gradient's own buffer dies when the node returns. Its copy on the device, of which there are so
 many bytes at a time, is let go when the compute stream has been made to wait for the D2H copy that
@@ -8,12 +8,13 @@ reads it: whatever is allocated on that stream from then on cannot overtake that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.fallback.lanes import Event, Lane, Lanes, copy
 from hytrain_fx.runtime.fallback.pipeline import Pipeline
 from hytrain_fx.runtime.fallback.rows import Landing, Row, places_in
@@ -36,7 +37,10 @@ class Staging:
         self._held_bytes = 0
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A copy of `gradient`, made on the compute stream; the stream waits for older copies to be read where there are too many."""
+        """A copy of `gradient`, made on the compute stream.
+
+        The stream waits for older copies to be read where there are too many.
+        """
         while self._held and (self._held_bytes + gradient.nbytes > self._limit_bytes or self._held[0].read.done()):
             self._let_go()
         return torch.empty_like(gradient).copy_(gradient)
@@ -58,7 +62,9 @@ class Staging:
 
 
 class GradientCopies:
-    """Starts the copies of one engine. `last_fetch`: when the gradients that were asked for last are there.
+    """Starts the copies of one engine.
+
+    `last_fetch`: when the gradients that were asked for last are there.
 
     staging_bytes   device memory for gradients on their way to the host
     """
@@ -72,7 +78,10 @@ class GradientCopies:
         self._fetch_count = 0
 
     def send(self, row: Row, gradient: torch.Tensor) -> None:
-        """Copy a gradient to the row's slot, chunk by chunk. Not under the lock: it may wait for memory."""
+        """Copy a gradient to the row's slot, chunk by chunk.
+
+        Not under the lock: it may wait for memory.
+        """
         slot = row.placed_states().slot
         assert slot is not None
         for number, chunk in enumerate(row.chunks):
@@ -87,8 +96,27 @@ class GradientCopies:
                 self._pipeline.landings.append(Landing(event, row.index, number, row.generation, begin))
                 self._pipeline.landed_cv.notify()
 
+    def send_factors(self, items: Iterable[CommitItem], end: Event) -> dict[int, torch.Tensor]:
+        """Start the copies of the factors that are tensors.
+
+        Returns where each arrives on the host, by the tensor's identity.
+        """
+        sources = {id(f): f for item in items if item.grad is None for f in item.factors if isinstance(f, torch.Tensor)}
+        if not sources:
+            return {}
+        targets = self._lanes.host_floats(len(sources))
+        self._lanes.wait(Lane.D2H, end)
+        for target, source in zip(targets, sources.values(), strict=True):
+            copy(self._lanes, Lane.D2H, target, source.detach())
+        self._pipeline.landings.append(Landing(self._lanes.record(Lane.D2H), keep=tuple(sources.values())))
+        self._pipeline.landed_cv.notify()
+        return dict(zip(sources, targets, strict=True))
+
     def bring(self, landed: Sequence[tuple[Event, torch.Tensor]], out: torch.Tensor) -> Event:
-        """Copy gradients from their slots, when they are there, to `out`; the event of their arrival."""
+        """Copy gradients from their slots, when they are there, to `out`.
+
+        Returns the event of their arrival.
+        """
         places = places_in(out, [slot for _, slot in landed])
         self._lanes.wait(Lane.FETCH, self._lanes.record_compute())
         for landing in {id(landing): landing for landing, _ in landed}.values():
@@ -104,7 +132,10 @@ class GradientCopies:
         return self._fetch_count
 
     def take_fetch(self, number: int) -> Event:
-        """The arrival that was noted, once. Raises EngineError for another number. The lock is held."""
+        """The arrival that was noted, once. Raises EngineError for another number.
+
+        The lock is held.
+        """
         arrival = self._fetches.pop(number, None)
         if arrival is None:
             raise EngineError(f"fetch {number} was never begun, or has been waited for")

@@ -1,4 +1,6 @@
-"""What the torch engine's worker runs on one part of a row: the op-by-op AdamW, or DeepSpeedCPUAdam.
+"""What the torch engine's worker runs on one part of a row.
+
+The op-by-op AdamW, or DeepSpeedCPUAdam.
 
 DeepSpeed knows no per-step scalars, only hyper-parameters. With its bias correction off, these give
 the same formula:
@@ -28,7 +30,10 @@ from hytrain_fx.runtime.scalars import UpdateFlag, UpdateScalars
 
 
 class HostUpdate(Protocol):
-    """Updates states on the host in place; the slot holds the gradient, which stays, and `out` receives a new 16-bit weight."""
+    """Updates states on the host in place.
+
+    The slot holds the gradient, which stays, and `out` receives a new 16-bit weight.
+    """
 
     name: str
     grain_params: int  # parameters in one call: temporaries are of this size
@@ -38,7 +43,10 @@ class HostUpdate(Protocol):
 
 
 class OpByOp:
-    """The bits of the native engine, at about a thirtieth of its speed (36 against 1.1 ns a bf16 parameter on one core)."""
+    """The bits of the native engine, at about a thirtieth of its speed.
+
+    36 against 1.1 ns a bf16 parameter on one core.
+    """
 
     name = "torch"
 

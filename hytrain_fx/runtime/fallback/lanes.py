@@ -1,4 +1,6 @@
-"""In-order queues of copies and updates beside the compute stream: what csrc/device.h is to the native engine.
+"""In-order queues of copies and updates beside the compute stream.
+
+The native engine has csrc/device.h for this.
 
     CPU    a lane is a thread with delays that a test can set; the compute stream is the calling
            thread
@@ -33,7 +35,10 @@ class Lane(IntEnum):
 
 
 class Event(Protocol):
-    """A point in a lane or in the compute stream. `time_us` is for one that was done when its lanes last took their epoch."""
+    """A point in a lane or in the compute stream.
+
+    `time_us` is for one that was done when its lanes last took their epoch.
+    """
 
     def done(self) -> bool: ...
     def sync(self) -> None: ...
@@ -41,7 +46,10 @@ class Event(Protocol):
 
 
 class Lanes(Protocol):
-    """The lanes of one device. `compute_wait` takes the stream that is to wait, by default the caller's."""
+    """The lanes of one device.
+
+    `compute_wait` takes the stream that is to wait, by default the caller's.
+    """
 
     def compute_stream(self) -> torch.cuda.Stream | None: ...
     def record_compute(self) -> Event: ...
@@ -67,7 +75,10 @@ def copy(lanes: Lanes, lane: Lane, target: torch.Tensor, source: torch.Tensor) -
 
 
 def make_lanes(device: torch.device, timeout_s: float, on_failure: Callable[[str, Exception], None]) -> Lanes:
-    """The lanes of `device`. `on_failure(who, error)` is called from the thread of a lane whose task raised."""
+    """The lanes of `device`.
+
+    `on_failure(who, error)` is called from the thread of a lane whose task raised.
+    """
     return CudaLanes(device) if device.type == "cuda" else CpuLanes(timeout_s, on_failure)
 
 
@@ -97,7 +108,10 @@ class CpuEvent:
 
 
 def start_all(threads: Sequence[threading.Thread], stop: Callable[[], None]) -> None:
-    """Start these threads. Where the system refuses one, `stop` has to end those that run. Raises EngineError."""
+    """Start these threads. Where the system refuses one, `stop` has to end those that run.
+
+    Raises EngineError.
+    """
     try:
         for thread in threads:
             thread.start()
@@ -110,7 +124,10 @@ def start_all(threads: Sequence[threading.Thread], stop: Callable[[], None]) -> 
 
 
 class _LaneThread(threading.Thread):
-    """Runs tasks in order. A task that raises is reported and the next ones still run: their events must fire."""
+    """Runs tasks in order.
+
+    A task that raises is reported and the next ones still run: their events must fire.
+    """
 
     def __init__(self, lane: Lane, on_failure: Callable[[str, Exception], None]) -> None:
         super().__init__(name=f"hytrain_fx-{lane.name}", daemon=True)
@@ -193,7 +210,10 @@ _POLL_S = 20e-6
 
 
 class _Epoch:
-    """One time on both clocks, read again now and then: they drift apart, and the driver counts in floats."""
+    """One time on both clocks, read again now and then.
+
+    They drift apart, and the driver counts in floats.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # with no work, in no queue with others: reached at once
@@ -235,7 +255,10 @@ class _CudaEvent:
 
 
 class CudaLanes:
-    """Implements `Lanes` with one stream a lane. Delays are left to spinning kernels of the test."""
+    """Implements `Lanes` with one stream a lane.
+
+    Delays are left to spinning kernels of the test.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,10 @@
 """The three threads of the torch engine, each handing rows to the next under one lock.
 
-    lander    the D2H event of a chunk has passed               -> landed
-    worker    landed, committed, armed, factors known           -> updated     lowest unit first, one grain at a time
-    reloader  updated, armed, released                          -> issued      lowest unit first, a bounded number of bytes in flight
+    lander    the D2H event of a chunk has passed        -> landed
+    worker    landed, committed, armed, factors known    -> updated    one grain at a time
+    reloader  updated, armed, released                   -> issued     so many bytes in flight
+
+Worker and reloader take the lowest unit first.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ class LaneRecord:
 
 
 class Pipeline:
-    """Rows, queues and threads. `lock` guards all of it but the contents of states, and may be taken twice by one thread."""
+    """Rows, queues and threads.
+
+    `lock` guards all of it but the contents of states, and may be taken twice by one thread.
+    """
 
     def __init__(self, device: torch.device, timeout_s: float, update: HostUpdate) -> None:
         self.update = update

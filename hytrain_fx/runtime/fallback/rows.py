@@ -40,7 +40,11 @@ class Chunk:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One row. `weight` is flat; `factors` are host numbers, or 0-dim host tensors that a copy fills, known from `factors_known` on."""
+    """One row. `weight` is flat.
+
+    `factors` are host numbers, or 0-dim host tensors that a copy fills, known from `factors_known`
+    on.
+    """
 
     index: int
     unit: int
@@ -76,7 +80,10 @@ class Row:
 
     @property
     def narrow(self) -> bool:
-        """Whether the weight is of 16 bits and comes back from `RowStates.out`; an fp32 weight comes from its master."""
+        """Whether the weight is of 16 bits and comes back from `RowStates.out`.
+
+        An fp32 weight comes from its master.
+        """
         return self.weight.dtype != torch.float32
 
     def place(self, states: RowStates, *, on_host: bool) -> None:
@@ -89,7 +96,10 @@ class Row:
         self.on_host = on_host
 
     def set_weight(self, weight: torch.Tensor) -> None:
-        """Write new weights to this memory from now on. Raises EngineError while an update is in flight."""
+        """Write new weights to this memory from now on.
+
+        Raises EngineError while an update is in flight.
+        """
         if self.phase is Phase.PENDING:
             raise EngineError(f"row {self.index} is given other memory while its update is in flight")
         self.weight = flat_alias(weight)
@@ -101,14 +111,20 @@ class Row:
         return self.states
 
     def landed_gradient(self) -> tuple[Event, torch.Tensor]:
-        """When the gradient is in its slot, and the slot. Raises EngineError where there is none."""
+        """When the gradient is in its slot, and the slot.
+
+        Raises EngineError where there is none.
+        """
         slot = self.placed_states().slot
         if not self.on_host or self.landing is None or slot is None:
             raise EngineError(f"row {self.index} has no gradient to bring back")
         return self.landing, slot
 
     def begin_gradient(self) -> None:
-        """A new gradient is about to be copied. Raises EngineError where the last update has not been waited for."""
+        """A new gradient is about to be copied.
+
+        Raises EngineError where the last update has not been waited for.
+        """
         if self.states is None or not self.on_host:
             raise EngineError(f"row {self.index} offloads a gradient but is not placed on the host")
         if self.phase is Phase.PENDING:
@@ -121,7 +137,10 @@ class Row:
             chunk.updated_to, chunk.landed, chunk.queued = chunk.begin, False, False
 
     def require_commit(self, item: CommitItem) -> None:
-        """Raises EngineError where `item` cannot be committed, DroppedNodeError where a node before it did not run."""
+        """Raises EngineError where `item` cannot be committed.
+
+        DroppedNodeError where a node before it did not run.
+        """
         if self.phase is Phase.PENDING:
             raise EngineError(f"row {self.index} is committed while its last update is in flight")
         if not self.on_host:
@@ -160,7 +179,10 @@ class Row:
         return tuple(float(factor) for factor in self.factors)
 
     def ready_chunks(self) -> list[int]:
-        """Chunks that an update can begin with, none of which is queued: one stands for all where whole tensors are updated."""
+        """Chunks that an update can begin with, none of which is queued.
+
+        One stands for all where whole tensors are updated.
+        """
         if self.step is not None:
             return [0] if not self.chunks[0].queued and all(chunk.landed for chunk in self.chunks) else []
         return [number for number, chunk in enumerate(self.chunks) if chunk.landed and not chunk.queued]
@@ -168,7 +190,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Something on its way to the host: a chunk of a gradient, or with row -1 the factors of a commit."""
+    """Something on its way to the host.
+
+    A chunk of a gradient, or with row -1 the factors of a commit.
+    """
 
     event: Event
     row: int = -1
@@ -189,7 +214,10 @@ def flat_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Where in dense memory copies of flat `slots` go: one after the other, padded to 64 bytes. Raises EngineError if they do not fit."""
+    """Where in dense memory copies of flat `slots` go: one after the other, padded to 64 bytes.
+
+    Raises EngineError if they do not fit.
+    """
     places, found, end = flat_alias(memory).view(torch.uint8), [], 0
     for slot in slots:
         if end + slot.nbytes > places.numel():
@@ -200,7 +228,10 @@ def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch
 
 
 def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor | None, scalars: UpdateScalars) -> None:
-    """The update of states, gradient and weight of one length, a chunk at a time: its temporaries take ten times a part's gradient."""
+    """The update of states, gradient and weight of one length, a chunk at a time.
+
+    Its temporaries take ten times a part's gradient.
+    """
     for begin in range(0, grad.numel(), CHUNK_PARAMS):
         end = begin + CHUNK_PARAMS
         part, out = states.part(begin, end), None if weight is None else weight[begin:end]
