@@ -32,7 +32,7 @@ def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
 
     The engine can leave such a step out.
 
-    Not where somebody would see that call: through a hook, or a `step` of their own in the place of
+    Not where somebody would see that call: through a hook, or a `step` of their own instead of
     ours (a scheduler's only counts). Others than GradScaler that ask (Lightning, whether gradients
     must be unscaled before clipping) want to do that themselves.
     """

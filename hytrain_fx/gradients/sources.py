@@ -207,7 +207,7 @@ class StandIns:
     def end_loan(self, row: int) -> None:
         """Nothing here may hold that gradient from now on.
 
-        A stand-in that somebody has is theirs.
+        A stand-in that somebody has stays with them.
         """
         lent = self._lent
         if row in lent:

@@ -138,6 +138,6 @@ class GradState:
 
 
 def state_of(value: object) -> GradState | None:
-    """The state behind a stand-in; None for anything else."""
+    """The state of a stand-in; None for anything else."""
     state = getattr(value, "grad_state", None)
     return state if isinstance(state, GradState) else None

@@ -6,7 +6,7 @@
                                          `step()`
     a row that has a gradient already    the new one is added: on the device, to what comes back
                                          from the slot, or to the real `.grad`
-    one of several parts of a backward, behind an earlier gradient: see `parts`
+    one of several parts of a backward, after an earlier gradient: see `parts`
 
 This runs on the thread that launches the GPU's work, which must stay ahead of it: a node's rows are
 handled at once where they are alike.
@@ -240,7 +240,7 @@ class SessionGradients:
             self._take_each(group, grads, earlier, again)
 
     def _take_late(self, row: int, grad: torch.Tensor) -> None:
-        """A gradient that comes behind the nodes of its row."""
+        """A gradient that comes after the nodes of its row."""
         group = self.groups[[row]]
         group.place(self._states)
         self._take_each(group, [grad], {}, [row])

@@ -124,7 +124,7 @@ class SessionGraphs:
 
         Gives what puts gradients among the results that autograd does not add to `.grad` but
         returns (torch.autograd.grad). Raises DroppedNodeError where a node of it did not run,
-        UnsupportedError for a tensor hook that came behind the forward.
+        UnsupportedError for a tensor hook that came after the forward.
         """
         rows = self._nodes.graph_rows[graph]
         with without_torch_function():

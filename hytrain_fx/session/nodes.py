@@ -60,7 +60,7 @@ class SessionNodes:
         if self._unwaited and not self._unwaited.isdisjoint(rows):  # a backward that comes after the step() that its forward came before
             self._end_updates(rows)
         group = self.gradients.groups[rows]
-        group.place(self._states)  # the nodes behind this one go by it, whichever of its gradients are taken
+        group.place(self._states)  # the nodes after this one go by it, whichever of its gradients are taken
         if self._elsewhere:
             rows, grads = self._keep_returned(rows, grads)
             group = self.gradients.groups[rows]

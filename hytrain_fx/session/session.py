@@ -4,7 +4,7 @@
     (eager code)    of a forward that is not one graph: its operators wait for what they read
     (the graphs)    nodes call `SessionNodes`
     leave_forward   parameters are guarded again
-    step            commits: hyper-parameters fixed, updates begin (or continue) behind the
+    step            commits: hyper-parameters fixed, updates begin (or go on), and run beside the
                     launching thread
 """
 
@@ -245,7 +245,7 @@ class Session:
 
     @property
     def _at_full_speed(self) -> bool:
-        """Whether the plan in force is one to stay with, and the cold steps are behind."""
+        """Whether the plan in force is one to stay with, and the cold steps are over."""
         cold_steps = self.planning.steps_to_measure - self.config.warmup_steps
         return self.steps_done >= cold_steps and not self.planning.awaits_times
 
@@ -315,7 +315,7 @@ class Session:
         It is timed on a row made for the purpose.
         """
         device = self.table.device
-        self.builder.settle_steps()  # its commits come after the word on whether the last one was left out
+        self.builder.settle_steps()  # its commits come once we know whether the last one was left out
         with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):  # random numbers are the training's own
             return self._probe.us_per_param()
 

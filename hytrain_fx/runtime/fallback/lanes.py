@@ -235,7 +235,7 @@ class _CudaEvent:
     __slots__ = ("_device", "_epoch", "event")
 
     def __init__(self, stream: torch.cuda.Stream, epoch: _Epoch) -> None:
-        # Not blocking=True: behind such an event cuMemcpyDtoHAsync holds the launching thread back
+        # Not blocking=True: after such an event cuMemcpyDtoHAsync holds the launching thread back
         # (csrc/cuda_device.cpp).
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)

@@ -145,7 +145,7 @@ class Pipeline:
         row = self.rows[landing.row]
         if landing.begin is not None:
             self.lane_records.append(LaneRecord(Stage.D2H, landing.row, landing.chunk, landing.begin, landing.event))
-        if row.generation == landing.generation:  # else dropped by zero_grad() and begun anew
+        if row.generation == landing.generation:  # else dropped by zero_grad() and begun again
             row.chunks[landing.chunk].landed = True
             self.queue_ready(row)
 

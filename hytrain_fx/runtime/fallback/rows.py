@@ -67,7 +67,7 @@ class Row:
     factors: tuple[float | torch.Tensor, ...] = ()
     factors_known: bool = True
     grad: torch.Tensor | None = None  # what an update on the device reads
-    replaced: object = None  # states that it may put others in the place of; the compute stream may have allocated them
+    replaced: object = None  # states that it may replace; the compute stream may have allocated them
     name: str = ""
     busy_us: float = 0.0
     last_busy_us: float = 0.0
