@@ -15,7 +15,7 @@ from torch import nn
 
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.units import unit_of_rows
-from hytrain_fx.config import Config, EngineName, Planner
+from hytrain_fx.config import Config, EngineName, OnNonfinite, Planner
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
@@ -58,6 +58,7 @@ def compile(
     pin_workers: bool = False,
     ring_bytes: int | None = None,
     autocast_copies: bool = True,
+    on_nonfinite: OnNonfinite = "allow",
     timeout_s: float = 120.0,
     passes: Sequence[Callable[..., Any]] | None = None,
     dump: str | Path | None = None,
@@ -89,6 +90,8 @@ def compile(
     pin_workers      keep each of them on its own core
     ring_bytes       device memory for gradients on their way to the host
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
+    on_nonfinite     steps with NaN or infinite gradients: "allow", "skip" (left out) or "raise" (left
+                     out, with an error)
     timeout_s        seconds after which a wait on a worker or a copy is an error
     passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
                      of yours
@@ -105,8 +108,8 @@ def compile(
     config = Config.from_options(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
-        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, timeout_s=timeout_s, passes=passes,
-        dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
+        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite,
+        timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     if isinstance(model, nn.Module) and find_session(model) is not None:
@@ -179,6 +182,7 @@ def _explanation(session: Session) -> Explanation:
         optimizer=() if session.rule is None else session.rule.notes,
         guesses=guesses,
         copies=session.copies.in_words(),
+        nonfinite=session.finite_steps.in_words(session.steps_done),
         outside=tuple(_outside(session)),
         troubles=planning.aside.troubles,
         early=session.engine.early_counts(),

@@ -14,6 +14,7 @@ from hytrain_fx.ir.plan import Plan
 
 EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
+OnNonfinite = Literal["allow", "skip", "raise"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Config:
     autocast_copies  fp32 weights that a model under autocast reads in bf16 only rest on the device
                    as bf16 copies. Their fp32 memory exists only while the loop looks at them,
                    weights and gradients travel in 16 bits, and no bit of training changes
+    on_nonfinite   what happens to a step with a gradient that holds NaN or infinities: "allow", the
+                   update computes with them, as in torch; "skip", the step is left out, as
+                   GradScaler does; "raise", it is left out and NonFiniteGradientError is raised, at
+                   that step(), the next forward or the next step(). For the last two each update on
+                   the device waits for the end of the backward, and `step()` waits for the device
+                   with an engine other than the native one
     timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
     passes         list of graph passes to run instead of `hytrain_fx.DEFAULT_PASSES`, ours and your
                    own; None = the default ones
@@ -87,6 +94,7 @@ class Config:
     pin_workers: bool = False
     ring_bytes: int | None = None
     autocast_copies: bool = True
+    on_nonfinite: OnNonfinite = "allow"
     timeout_s: float = 120.0
     passes: Sequence[Callable[..., Any]] | None = None
     dump: str | Path | None = None
@@ -115,6 +123,7 @@ class Config:
         _require(isinstance(self.pin_workers, bool), "pin_workers", self.pin_workers, "True or False")
         _require(_is_none_or_bytes(self.ring_bytes, least=1), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
         _require(isinstance(self.autocast_copies, bool), "autocast_copies", self.autocast_copies, "True or False")
+        _require(_is_one_of(self.on_nonfinite, get_args(OnNonfinite)), "on_nonfinite", self.on_nonfinite, f"one of {get_args(OnNonfinite)}")
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
         _require(self.passes is None or isinstance(self.passes, list | tuple), "passes", self.passes,

@@ -10,7 +10,7 @@
     ├── HostMemoryError        the host cannot hold the optimizer states
     ├── EngineError            the runtime failed: build, worker, copy, time-out
     │   ├── DroppedNodeError   an inserted node did not run
-    │   └── NonFiniteGradientError  step() was given a gradient with NaN or infinities
+    │   └── NonFiniteGradientError  a step was left out: its gradients held NaN or infinities
     ├── StatesError            loading optimizer states ended half-way, so they are a mixture of old
                                and new ones
     └── GradientConsumedError  `.grad` was read after another gradient had taken its memory
@@ -59,7 +59,7 @@ class DroppedNodeError(EngineError):
 
 
 class NonFiniteGradientError(EngineError):
-    """`step()` was given a gradient with NaN or infinities; all weights would become NaN."""
+    """With `on_nonfinite="raise"`: a step was left out because a gradient held NaN or infinities. Training may go on."""
 
 
 class StatesError(HytrainError, RuntimeError):

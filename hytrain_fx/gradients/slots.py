@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -76,6 +76,7 @@ class GradientSlots:
     gone             rows whose slot is another's memory since
     steps_may_write  to the gradients that they are given, as in torch
     norms_wanted     of every gradient, when it is sent
+    on_offload       called with gradients that are about to go to their slots
     """
 
     def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
@@ -83,6 +84,7 @@ class GradientSlots:
         self.taken: set[int] = set()
         self.gone: set[int] = set()
         self.steps_may_write = states.of_other_optimizer
+        self.on_offload: Callable[[Sequence[int], Sequence[torch.Tensor]], None] = nobody_asks
         self.norms_wanted: set[Norm] = set()
         self.reader = SlotReader(table, engine)
         self._names = table.names
@@ -110,4 +112,9 @@ class GradientSlots:
                 marked.difference_update(rows)
         if self._copies:
             self.reader.slot_dtypes.update((row, grad.dtype) for row, grad in zip(rows, grads, strict=True) if row in self._copies)
+        self.on_offload(rows, grads)
         self._engine.grad_offload(rows, grads)
+
+
+def nobody_asks(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+    """What is called with gradients that leave, where nobody wants to know."""

@@ -143,7 +143,9 @@ class SessionGradients:
         `grad` has the parameter's order of memory.
         """
         pieces, flat = self._states.host_pieces(row), flat_memory(grad)
-        self._engine.grad_offload(list(pieces), [flat[piece.begin : piece.end] for piece in pieces.values()])
+        rows, parts = list(pieces), [flat[piece.begin : piece.end] for piece in pieces.values()]
+        self.slots.on_offload(rows, parts)
+        self._engine.grad_offload(rows, parts)
         self._arm_late(*pieces)
 
     def is_eager(self, row: int) -> bool:

@@ -13,7 +13,7 @@ One item for each row that has a gradient, one for each piece where it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +113,10 @@ class CommitBuilder:
                     items.append(CommitItem(row, by_step[step], grad, row in touched))
                 else:
                     items.append(self._item(row, grad, by_step[step], row in touched))
+        return items
+
+    def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
+        """These items with all that a commit needs. Called only where the step is to be committed."""
         return items
 
     def committed(self, items: Iterable[CommitItem]) -> None:
@@ -234,9 +238,7 @@ class RuleCommitBuilder(CommitBuilder):
         super().__init__(table, states, gradients, lambda group, step, torch_cuda: AT_REST)
         self._rule = rule
 
-    def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
-        """As `CommitBuilder.build`, with the steps."""
-        groups = list(groups)
-        items = super().build(groups, touched)
-        steps = self._rule.steps(groups, {item.row: self._states[item.row] for item in items})
+    def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
+        """With what each row's update runs; the groups have then what the step sets there."""
+        steps = self._rule.steps(list(groups), {item.row: self._states[item.row] for item in items})
         return [replace(item, step=steps[item.row]) for item in items]

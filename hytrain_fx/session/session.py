@@ -38,6 +38,7 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine
 from hytrain_fx.session.callbacks import shut_down
 from hytrain_fx.session.eager_access import EagerAccess
+from hytrain_fx.session.finite_steps import FiniteSteps
 from hytrain_fx.session.foresight import Foresight, Speculate
 from hytrain_fx.session.graphs import SessionGraphs
 from hytrain_fx.session.nodes import SessionNodes
@@ -93,6 +94,9 @@ class Session:
         self.resources = Resources(self.states, self.table.parameters, self.engine, self.config, self.clock)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
         self.builder = self._update.make_builder(self.states, self.nodes.gradients)
+        self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
+                                        reads_at_once=self.table.device.type == "cpu")
+        self.finite_steps.use(self.config.on_nonfinite)
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
         self.resources.allocate(self.planning.first_placement())
@@ -130,6 +134,7 @@ class Session:
         if self._depth > 0:
             self._depth += 1
             return
+        self.finite_steps.raise_told(wait=False)
         if self.turns.must_settle:
             self.settle()
         self.turns.called_elsewhere |= self.turns.is_elsewhere
@@ -201,6 +206,7 @@ class Session:
         `skip`: a 0-dim fp32 tensor on the device; where it is not zero, weights, states and step
         counts stay as they are.
         """
+        self.finite_steps.raise_told(wait=True)
         self.states.require_whole()
         self.places.require_trained()
         begin_s = time.perf_counter()
@@ -210,14 +216,8 @@ class Session:
                 self.nodes.gradients.end_sums()  # of a backward that ended in an error
             held = self.eager.before_step()
             read = self._all_rows if self.turns.called_elsewhere else ()  # perhaps after the backward has released them
-            items = self.builder.build(self.groups, self.eager.touched.union(self.eager.gradient_rows, read))
-            if skip is None:
-                self.engine.commit(items)
-                self.builder.committed(items)
-            else:
-                self.engine.commit_unless(items, skip)
-                self.builder.committed(items)
-                self.builder.doubt(items, self.engine.skipped)
+            built = self.builder.build(self.groups, self.eager.touched.union(self.eager.gradient_rows, read))
+            items = self.finite_steps.commit(built, self.groups, skip, self.steps_done + 1)
             self.foresight.stepped(items)
             rows = self.builder.parameters_of(items)
             self.nodes.committed(rows)
@@ -227,6 +227,7 @@ class Session:
         self.turns.stepped()
         self.plain.guard()
         self._end_step(begin_s)
+        self.finite_steps.raise_told(wait=self.finite_steps.reads_at_once)
 
     def _end_step(self, begin_s: float) -> None:
         now_s = time.perf_counter()

@@ -31,6 +31,7 @@ int hytrain_commit(hytrain_fx::Engine*, const hytrain_fx::CommitItem*, int, cons
 int hytrain_commit_early(hytrain_fx::Engine*, const hytrain_fx::CommitItem*, int);
 int hytrain_early_counts(hytrain_fx::Engine*, hytrain_fx::EarlyCounts*);
 int hytrain_skipped(hytrain_fx::Engine*, int*);
+int hytrain_knows_skipped(hytrain_fx::Engine*, int*);
 int hytrain_wait(hytrain_fx::Engine*, const int32_t*, int, void*);
 int hytrain_settle(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_drain(hytrain_fx::Engine*, const int32_t*, int);

@@ -95,6 +95,8 @@ class Explained:
     early            updates that began before step(), and those put back or made again
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
+    nonfinite        how many steps were left out because gradients held NaN or infinities, in a
+                     sentence
     outside          what ran outside captured graphs, and what that costs, in sentences
     troubles         errors in measuring and planning that training went on without
     launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has
@@ -121,6 +123,7 @@ class Explained:
     early: EarlyCounts | None = None
     stream: Stream = "auto"
     copies: str | None = None
+    nonfinite: str | None = None
     outside: tuple[str, ...] = ()
     troubles: tuple[str, ...] = ()
     launch_queue: str | None = None

@@ -29,6 +29,7 @@ def _values(e: Explained) -> dict[str, Any]:
         "engine": {"name": e.engine, "workers": e.workers},
         "optimizer": list(e.optimizer),
         "copies": e.copies,
+        "nonfinite": e.nonfinite,
         "outside": list(e.outside),
         "troubles": list(e.troubles),
         "launch_queue": e.launch_queue,

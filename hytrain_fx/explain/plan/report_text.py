@@ -83,7 +83,7 @@ def _head(e: Explained) -> str:
         how = f"profiled in {e.profile.steps} steps" if e.profile.steps else f"estimated (data sheets) for {e.profile.device}"
         lines.append(f"{how} on {e.profile.host}; predicted: simulated from the {'profiled' if e.profile.steps else 'estimated'} times")
     lines += [f"planning: {e.planning}"] if e.planning else []
-    notes = (*e.outside, *e.troubles, *([e.copies] if e.copies else []), *e.optimizer, *e.plan.notes)
+    notes = (*e.outside, *e.troubles, *(said for said in (e.nonfinite, e.copies) if said), *e.optimizer, *e.plan.notes)
     return "\n".join([*lines, *(f"note: {text}" for text in notes)])
 
 

@@ -80,6 +80,7 @@ class Engine {
   void commit_early(const CommitItem* items, int n);
   // Whether the last commit with a `skip` was left out; waits until that is known.
   bool skipped() { return slots_.await_skipped(); }
+  bool knows_skipped() { return slots_.knows_skipped(); }  // without a wait
   // The half that the next commit reads; waits until the commit before the last has read it.
   float* factor_slots() { return slots_.await_next(); }
 

@@ -120,6 +120,9 @@ int hytrain_early_counts(Engine* engine, hytrain_fx::EarlyCounts* out) {
 int hytrain_skipped(Engine* engine, int* out) {
   return guarded(engine, [&] { *out = engine->skipped() ? 1 : 0; });
 }
+int hytrain_knows_skipped(Engine* engine, int* out) {
+  return guarded(engine, [&] { *out = engine->knows_skipped() ? 1 : 0; });
+}
 int hytrain_wait(Engine* engine, const int32_t* rows, int n, void* stream) {
   return guarded(engine, [&] { engine->wait(rows, n, stream); });
 }

@@ -17,6 +17,11 @@ bool FactorSlots::await_skipped() {
   return skipped_;
 }
 
+bool FactorSlots::knows_skipped() {
+  EngineLock lock(state_.mutex);
+  return !skip_on_way_;
+}
+
 float* FactorSlots::next_half() const {
   if (on_way_[state_.commits % 2]) throw std::logic_error("internal: the slots for factors are in use");
   if (skip_on_way_) throw std::logic_error("internal: a commit before it is known whether the last one was left out");

@@ -26,6 +26,7 @@ class FactorSlots {
   float* await_next();
   // Whether the last commit that might be left out was; waits until that is known.
   bool await_skipped();
+  bool knows_skipped();
 
   // With the lock held: the half of the commit that begins. An error where factors are on their way
   // to it, or where it is not known whether the last commit counts.

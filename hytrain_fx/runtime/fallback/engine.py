@@ -244,6 +244,9 @@ class TorchEngine:
     def skipped(self) -> bool:
         return False
 
+    def knows_skipped(self) -> bool:
+        return True
+
     # ---- called by the wait nodes, by eager reads, by close ----
 
     def wait(self, rows: Sequence[int]) -> None:

@@ -265,6 +265,12 @@ class NativeEngine:
             self._skipped = bool(out.value)
         return self._skipped
 
+    def knows_skipped(self) -> bool:
+        out = c_int(1)
+        if self._handle and os.getpid() == self._pid:
+            self._call("knows_skipped", byref(out))
+        return bool(out.value)
+
     def _commit(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
         slots = POINTER(c_float)()
         self._call("factor_slots", byref(slots))

@@ -1,0 +1,124 @@
+"""Steps whose gradients are not finite: computed as in torch, or left out, counted and told of.
+
+    allow   the update computes with the values
+    skip    a number on the device says whether any value is NaN or infinite, and the engine leaves
+            the step out where it says so
+    raise   the same, and the loop is told, when the number has come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from hytrain_fx.config import OnNonfinite
+from hytrain_fx.errors import EngineError, NonFiniteGradientError
+from hytrain_fx.gradients.finiteness import FiniteCheck, Finiteness
+from hytrain_fx.gradients.slots import GradientSlots, nobody_asks
+from hytrain_fx.runtime.engine import CommitItem, Engine
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.session.commit import CommitBuilder
+
+
+class FiniteSteps:
+    """Commits the steps of one session.
+
+    count           steps left out so far because a gradient was not finite
+    last            the number of the last of them, from 1
+    reads_at_once   whether reading a number on the device waits for nothing: the model is on the
+                    CPU
+    """
+
+    def __init__(self, engine: Engine, builder: CommitBuilder, states: StateStore, slots: GradientSlots, *, reads_at_once: bool) -> None:
+        self.count = 0
+        self.last = 0
+        self.reads_at_once = reads_at_once
+        self._mode: OnNonfinite = "allow"
+        self._engine = engine
+        self._builder = builder
+        self._states = states
+        self._slots = slots
+        self._finiteness = Finiteness(states.copies)
+        self._error: NonFiniteGradientError | None = None
+
+    def use(self, mode: OnNonfinite) -> None:
+        """What to do from now on. No gradient may be there."""
+        self._mode = mode
+        self._slots.on_offload = nobody_asks if mode == "allow" else self._finiteness.note
+
+    def commit(
+        self, items: Sequence[CommitItem], groups: Iterable[Mapping[str, Any]], skip: torch.Tensor | None, number: int
+    ) -> Sequence[CommitItem]:
+        """Commit step `number`; the items that the engine has taken: none where it is known now that the step is left out.
+
+        skip   GradScaler's, 0-dim fp32 on the device: where it is not 0 it leaves the step out,
+               which is not counted here
+        """
+        check = None if self._mode == "allow" or not items else self._finiteness.check(items)
+        if check is not None and not self._engine.can_skip:
+            if bool(check.any):
+                self._left_out(check, number)
+                return ()
+            check = None
+        items = self._builder.with_steps(groups, items)
+        if check is None:
+            self._take(items, skip)
+            if skip is not None:
+                self._builder.doubt(items, self._engine.skipped)
+            return items
+        self._take(items, check.any if skip is None else torch.maximum(skip, check.any))
+        by_scaler = None if skip is None else skip.clone()  # GradScaler writes to its own later
+        self._builder.doubt(items, partial(self._was_left_out, check, by_scaler, number))
+        return items
+
+    def _take(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
+        if skip is None:
+            self._engine.commit(items)
+        else:
+            self._engine.commit_unless(items, skip)
+        self._builder.committed(items)
+
+    def _was_left_out(self, check: FiniteCheck, by_scaler: torch.Tensor | None, number: int) -> bool:
+        skipped = self._engine.skipped()
+        if skipped and (by_scaler is None or not bool(by_scaler)):
+            self._left_out(check, number)
+        return skipped
+
+    def _left_out(self, check: FiniteCheck, number: int) -> None:
+        self.count += 1
+        self.last = number
+        if self._mode == "raise":
+            name = self._slots.name(self._states.pieces.parameter(check.first()))
+            self._error = NonFiniteGradientError(
+                f"the gradients of step {number} hold NaN or infinite values (among them that of {name}), so it was left out: weights, "
+                f"optimizer states and step counts are those before step {number}, and training may go on. Look at the loss before "
+                'step(), or leave such steps out without an error: on_nonfinite="skip"'
+            )
+
+    def raise_told(self, *, wait: bool) -> None:
+        """Raises NonFiniteGradientError once for a step that was left out, where that is known.
+
+        wait   until it is known of the last step
+        """
+        if self._mode != "raise":
+            return
+        if wait or self._engine.knows_skipped():
+            self._builder.settle_steps()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def in_words(self, steps_done: int) -> str | None:
+        """How many steps were left out, in a sentence; None where none was. Waits for the device where that is asked."""
+        if self._mode == "allow":
+            return None
+        with suppress(EngineError):
+            self._builder.settle_steps()
+        if self.count == 0:
+            return None
+        return (f"{self.count} of {steps_done} steps were left out because gradients held NaN or infinities "
+                f'(on_nonfinite="{self._mode}"); the last was step {self.last}')
