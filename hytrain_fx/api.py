@@ -90,8 +90,8 @@ def compile(
     pin_workers      keep each of them on its own core
     ring_bytes       device memory for gradients on their way to the host
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
-    on_nonfinite     steps with NaN or infinite gradients: "allow", "skip" (left out) or "raise" (left
-                     out, with an error)
+    on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
+                     ("skip"), or is left out with an error ("raise")
     timeout_s        seconds after which a wait on a worker or a copy is an error
     passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
                      of yours

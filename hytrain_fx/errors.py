@@ -59,7 +59,10 @@ class DroppedNodeError(EngineError):
 
 
 class NonFiniteGradientError(EngineError):
-    """With `on_nonfinite="raise"`: a step was left out because a gradient held NaN or infinities. Training may go on."""
+    """A step was left out because a gradient held NaN or infinities, with `on_nonfinite="raise"`.
+
+    Training may go on.
+    """
 
 
 class StatesError(HytrainError, RuntimeError):

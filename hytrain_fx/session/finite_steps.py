@@ -53,7 +53,9 @@ class FiniteSteps:
     def commit(
         self, items: Sequence[CommitItem], groups: Iterable[Mapping[str, Any]], skip: torch.Tensor | None, number: int
     ) -> Sequence[CommitItem]:
-        """Commit step `number`; the items that the engine has taken: none where it is known now that the step is left out.
+        """Commit step `number`, and give the items that the engine has taken.
+
+        None where it is known now that the step is left out.
 
         skip   GradScaler's, 0-dim fp32 on the device: where it is not 0 it leaves the step out,
                which is not counted here
@@ -113,7 +115,10 @@ class FiniteSteps:
             raise error
 
     def in_words(self, steps_done: int) -> str | None:
-        """How many steps were left out, in a sentence; None where none was. Waits for the device where that is asked."""
+        """How many steps were left out, in a sentence; None where none was.
+
+        Waits for the device, except with "allow".
+        """
         if self._mode == "allow":
             return None
         with suppress(EngineError):

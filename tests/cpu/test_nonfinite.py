@@ -70,7 +70,10 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 
 def arrange(twins: Twins, places: Sequence[Placement], speculate: bool = False, mode: OnNonfinite = "allow") -> None:
-    """Place the rows, and set mode and whether updates begin before step(). Skips what the engine does not do."""
+    """Place the rows, and set mode and whether updates begin before step().
+
+    Skips what the engine does not do.
+    """
     engine = twins.session.engine
     if (Placement.STREAM in places and not engine.can_stream) or (speculate and not engine.can_begin_early):
         pytest.skip(f"not done by the {engine.name} engine")
@@ -81,7 +84,7 @@ def arrange(twins: Twins, places: Sequence[Placement], speculate: bool = False, 
 
 
 def loop_of(bad: Sequence[Bad | None], clip: float | None = None, step: Step = lambda model, optimizer: optimizer.step()) -> Loop:
-    """Steps of which some have gradients that are not finite; gives losses and norms, NaN as text."""
+    """Steps of which some have gradients that are not finite; gives losses and norms as text."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found = []
@@ -99,7 +102,10 @@ def loop_of(bad: Sequence[Bad | None], clip: float | None = None, step: Step = l
 
 
 def both(twins: Twins, plain: Loop, ours: Loop) -> None:
-    """The two loops, each on its model: the same numbers, and weights and states with the same bits, NaN being NaN."""
+    """The two loops, each on its model: the same numbers, and the same bits of weights and states.
+
+    NaN is NaN.
+    """
     reference, optimizer = twins.restart()
     expected = plain(twins.plain, reference, twins.batches)
     assert ours(twins.ours, optimizer, twins.batches) == expected
@@ -180,7 +186,10 @@ def test_a_step_with_them_is_left_out(
 
 @each_place
 def test_an_error_that_is_not_known_at_step_comes_before_anything_else_changes(twins: Twins, places: list[Placement]) -> None:
-    """As on a GPU: the next forward or step() raises it, with the weights of before, and the loop goes on from there."""
+    """As on a GPU: the next forward or step() raises it, with the weights of before.
+
+    The loop goes on from there.
+    """
     arrange(twins, places, mode="raise")
     if not twins.session.engine.can_skip:
         pytest.skip("it knows at step()")

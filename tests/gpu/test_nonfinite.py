@@ -5,13 +5,14 @@ Bits are those of a plain loop that looks at every gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.config import OnNonfinite
 from hytrain_fx.errors import NonFiniteGradientError
 
 from .feed_forward import ADAMW, batches, build, deterministic, loss_of
@@ -19,6 +20,7 @@ from .test_loss_scale import no_sync
 
 __all__ = ["deterministic"]  # the fixture, for this file too
 
+Mode = OnNonfinite | Literal["plain"]
 BAD = (False, False, False, False, True, False, True, True, False, False)
 PLANS: tuple[dict[str, Any], ...] = ({"k": 0}, {"k": 6}, {"k": 2}, {"k": 1, "stream": 0.5})
 
@@ -41,8 +43,11 @@ def told(net: Any) -> int:
     return 0
 
 
-def trained(mode: str, **options: Any) -> tuple[list[torch.Tensor], int]:
-    """Steps of which some have an infinite loss; the weights, and how many errors there were. `mode` "plain": without us."""
+def trained(mode: Mode, **options: Any) -> tuple[list[torch.Tensor], int]:
+    """Steps of which some have an infinite loss; the weights, and how many errors there were.
+
+    mode   "plain": without us
+    """
     net: Any = build(torch.float32)
     optimizer: Any = torch.optim.AdamW(net.parameters(), **ADAMW)
     if mode == "plain":
@@ -66,8 +71,11 @@ def trained(mode: str, **options: Any) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("mode", ["skip", "raise"])
-def test_steps_with_them_leave_no_trace(mode: str) -> None:
-    """Rows are on the CPU, on the GPU, on both, or streamed. With "raise" each such step is one error."""
+def test_steps_with_them_leave_no_trace(mode: Mode) -> None:
+    """Rows are on the CPU, on the GPU, on both, or streamed.
+
+    With "raise" each such step is one error.
+    """
     expected, _ = trained("plain")
     for options in PLANS:
         found, errors = trained(mode, **options)
