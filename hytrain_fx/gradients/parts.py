@@ -38,6 +38,7 @@ class BackwardParts:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.open: dict[int, OpenSum] = {}
         self.used_eagerly: set[int] = set()  # rows that eager code may make gradients of, before the next step()
+        self.used_in_forward: set[int] = set()  # those that it has used inside the model's call
         self.several: set[int] = set()  # rows that have had several parts, or one of eager code
         self._arrived: set[int] = set()
         self._on_end = on_end

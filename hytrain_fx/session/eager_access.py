@@ -77,7 +77,7 @@ class EagerAccess:
         self._marks = marks
         self._is_over = is_over
         self._all_rows = tuple(range(len(table)))
-        self.reads = EagerReads(table.parameters, units, weakly(self._read_in_forward))
+        self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
 
     # ---- what guards and hooks call ----
 
@@ -164,7 +164,7 @@ class EagerAccess:
         self.touched.update(self._all_rows)
 
     @whole()
-    def _read_in_forward(self, rows: Sequence[int], elsewhere: bool) -> None:
+    def _wait_in_forward(self, rows: Sequence[int], elsewhere: bool) -> None:
         """An operator is about to read weights of these rows, a unit's.
 
         `elsewhere`: on another stream than the forward's.
@@ -172,10 +172,14 @@ class EagerAccess:
         if elsewhere:  # what follows makes only this stream wait
             self._engine.settle(self._states.pieces.rows(rows))
         self._nodes.wait(rows)
+
+    @whole()
+    def _read_in_forward(self, rows: Sequence[int]) -> None:
         self.writes.watch(rows)
         self.touched.update(rows)
         if torch.is_grad_enabled():
             self._gradients.parts.used_eagerly.update(rows)
+            self._gradients.parts.used_in_forward.update(rows)
 
     def leave_forward(self) -> None:
         """The compiled call is over. Raises what a wait has raised in the middle of it."""
@@ -210,6 +214,7 @@ class EagerAccess:
         self.touched = set(held)  # whoever holds them may write to them at any time
         self.last_gradient_rows, self.gradient_rows = self.gradient_rows, set()
         self._gradients.parts.used_eagerly.clear()
+        self._gradients.parts.used_in_forward.clear()
 
     def _settle_held(self, held: Sequence[int]) -> None:
         if held:

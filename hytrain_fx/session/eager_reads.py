@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hytrain_fx.capture.units import Unit
+from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.native.op_reads import OperatorReads, storage_of
 from hytrain_fx.session.callbacks import weakly
@@ -27,21 +27,29 @@ from hytrain_fx.torch_private.tensors import without_torch_function
 class EagerReads:
     """Watches the forwards of one session, one at a time.
 
-    on_read    called with the rows of a unit before the operator that reads one of their weights
-               runs; the flag says that it runs on another stream than the one the forward began on
+    on_wait    called with the rows of a unit before the first operator that reads one of their
+               weights runs; the flag says that it runs on another stream than the one the forward
+               began on
+    on_read    called after it with the rows that the operator reads, once in a forward for each
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], units: Sequence[Unit], on_read: Callable[[Sequence[int], bool], None]
+        self,
+        parameters: Sequence[torch.Tensor],
+        units: Sequence[Unit],
+        on_wait: Callable[[Sequence[int], bool], None],
+        on_read: Callable[[Sequence[int]], None],
     ) -> None:
         self._parameters = parameters
         self._units = units
+        self._unit_of = unit_of_rows(units)
+        self._on_wait = on_wait
         self._on_read = on_read
         self._watch: OperatorReads | None = None
         self._cannot = False
-        self._storages: list[list[int]] = []  # by unit
-        self._units_of: dict[int, list[int]] = {}  # by storage
-        self._waited: set[int] = set()  # units whose weights are not watched
+        self._rows_of: dict[int, list[int]] = {}  # by storage
+        self._unwatched: list[int] = []  # storages
+        self._waited: set[int] = set()  # units, in this forward
         self._stream: object = None
         self.is_on = False
         self.read: set[int] = set()  # numbers of units that eager code of forwards has read
@@ -56,10 +64,10 @@ class EagerReads:
         watch = self._made()
         if watch is None:
             return False
-        if not self._storages:
-            self._find_storages()
-        for unit in self._waited:
-            watch.add(self._storages[unit])
+        if not self._rows_of:
+            self._find_storages(watch)
+        watch.add(self._unwatched)
+        self._unwatched.clear()
         self._waited.clear()
         self._stream = self._current_stream()
         watch.begin()
@@ -79,7 +87,7 @@ class EagerReads:
 
     def memory_moved(self) -> None:
         """Some parameters have other memory now."""
-        self._storages = []
+        self._rows_of = {}
 
     def _made(self) -> OperatorReads | None:
         if self._watch is None and not self._cannot:
@@ -89,26 +97,22 @@ class EagerReads:
                 self._cannot = True
         return self._watch
 
-    def _find_storages(self) -> None:
-        assert self._watch is not None
-        self._watch.drop(list(self._units_of))
+    def _find_storages(self, watch: OperatorReads) -> None:
         with without_torch_function():
-            self._storages = [[storage_of(self._parameters[row]) for row in unit.rows] for unit in self._units]
-        self._units_of = {}
-        for unit, storages in enumerate(self._storages):
-            for storage in storages:
-                self._units_of.setdefault(storage, []).append(unit)
-        self._waited = set(range(len(self._units)))
+            for row, parameter in enumerate(self._parameters):
+                self._rows_of.setdefault(storage_of(parameter), []).append(row)
+        watch.clear()
+        self._unwatched = list(self._rows_of)
 
     def _told(self, storage: int) -> None:
-        assert self._watch is not None
-        elsewhere = self._current_stream() != self._stream
-        new = [unit for unit in self._units_of[storage] if unit not in self._waited]
-        self._waited.update(new)
-        self.read.update(new)
-        for unit in new:
-            self._watch.drop([other for other in self._storages[unit] if self._waited.issuperset(self._units_of[other])])
-            self._on_read(self._units[unit].rows, elsewhere)
+        self._unwatched.append(storage)
+        rows = self._rows_of[storage]
+        for unit in dict.fromkeys(self._unit_of[row] for row in rows):
+            if unit not in self._waited:
+                self._waited.add(unit)
+                self.read.add(unit)
+                self._on_wait(self._units[unit].rows, self._current_stream() != self._stream)
+        self._on_read(rows)
 
     def _current_stream(self) -> object:
         device = self._parameters[0].device

@@ -23,7 +23,7 @@ from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.gradients.destinations import GradDestinations, with_gradients
+from hytrain_fx.gradients.destinations import Elsewhere, GradDestinations, with_gradients
 from hytrain_fx.ir.pass_record import PipelineRecord
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.passes.base import GraphPass
@@ -130,6 +130,9 @@ class SessionGraphs:
         with without_torch_function():
             self._require_no_hooks(rows)
             elsewhere = self._destinations.elsewhere(rows)
+        if shared := self._nodes.gradients.parts.used_in_forward & rows:
+            # Autograd adds up the parts that eager code makes of these gradients, in its own order.
+            elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
         with self._plain(), self._in_graph(), self._nodes.all_run(graph):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):

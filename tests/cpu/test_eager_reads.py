@@ -96,6 +96,14 @@ class Foreign(Deep):
         return _Kernel.apply(x, self.layers[3].weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class Chunks(Deep):
+    """Eager code reads a weight twice, for gradients that autograd adds up with a graph's."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        return torch.cat([torch.sin(part) @ self.layers[3].weight for part in x.split(2)])
+
+
 class Writes(Deep):
     """Eager code in the forward changes a weight in place (a constraint on its norm)."""
 
@@ -136,7 +144,7 @@ class Recurrent(Deep):
         return self.lstm(x[:, None].expand(-1, 3, -1))[0].mean(1)  # type: ignore[no-any-return]
 
 
-MODELS: tuple[type[Deep], ...] = (Deep, Disabled, ViewHandedOn, Penalty, Foreign, Writes, Loss, Uncaptured, Recurrent)
+MODELS: tuple[type[Deep], ...] = (Deep, Disabled, ViewHandedOn, Penalty, Foreign, Chunks, Writes, Loss, Uncaptured, Recurrent)
 
 
 @pytest.fixture

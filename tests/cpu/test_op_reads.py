@@ -132,14 +132,14 @@ def test_two_watches_are_both_told() -> None:
 
 
 def test_a_read_may_end_the_watch_of_others() -> None:
-    """What `on_read` drops is not told, and is again once it was added again."""
+    """After `clear` in `on_read` nothing more is told, until it was added again."""
     module = nn.Linear(8, 8)
     both = [storage_of(module.weight), storage_of(module.bias)]
     told: list[int] = []
 
     def once(storage: int) -> None:
         told.append(storage)
-        watch.drop(both)
+        watch.clear()
 
     watch = OperatorReads(once)
     for _ in range(2):

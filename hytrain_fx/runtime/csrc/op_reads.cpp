@@ -78,9 +78,7 @@ void hytrain_fx_watch_add(void* watch, const void* const* storages, int64_t n) {
   static_cast<Watch*>(watch)->storages.insert(storages, storages + n);
 }
 
-void hytrain_fx_watch_drop(void* watch, const void* const* storages, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) static_cast<Watch*>(watch)->storages.erase(storages[i]);
-}
+void hytrain_fx_watch_clear(void* watch) { static_cast<Watch*>(watch)->storages.clear(); }
 
 void hytrain_fx_watch_on(void* watch) {
   t_watches.push_back(static_cast<Watch*>(watch));

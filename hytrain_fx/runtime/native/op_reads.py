@@ -55,9 +55,9 @@ class OperatorReads:
         """Watch these too. Only in a thread that it is on in, or while it is on in none."""
         self._library.hytrain_fx_watch_add(self._watch, (ctypes.c_void_p * len(storages))(*storages), len(storages))
 
-    def drop(self, storages: Sequence[int]) -> None:
-        """Do not watch these any more. Where `add` may be called, and in `on_read`."""
-        self._library.hytrain_fx_watch_drop(self._watch, (ctypes.c_void_p * len(storages))(*storages), len(storages))
+    def clear(self) -> None:
+        """Watch none. Where `add` may be called, and in `on_read`."""
+        self._library.hytrain_fx_watch_clear(self._watch)
 
     def begin(self) -> None:
         """On in this thread, once more."""
@@ -105,8 +105,7 @@ def _library() -> ctypes.CDLL:
     library = build.load(("op_reads.cpp",), flags=flags, link=(f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"))
     library.hytrain_fx_watch_make.restype = ctypes.c_void_p
     library.hytrain_fx_watch_make.argtypes = [_ON_READ]
-    for name in ("free", "on", "off"):
+    for name in ("free", "clear", "on", "off"):
         getattr(library, f"hytrain_fx_watch_{name}").argtypes = [ctypes.c_void_p]
-    for name in ("add", "drop"):
-        getattr(library, f"hytrain_fx_watch_{name}").argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]
+    library.hytrain_fx_watch_add.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]
     return library
