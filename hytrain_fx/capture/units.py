@@ -15,8 +15,8 @@ A unit that holds much of the model is split, since its gradients leave together
 them is there: its large children are units, down to single parameters, and what is small stays
 under its name.
 
-    ConvNeXt   ... | stages.2.layers.0 | stages.2.layers.1 | ...            (not stages.2: 66 % of it)
-    MoE        ... | layers.0 | layers.0.mlp.experts.gate_up_proj | layers.0.mlp.experts.down_proj | ...
+    ConvNeXt   ... | stages.2.layers.0 | stages.2.layers.1 | ...     (not stages.2: 66 % of it)
+    MoE        ... | layers.0 | layers.0.mlp.experts.gate_up_proj | layers.0.mlp.experts.down_proj
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hytrain_fx.errors import UnsupportedError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGEST_SHARE = 0.04
-"""Of all parameters that a unit holds unsplit: the layers of a decoder of 25 and more stay whole."""
+"""The most that a unit holds unsplit, of all parameters: layers of a deep decoder stay whole."""
 SMALLEST_LIMIT = 32 * 2**20
 """Parameters that any unit may hold unsplit: about 6 ms of updates on a CPU, and of the link."""
 _SMALL = 1 / 8  # of the limit: a child with less is no unit, as launching one costs as much as copying it
@@ -48,9 +48,9 @@ class Unit:
 def group_units(model: nn.Module, names: Sequence[str], smallest_limit: int = SMALLEST_LIMIT) -> tuple[Unit, ...]:
     """Units of the parameters `names` of `model`, numbered in the order of their first rows.
 
-    A row is a position in `names`. Every row is in exactly one unit. None of several parameters holds more than `LARGEST_SHARE` of
-    all, or `smallest_limit` if that is more, but for small ones that stay together. Raises
-    UnsupportedError for a name that is no parameter of the model.
+    A row is a position in `names`. Every row is in exactly one unit. A unit that holds more than
+    `LARGEST_SHARE` of all parameters, and more than `smallest_limit`, is split; small parts stay
+    together. Raises UnsupportedError for a name that is no parameter of the model.
     """
     by_path: dict[str, list[int]] = {}
     for row, name in enumerate(names):
@@ -63,7 +63,7 @@ def group_units(model: nn.Module, names: Sequence[str], smallest_limit: int = SM
 
 
 def _split(path: str, rows: list[int], names: Sequence[str], numels: Sequence[int], limit: int) -> dict[str, list[int]]:
-    """Rows by the paths of units: that of `path`, or its large descendants and what is left of it."""
+    """Rows by the paths of units: `path` itself, or its large descendants and what is left."""
     if len(rows) == 1 or sum(numels[row] for row in rows) <= limit:
         return {path: rows}
     depth = path.count(".") + 1 if path else 0

@@ -116,7 +116,7 @@ class CommitBuilder:
         return items
 
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
-        """These items with all that a commit needs. Called only where the step is to be committed."""
+        """These items with all that a commit needs. Called only for a step that is committed."""
         return items
 
     def committed(self, items: Iterable[CommitItem]) -> None:

@@ -5,7 +5,7 @@ It finds committed weights, and what it writes becomes the masters.
     a guarded parameter is read    `settle_one`: the committed weight is there
     it is read or written          `touch`: no new weight may overtake it; what was written is
                                    followed before the next forward or `step()`
-    a graph break                  `before_eager_code`: the same for the units whose weights are read
+    a graph break                  `before_eager_code`: the same for what eager code reads
                                    before the forward ends (eager_reads.py)
     step()                         `before_step`: weights that others hold too may have been
                                    written (`held`); `stepped`: they are new before it returns

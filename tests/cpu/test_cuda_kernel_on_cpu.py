@@ -30,7 +30,7 @@ from .test_split_master import split_kernel_
 
 SOURCE = Path(__file__).parents[1] / "native" / "update_rows_on_cpu.cpp"
 F32, BF16 = torch.float32, torch.bfloat16
-# As cuda_module.update_functions() lists them: the gradient's dtype, the weight's, masters in halves.
+# As cuda_module.update_functions() lists them: dtypes of gradient and weight, masters in halves.
 KERNELS = {0: (F32, F32, False), 1: (BF16, BF16, False), 3: (BF16, BF16, True), 4: (F32, BF16, False), 5: (F32, BF16, True)}
 
 Run = Callable[..., None]

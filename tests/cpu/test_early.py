@@ -260,7 +260,7 @@ def test_a_loss_scale_that_overflows_takes_its_updates_back(twins: Twins, unscal
 
 
 def test_a_loop_that_looks_for_infinities_itself_may_drop_them(twins: Twins) -> None:
-    """Updates that have begun with gradients that are not finite are put back, every bit, where no step takes them."""
+    """Early updates with non-finite gradients are put back, every bit, where no step takes them."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         found = []

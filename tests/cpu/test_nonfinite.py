@@ -126,7 +126,7 @@ def both(twins: Twins, plain: Loop, ours: Loop) -> None:
 def test_a_step_computes_with_them_as_plain_torch_does(
     twins: Twins, places: list[Placement], clip: float | None, speculate: bool, bad: Bad
 ) -> None:
-    """No error, and the bits of the plain loop in the steps after it, where weights and states are NaN or infinite."""
+    """No error, and the plain loop's bits from then on, with weights and states NaN or infinite."""
     arrange(twins, places, speculate)
     loop = loop_of([None, None, None, bad, None, None], clip)
     both(twins, loop, loop)
@@ -231,7 +231,7 @@ def test_steps_that_grad_scaler_leaves_out_are_its_own(twins: Twins, places: lis
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 @each_place
 def test_a_factor_that_is_not_finite_counts(twins: Twins, places: list[Placement], mode: OnNonfinite) -> None:
-    """Finite gradients that are multiplied by NaN, or beyond the range of their dtype, are not finite."""
+    """Finite gradients multiplied by NaN, or beyond the range of their dtype, are not finite."""
     arrange(twins, places, mode=mode)
 
     def scaled(factor: float, power: int) -> Bad:

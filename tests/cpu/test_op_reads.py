@@ -59,7 +59,7 @@ READS: dict[str, Callable[[nn.Linear], object]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_a_read_is_told_once_before_it_runs(name: str) -> None:
-    """Any operator that reads the weight, or a view, finds the value that `on_read` has put there."""
+    """An operator that reads the weight, or a view, finds the value that `on_read` has put there."""
     module = nn.Linear(8, 8)
     expected = copy.deepcopy(module)
     nn.init.constant_(expected.weight, 3.0)
@@ -110,7 +110,7 @@ def test_nothing_is_told_of_others() -> None:
 
 
 def test_two_watches_are_both_told() -> None:
-    """A model called inside another's forward has its own watch; what one is told runs unwatched."""
+    """A model called inside another's forward has its own watch. `on_read` runs unwatched."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     told: list[str] = []
 

@@ -38,7 +38,10 @@ class StateStore(PlacedStates):
 
     @contextmanager
     def loading(self, *, all_states: bool) -> Iterator[None]:
-        """While states are overwritten: after an error inside, they are a mixture until all of them have been loaded."""
+        """Around whatever overwrites states.
+
+        After an error inside, they are a mixture until all of them have been loaded.
+        """
         before = None if all_states else self._half_loaded
         try:
             yield
@@ -48,7 +51,7 @@ class StateStore(PlacedStates):
         self._half_loaded = before
 
     def require_whole(self) -> None:
-        """Raises StatesError where the states are a mixture of a checkpoint and what was there before."""
+        """Raises StatesError where a checkpoint was loaded in part, so that old states are mixed in."""
         if self._half_loaded is not None:
             raise StatesError(
                 f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a "
