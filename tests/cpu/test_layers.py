@@ -67,7 +67,7 @@ class _Stage(nn.Module):
 
 
 def test_a_large_unit_is_split_into_its_large_children() -> None:
-    """Where a stage or a layer holds too much, its large parts are units. Small parts stay together."""
+    """Where a layer holds too much, its large parts are units. Small parts stay together."""
     model = nn.Sequential(_Stage(2, 4), _Stage(40, 16), _Stage(1, 64))
     names = [name for name, _ in model.named_parameters()]
     assert [unit.name for unit in group_units(model, names)] == ["0", "1", "2"]

@@ -59,7 +59,7 @@ READS: dict[str, Callable[[nn.Linear], object]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_a_read_is_told_once_before_it_runs(name: str) -> None:
-    """An operator that reads the weight, or a view, finds the value that `on_read` has put there."""
+    """An operator that reads the weight or a view finds the value that `on_read` has put there."""
     module = nn.Linear(8, 8)
     expected = copy.deepcopy(module)
     nn.init.constant_(expected.weight, 3.0)

@@ -71,7 +71,7 @@ def test_a_folder_that_is_no_environment_is_left_as_it_was(tmp_path: Path) -> No
 
 
 def test_an_environment_that_it_made_is_used_again(tmp_path: Path) -> None:
-    """What is missing is installed into it, once, with one line a stage. The log has pip's output."""
+    """What is missing is installed into it, once, with one line a stage. Pip's output is logged."""
     make_venv(tmp_path / ".venv")
     mark_as_its_own(tmp_path / ".venv")
     first, second = (setup_env(tmp_path) for _ in range(2))

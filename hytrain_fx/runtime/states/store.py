@@ -51,7 +51,7 @@ class StateStore(PlacedStates):
         self._half_loaded = before
 
     def require_whole(self) -> None:
-        """Raises StatesError where a checkpoint was loaded in part, so that old states are mixed in."""
+        """Raises StatesError where a checkpoint was loaded in part, with old states mixed in."""
         if self._half_loaded is not None:
             raise StatesError(
                 f"loading optimizer states ended in an error ({type(self._half_loaded).__name__}: {self._half_loaded}), so they are a "
