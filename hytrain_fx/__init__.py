@@ -3,10 +3,12 @@
 The one line to add is `model, optimizer = hytrain_fx.compile(model, optimizer)`.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.config import Config
+from hytrain_fx.errors import HytrainWarning
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
@@ -17,7 +19,20 @@ if TYPE_CHECKING:
     from hytrain_fx.runtime.lion import Lion
 
 __version__ = "0.1.0.dev0"
-__all__ = ["DEFAULT_PASSES", "Config", "Lion", "Plan", "close", "compile", "explain", "graph_pass", "inspect", "record", "settle"]
+__all__ = [
+    "DEFAULT_PASSES",
+    "Config",
+    "HytrainWarning",
+    "Lion",
+    "Plan",
+    "close",
+    "compile",
+    "explain",
+    "graph_pass",
+    "inspect",
+    "record",
+    "settle",
+]
 _HOME = {  # of the others: hytrain_fx.api
     "DEFAULT_PASSES": "hytrain_fx.passes.pipeline",
     "Lion": "hytrain_fx.runtime.lion",
@@ -29,6 +44,7 @@ _HOME = {  # of the others: hytrain_fx.api
 import_module("hytrain_fx.explain")
 globals().pop("explain")
 
+logging.getLogger("hytrain_fx").addHandler(logging.NullHandler())  # silent, until the program sets up its logging
 ask_for_long_queue()  # compile() is too late: the model is on the GPU by then
 
 

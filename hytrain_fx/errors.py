@@ -15,8 +15,13 @@
                                and new ones
     └── GradientConsumedError  `.grad` was read after another gradient had taken its memory
 
-Each message says what was found, what was expected and what to do.
+Each message says what was found, what was expected and what to do. HytrainWarning is a warning of
+the same kind, where training goes on.
 """
+
+
+class HytrainWarning(UserWarning):
+    """Something works, but not as well as it could; the message says what to write."""
 
 
 class HytrainError(Exception):

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from hytrain_fx.errors import ConfigError
+from hytrain_fx.errors import ConfigError, HytrainWarning
 
 
 class GraphDump:
@@ -43,5 +43,5 @@ class GraphDump:
                 (self.folder / f"{graph}.{number:02}.{name}.{side}.txt").write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             self._ended = True
-            warnings.warn(f"the dump in {str(self.folder)!r} ends before {graph}.{number:02}.{name}, training goes on: {error}",
-                          stacklevel=2)
+            warnings.warn(f"the dump in {str(self.folder)!r} ends before {graph}.{number:02}.{name}, training goes on: {error}. "
+                          f"Make room there, or leave dump out", HytrainWarning, stacklevel=2)

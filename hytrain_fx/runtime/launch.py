@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from hytrain_fx.config import Config
-from hytrain_fx.errors import ConfigError, EngineError, UnsupportedError
+from hytrain_fx.errors import ConfigError, EngineError, HytrainWarning, UnsupportedError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, TRANSIT_BYTES
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.states import ADAMW_DEFAULT
@@ -100,7 +100,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     cpus = len(allowed_cpus())
     if config.workers is not None and workers > cpus:
         warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "
-                      f"None takes {default_workers(device)}", stacklevel=4)
+                      f"leave workers out, which takes {default_workers(device)}", HytrainWarning, stacklevel=4)
     # `Engine.set_transit` when states are streamed
     ring_bytes = ring_bytes_for(parameters, config, streams=False)
     room = total_bytes(device) if device.type == "cuda" else psutil.virtual_memory().total
@@ -112,7 +112,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
         except EngineError as error:
             if config.engine == "native":
                 raise
-            warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", stacklevel=4)
+            warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", HytrainWarning, stacklevel=4)
     from hytrain_fx.runtime.fallback.engine import TorchEngine
 
     with threads_on(allowed_cpus()):

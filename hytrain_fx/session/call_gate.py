@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain_fx.errors import HytrainError
+from hytrain_fx.errors import HytrainError, HytrainWarning
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.session import Session
@@ -119,7 +119,7 @@ class CallGate:
             self._warned = True
             warnings.warn(f"the model's parameters have changed places, or been frozen, in more than {MOST_LAYOUTS} ways within "
                           f"{OUT_OF_USE_CALLS} calls, each of which is compiled: further ones run in plain Python. Exchange values of "
-                          "parameters instead of the parameters", stacklevel=4)
+                          "parameters instead of the parameters", HytrainWarning, stacklevel=4)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (type(None), ())

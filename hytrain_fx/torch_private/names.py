@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import torch
 
-from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.errors import HytrainWarning, UnsupportedError
 
 _OLDEST: Final = (2, 11)
 _NEWEST: Final = (2, 13)
@@ -26,7 +26,7 @@ def require_release() -> None:
         raise UnsupportedError(f"torch {torch.__version__} is too old: hytrain_fx needs torch 2.11 or newer; pip install --upgrade torch")
     if release > _NEWEST:
         warnings.warn(f"hytrain_fx was run on torch 2.11 to 2.13, this is {torch.__version__}: run its test suite (./scripts/test) before "
-                      "you rely on it", stacklevel=3)
+                      "you rely on it", HytrainWarning, stacklevel=3)
 
 
 def private_function(name: str) -> Callable[..., Any]:

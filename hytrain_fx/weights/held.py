@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from hytrain_fx.errors import HytrainWarning
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.torch_private.trace import storage_uses_reader
 
@@ -123,5 +124,6 @@ class HeldWeights:
             f"the memory of {named}{more} is held outside the model too (a kept state_dict(), .data, .detach(), a view, a NumPy or DLPack "
             "array, another module, thread or process, or a graph kept for another backward): step() waits for their updates, so that it "
             "shows the new weights, and nothing of these updates is hidden. Keep a .clone() instead, or drop it before step()",
+            HytrainWarning,
             stacklevel=8,
         )

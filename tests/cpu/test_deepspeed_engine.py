@@ -6,7 +6,9 @@ What it cannot do is refused.
 from __future__ import annotations
 
 import os
+import re
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import hytrain_fx
-from hytrain_fx.errors import EngineError
+from hytrain_fx.errors import ConfigError, EngineError
 from hytrain_fx.ir.states import ADAMW
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.fallback.engine import TorchEngine
@@ -120,10 +122,13 @@ def test_amsgrad_is_refused_before_training(update: DeepSpeedAdam) -> None:
 
 
 def test_without_deepspeed_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing deepspeed is an EngineError with the command that installs it."""
+    """A missing deepspeed is a ConfigError with the command that installs it; no thread is left."""
     monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", None)
-    with pytest.raises(EngineError, match="pip install"):
-        TorchEngine(torch.device("cpu"), 1 << 20, timeout_s=1.0, adam="deepspeed")
+    before = threading.active_count()
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=re.escape("pip install hytrain-fx[deepspeed]")):
+        hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), engine="deepspeed")
+    assert threading.active_count() == before
 
 
 def test_an_op_that_does_not_build_is_an_engine_error(update: DeepSpeedAdam, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ def test_a_torch_that_is_too_old_is_refused_and_a_new_one_is_warned_of(monkeypat
     with pytest.raises(errors.UnsupportedError, match=r"2\.9\.1.*2\.11"):
         hytrain_fx.compile(model, optimizer)
     monkeypatch.setattr(torch, "__version__", "2.14.0")
-    with pytest.warns(UserWarning, match=r"2\.14\.0.*scripts/test"):
+    with pytest.warns(errors.HytrainWarning, match=r"2\.14\.0.*scripts/test"):
         hytrain_fx.compile(model, optimizer)
     hytrain_fx.close(model)
 
@@ -309,7 +309,7 @@ def test_without_a_compiler_the_torch_engine_trains_and_says_why(tmp_path: Path,
     model, batches = mlp()
     with pytest.raises(errors.EngineError, match="Install g"):
         hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), engine="native")
-    with pytest.warns(UserWarning, match="slower torch engine.*Install g"):
+    with pytest.warns(errors.HytrainWarning, match="slower torch engine.*Install g"):
         _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
     monkeypatch.delenv("CXX")  # Inductor's own
     plain_loop(2)(model, optimizer, batches)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.errors import HytrainWarning
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 
@@ -182,7 +183,7 @@ def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeyp
         plain_loop(3)(twins.ours, twins.optimizer, twins.batches)
         assert session.held.rows == ()
     held = twins.ours.first.weight.detach()
-    with pytest.warns(UserWarning, match=r"memory of 'first\.weight' is held outside the model") as caught:
+    with pytest.warns(HytrainWarning, match=r"memory of 'first\.weight' is held outside the model") as caught:
         plain_loop(3)(twins.ours, twins.optimizer, twins.batches)
     assert len([w for w in caught if "held outside" in str(w.message)]) == 1
     row = session.table.names.index("first.weight")

@@ -315,7 +315,7 @@ def test_more_ways_than_are_compiled_run_in_plain_python() -> None:
         return losses, found
 
     expected, plain = train(False)
-    with pytest.warns(UserWarning, match="plain Python") as caught:
+    with pytest.warns(errors.HytrainWarning, match="plain Python") as caught:
         found, mine = train(True)
     assert sum("plain Python" in str(warning.message) for warning in caught) == 1
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)

@@ -16,7 +16,7 @@ import torch
 
 import hytrain_fx
 from hytrain_fx.config import Config
-from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.errors import DroppedNodeError, EngineError, HytrainWarning
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, Stage
 from hytrain_fx.runtime.fallback.engine import TorchEngine
@@ -46,7 +46,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_without_a_compiler_auto_says_so_and_takes_the_torch_engine() -> None:
     """The warning names what is missing; the engine works."""
     weight = torch.randn(10)
-    with pytest.warns(UserWarning, match="slower torch engine is used.*no-such-compiler"):
+    with pytest.warns(HytrainWarning, match="slower torch engine is used.*no-such-compiler"):
         engine = make_engine(Config(), [weight])
     assert engine.name == "torch"
     loop = EngineLoop(engine, (10,), torch.bfloat16)

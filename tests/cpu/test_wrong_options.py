@@ -97,7 +97,7 @@ def test_more_workers_than_cores_is_a_warning() -> None:
     """Threads that share cores are slower, not wrong."""
     cores = len(os.sched_getaffinity(0))
     model = Mlp()
-    with pytest.warns(UserWarning, match=f"workers={cores + 1}: this process may run on {cores} CPUs"):
+    with pytest.warns(errors.HytrainWarning, match=f"workers={cores + 1}: this process may run on {cores} CPUs"):
         hytrain_fx.compile(model, adamw(model), workers=cores + 1)
     hytrain_fx.close(model)
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def test_a_dump_that_cannot_go_on_ends_with_one_warning(harm: Callable[[Path], N
     _, optimizer = hytrain_fx.compile(model, adamw(model), dump=str(folder))
     assert folder.is_dir()
     harm(folder)
-    with pytest.warns(UserWarning, match="the dump in .* ends") as caught:
+    with pytest.warns(errors.HytrainWarning, match="the dump in .* ends") as caught:
         plain_loop(2)(model, optimizer, batches)
     assert len([warning for warning in caught if "the dump in" in str(warning.message)]) == 1
     hytrain_fx.close(model)

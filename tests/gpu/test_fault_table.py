@@ -16,7 +16,7 @@ import torch
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import EngineError
+from hytrain_fx.errors import EngineError, HytrainWarning
 from hytrain_fx.runtime.native import build, cuda_module
 
 from ..cpu.fault_loop import FaultLoop, assert_compile_undone, assert_whole_or_undone
@@ -89,7 +89,7 @@ def test_a_kernel_that_cannot_be_built_is_an_error_or_the_torch_engine(fault: st
         cause = {"source": "NVRTC failed", "disk": "No space left"}[fault]
         with pytest.raises(EngineError, match=cause):
             hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), engine="native")
-        with pytest.warns(UserWarning, match=cause):
+        with pytest.warns(HytrainWarning, match=cause):
             _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW))
     for name in ("torch", "native"):
         if name == "native":

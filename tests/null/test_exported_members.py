@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import subprocess
 import sys
 from dataclasses import fields
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +24,11 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the passes, two value classes, an optimizer and seven functions.
+    """`__all__` holds the passes, two value classes, a warning, an optimizer and seven functions.
 
     `dir` shows them before they are loaded, and the version.
     """
-    assert hytrain_fx.__all__ == ["DEFAULT_PASSES", "Config", "Lion", "Plan", *FUNCTIONS]
+    assert hytrain_fx.__all__ == ["DEFAULT_PASSES", "Config", "HytrainWarning", "Lion", "Plan", *FUNCTIONS]
     assert dir(hytrain_fx) == sorted([*hytrain_fx.__all__, "__version__"])
 
 
@@ -49,10 +51,27 @@ def test_compile_spells_out_every_option() -> None:
 
 
 def test_every_error_is_a_hytrain_error() -> None:
-    """All error classes are in `hytrain_fx.errors` and share one base."""
-    found = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    """All error classes are in `hytrain_fx.errors` and share one base; so does the one warning."""
+    found = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"HytrainWarning"}
     assert found == ERRORS
     assert all(issubclass(getattr(errors, name), errors.HytrainError) for name in found)
+
+
+def test_every_warning_has_our_category() -> None:
+    """One filter on `HytrainWarning` is enough: no `warnings.warn` of the package is without it."""
+    calls = [(file.name, node) for file in Path(hytrain_fx.__file__).parent.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))
+             if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"]
+    assert calls
+    assert [name for name, call in calls if "HytrainWarning" not in map(ast.unparse, call.args)] == []
+    assert issubclass(hytrain_fx.HytrainWarning, UserWarning)
+
+
+def test_the_log_is_silent_until_it_is_asked_for() -> None:
+    """Without a set-up of logging nothing goes to stderr, not even a warning."""
+    code = "import hytrain_fx, logging; logging.getLogger('hytrain_fx').warning('told')"
+    asked = f"import logging; logging.basicConfig(); {code}"
+    told = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stderr for text in (code, asked)]
+    assert told == ["", "WARNING:hytrain_fx:told\n"]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -50,7 +50,8 @@ class TorchEngine:
     timeout_s      after which a wait is an EngineError
     adam           "deepspeed", or anything else for the op-by-op update
 
-    Raises EngineError where DeepSpeedCPUAdam is asked for and cannot be had.
+    Raises ConfigError where deepspeed is asked for and not installed, EngineError where its
+    DeepSpeedCPUAdam cannot be had.
     """
 
     workers = 1

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hytrain_fx.errors import EngineError
+from hytrain_fx.errors import ConfigError, EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.states import ADAMW_DEFAULT, Kernel
 from hytrain_fx.runtime.arithmetic import AdamScalars
@@ -68,8 +68,8 @@ class DeepSpeedAdam:
 
     It contracts other multiply-adds than `OpByOp`. Seen with deepspeed 0.19.8 over 100 steps of
     0.01: weights of order 1 differ by at most 7e-7, exp_avg by 3e-7, exp_avg_sq by a relative 9e-7.
-    Raises EngineError where deepspeed is missing, or its cpu_adam op cannot be built or has been
-    locked by a build that is no more.
+    Raises ConfigError where deepspeed is missing, EngineError where its cpu_adam op cannot be built
+    or has been locked by a build that is no more.
     """
 
     name = "deepspeed"
@@ -122,9 +122,9 @@ class DeepSpeedAdam:
         try:
             make = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
         except ImportError as error:
-            raise EngineError(
+            raise ConfigError(
                 f"engine='deepspeed' needs deepspeed, which does not import: {error}. "
-                "Install it (pip install --no-build-isolation deepspeed), or use engine='native' or 'torch'"
+                "Install it: pip install hytrain-fx[deepspeed]; or use engine='native' or 'torch'"
             ) from error
         wait_for_build("cpu_adam")
         try:
@@ -137,7 +137,7 @@ class DeepSpeedAdam:
 
 
 def host_update(adam: str) -> HostUpdate:
-    """DeepSpeedAdam for "deepspeed", else OpByOp. Raises EngineError as DeepSpeedAdam does."""
+    """DeepSpeedAdam for "deepspeed", else OpByOp. Raises what DeepSpeedAdam does."""
     return DeepSpeedAdam() if adam == "deepspeed" else OpByOp()
 
 
