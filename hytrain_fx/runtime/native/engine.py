@@ -18,7 +18,7 @@ from dataclasses import fields, replace
 import torch
 
 from hytrain_fx.errors import EngineError, HostMemoryError
-from hytrain_fx.ir.limits import MAX_FACTORS, UPDATE_KERNELS
+from hytrain_fx.ir.limits import UPDATE_KERNELS
 from hytrain_fx.runtime.engine import (
     CommitItem,
     EarlyCounts,
@@ -36,7 +36,6 @@ from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.structs import (
     FACTOR_CAPACITY,
-    CCommitItem,
     CEarlyCounts,
     CFinishTimes,
     CGuessCounts,
@@ -48,6 +47,9 @@ from hytrain_fx.runtime.native.structs import (
     FactorTable,
     device_states,
     host_states,
+    packed_commit,
+    packed_with_factors,
+    pointers,
 )
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
@@ -97,7 +99,7 @@ class NativeEngine:
     ) -> None:
         self.workers = workers
         self._device = device
-        self._stream_handle = current_stream_of(device) if device.type == "cuda" else _no_stream
+        self._stream_handle = current_stream_of(device) if device.type == "cuda" else lambda: None
         self._library = build.load(SOURCES)
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
@@ -231,11 +233,11 @@ class NativeEngine:
             if self._slot_dtypes.get(row, grad.dtype) != grad.dtype:
                 self._call("set_gradient_dtype", row, _DTYPES[grad.dtype])
                 self._slot_dtypes[row] = grad.dtype
-        self._call("grad_offload", self._rows_array(rows), _pointers(grads), len(rows), self._stream())
+        self._call("grad_offload", self._rows_array(rows), pointers(grads), len(rows), self._stream())
 
     def keep_grads(self, kept: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         n = len(grads)
-        self._call("keep_grads", _pointers(kept), _pointers(grads), (c_int64 * n)(*map(_bytes_of, grads)), n, self._stream())
+        self._call("keep_grads", pointers(kept), pointers(grads), (c_int64 * n)(*map(_bytes_of, grads)), n, self._stream())
 
     def arm_cpu(self, rows: Sequence[int]) -> None:
         self._call("arm_cpu", self._rows_array(rows), len(rows))
@@ -275,13 +277,7 @@ class NativeEngine:
         slots = POINTER(c_float)()
         self._call("factor_slots", byref(slots))
         factors = FactorTable(slots)
-        packed = _packed(items)
-        for at, item in zip(packed, items, strict=True):
-            if item.grad is not None:
-                at.grad = item.grad.data_ptr()
-            if item.factors:
-                at.n_factors = len(item.factors)
-                at.factors = (c_int32 * MAX_FACTORS)(*(factors.index(f) for f in item.factors))
+        packed = packed_with_factors(items, factors)
         skip_at = -1 if skip is None else factors.index(skip)
         sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
         self._keep.append(factors.keep)
@@ -325,7 +321,7 @@ class NativeEngine:
 
     def commit_early(self, items: Sequence[CommitItem]) -> None:
         self._make_shadow()
-        self._call("commit_early", _packed(items), len(items))
+        self._call("commit_early", packed_commit(items), len(items))
 
     def wait(self, rows: Sequence[int]) -> None:
         self._call("wait", self._rows_array(rows), len(rows), self._stream())
@@ -402,23 +398,3 @@ class NativeEngine:
             self._fetching.clear()
             # An optimizer that is kept keeps the states, and nothing else.
             self._ring, self._staging, self._shadow = self._ring.new_empty(0), None, None
-
-
-def _no_stream() -> None:
-    return None
-
-
-def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
-    return (c_void_p * len(tensors))(*map(torch.Tensor.data_ptr, tensors))
-
-
-def _packed(items: Sequence[CommitItem]) -> ctypes.Array[CCommitItem]:
-    """Rows, scalars and `at_end`."""
-    packed = (CCommitItem * len(items))()
-    structs: dict[int, ctypes.Structure] = {}  # rows of a group share their scalars
-    for at, item in zip(packed, items, strict=True):
-        scalars = structs.get(id(item.scalars))
-        if scalars is None:
-            scalars = structs[id(item.scalars)] = item.scalars.c_struct
-        at.row, at.at_end, at.scalars = item.row, item.at_end, scalars
-    return packed

@@ -6,13 +6,14 @@ Its structs, field by field, and the numbering of a commit's factors.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 
 import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import MAX_FACTORS, UPDATE_KERNELS
-from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.runtime.engine import CommitItem, RowStates
 from hytrain_fx.runtime.scalars import ScalarsStruct
 
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
@@ -162,3 +163,32 @@ def _addresses(states: RowStates) -> ctypes.Array[c_void_p]:
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
+    """The addresses of their first elements."""
+    return (c_void_p * len(tensors))(*map(torch.Tensor.data_ptr, tensors))
+
+
+def packed_commit(items: Sequence[CommitItem]) -> ctypes.Array[CCommitItem]:
+    """Rows, scalars and `at_end`."""
+    packed = (CCommitItem * len(items))()
+    structs: dict[int, Structure] = {}  # rows of a group share their scalars
+    for at, item in zip(packed, items, strict=True):
+        scalars = structs.get(id(item.scalars))
+        if scalars is None:
+            scalars = structs[id(item.scalars)] = item.scalars.c_struct
+        at.row, at.at_end, at.scalars = item.row, item.at_end, scalars
+    return packed
+
+
+def packed_with_factors(items: Sequence[CommitItem], factors: FactorTable) -> ctypes.Array[CCommitItem]:
+    """The same with gradients on the device, and with factors, which `factors` numbers."""
+    packed = packed_commit(items)
+    for at, item in zip(packed, items, strict=True):
+        if item.grad is not None:
+            at.grad = item.grad.data_ptr()
+        if item.factors:
+            at.n_factors = len(item.factors)
+            at.factors = (c_int32 * MAX_FACTORS)(*(factors.index(f) for f in item.factors))
+    return packed
