@@ -20,7 +20,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
 from hytrain_fx.explain.graphs.node_figures import InspectedRow, unit_times
-from hytrain_fx.explain.plan.explained import Measured
+from hytrain_fx.explain.plan.explained import THE_CPU, Measured
 from hytrain_fx.explain.plan.report import Explanation
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.recording import Recording
@@ -151,7 +151,8 @@ def settle(model: nn.Module) -> None:
 def explain(model: nn.Module) -> Explanation:
     """The plan in force with its reasons, predicted next to measured times.
 
-    `print` it, or take `to_json()`.
+    `print` it for the first screen, `details()` for all the rest. `to_dict()` has the same as
+    values, `to_json()` as text.
 
     Before times are measured it shows where the updates run meanwhile. On a GPU it waits for the
     device. Raises UnsupportedError for a model that is not compiled.
@@ -175,7 +176,7 @@ def _explanation(session: Session) -> Explanation:
         engine=session.engine.name,
         workers=session.engine.workers,
         steps_done=session.steps_done,
-        device=torch.cuda.get_device_name(device) if cuda else "the CPU",
+        device=torch.cuda.get_device_name(device) if cuda else THE_CPU,
         node_runs=dict(session.nodes.runs),
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
         spent_us=_spent_us(session),

@@ -12,8 +12,8 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.forecast.plots import plots
 from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.systems import OURS
-from hytrain_fx.forecast.tables import Table, headline, limits, placement, tables
-from hytrain_fx.ir.figures import bytes_text, time_text
+from hytrain_fx.forecast.tables import headline, limits, placement, tables
+from hytrain_fx.ir.figures import Table, bytes_text, time_text
 
 TEMPLATE = Path(__file__).with_name("templates") / "forecast.html"
 

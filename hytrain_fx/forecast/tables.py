@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from hytrain_fx.forecast.capacity import WAYS
 from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE
 from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.sweep import Point
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
-from hytrain_fx.ir.figures import bytes_text, count_text, time_text
+from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
 
 IDLE_WORDS = {"gpu": "device", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the device", "host_memory": "host memory"}
 _UNITS = {"flops": (1e12, "TFLOP/s"), "bytes_per_s": (1e9, "GB/s"), "params_per_s": (1e9, "G parameters/s"), "gb_per_s": (1, "GB/s"),
           "memory_bytes": (1e9, "GB")}
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A heading, column heads, rows of cells, and remarks below; the first column is words."""
-
-    title: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    remarks: tuple[str, ...] = ()
 
 
 def tables(report: Report) -> Iterator[Table]:

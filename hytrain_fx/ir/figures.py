@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def time_text(us: float) -> str:
@@ -29,6 +30,11 @@ def count_text(count: float) -> str:
     return _three_digits(count)
 
 
+def params_text(count: float) -> str:
+    """A number of parameters; billions are B, as people say of models: "6.74 B"."""
+    return count_text(count).replace("G", "B")
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
@@ -48,6 +54,25 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[i
         return "  ".join(text.ljust(width) if column in words else text.rjust(width) for column, (text, width) in sized).rstrip()
 
     return "\n".join(joined(line) for line in (heads, *rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A heading, column heads, rows of cells, and remarks below.
+
+    Columns in `words` are words, the others numbers. Without rows it is a heading with remarks.
+    """
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    remarks: tuple[str, ...] = ()
+    words: tuple[int, ...] = (0,)
+
+    def text(self) -> str:
+        """Its lines; those without rows have no column heads."""
+        lines = [table(self.heads, self.rows, self.words)] if self.rows else []
+        return "\n".join([*([self.title] if self.title else []), *lines, *self.remarks])
 
 
 def shortened(names: Sequence[str], shown: int = 2) -> str:

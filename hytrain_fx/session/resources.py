@@ -26,7 +26,7 @@ from hytrain_fx.runtime.launch import ring_bytes_for
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.session.startup_text import estimate_text, memory_text, startup_text
+from hytrain_fx.session.startup_text import estimate_text, memory_table, startup_text
 
 _log = logging.getLogger("hytrain_fx")
 
@@ -112,7 +112,7 @@ class Resources:
     def full_speed(self) -> None:
         """Say what start-up took and what is in use now."""
         if _log.isEnabledFor(logging.INFO):
-            _log.info("%s\n\n%s", startup_text(self._clock.report()), memory_text(self.in_use()))
+            _log.info("%s\n\n%s", startup_text(self._clock.report()), memory_table(self.in_use()).text())
 
 
 def _streams(placed: Sequence[PlacedPiece]) -> bool:

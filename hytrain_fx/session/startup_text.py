@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hytrain_fx.ir.figures import bytes_text, table, time_text
+from hytrain_fx.ir.figures import Table, bytes_text, table, time_text
 from hytrain_fx.ir.startup import Phase, Startup
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse
 
@@ -62,9 +62,9 @@ def estimate_text(e: MemoryEstimate) -> str:
     )
 
 
-def memory_text(m: MemoryInUse) -> str:
+def memory_table(m: MemoryInUse) -> Table:
     """Estimated beside what is in use, by tier."""
-    rows = [
+    rows = (
         ("device: weights", _estimated(m, "weights_bytes"), _figure(m.weights_bytes), ""),
         ("device: states resting there", _estimated(m, "device_states_bytes"), _figure(m.device_states_bytes), ""),
         ("device: gradients until their update", _estimated(m, "device_gradients_bytes"), _NONE, "at most"),
@@ -74,8 +74,8 @@ def memory_text(m: MemoryInUse) -> str:
         ("host: states and slots", _estimated(m, "host_bytes"), _figure(m.host_bytes), ""),
         ("host: of it pinned", _estimated(m, "pinned_bytes"), _figure(m.pinned_bytes), ""),
         ("host: states beside, in updates on a guess", _NONE, _figure(m.shadow_bytes), "the most so far; shadow_memory=... limits it"),
-    ]
-    return table(("memory", "estimated", "in use", "in use: counted, the peak by CUDA's allocator"), rows, words=(0, 3))
+    )
+    return Table("memory; in use: counted, the peak by CUDA's allocator", ("", "estimated", "in use", ""), rows, words=(0, 3))
 
 
 def _estimated(m: MemoryInUse, name: str) -> str:

@@ -263,14 +263,14 @@ def test_eager_code_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
     before, after = ["layers.0", "layers.1"], ["layers.2", "layers.3"]
     model, optimizer = _compiled(Between)
     assert _waits(model, optimizer, monkeypatch) == [*before, "eager", *after, "head"]
-    page = str(hytrain_fx.explain(model))
+    page = hytrain_fx.explain(model).details()
     assert "are read by code outside" not in page
     line = inspect.getsourcelines(Deep.forward)[1] + 1
     assert f"{__file__}:{line} in forward" in page.replace("\n", " ").replace("  ", " ")
     hytrain_fx.close(model)
     model, optimizer = _compiled(BetweenReads)
     assert _waits(model, optimizer, monkeypatch) == [*before, "eager", "head", *after, "head"]
-    assert "head" in str(hytrain_fx.explain(model)).split("are read by code outside")[1]
+    assert "head" in hytrain_fx.explain(model).details().split("are read by code outside")[1]
     hytrain_fx.close(model)
 
 

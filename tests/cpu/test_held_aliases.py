@@ -188,7 +188,7 @@ def test_nothing_is_waited_for_where_nobody_holds_a_weight(twins: Twins, monkeyp
     assert len([w for w in caught if "held outside" in str(w.message)]) == 1
     row = session.table.names.index("first.weight")
     assert waits == [()] * 3 + [(row,)] * 3
-    assert "its memory is held outside the model" in str(hytrain_fx.explain(twins.ours))
+    assert "its memory is held outside the model" in hytrain_fx.explain(twins.ours).details()
     del held
     plain_loop(2)(twins.ours, twins.optimizer, twins.batches)
     assert session.held.rows == ()

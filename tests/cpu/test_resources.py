@@ -110,7 +110,7 @@ def test_the_estimate_is_right_within_5_per_cent(options: dict[str, Any]) -> Non
     assert memory.host_bytes == pytest.approx(estimate.host_bytes, rel=0.05)
     assert memory.weights_bytes == estimate.weights_bytes == sum(p.nbytes for p in session.table.parameters)
     assert engine_ring is None or engine_ring.nbytes == estimate.ring_bytes == memory.ring_bytes
-    text, raw = str(found), json.loads(found.to_json())
+    text, raw = found.details(), json.loads(found.to_json())
     assert "device: states resting there" in text
     assert "first full-speed step" in text
     assert raw["memory"]["estimated"]["host_states_bytes"] == estimate.host_states_bytes

@@ -188,7 +188,7 @@ def test_a_loop_that_cannot_be_measured_trains_on(name: str, monkeypatch: pytest
                 losses = train(model, optimizer, backward)
         results.append((losses, weights(model)))
         if ours:
-            planning, text = session_of(model).planning, str(hytrain_fx.explain(model))
+            planning, text = session_of(model).planning, hytrain_fx.explain(model).details()
             assert planning.aside.troubles == ()
             assert (planning.plan.source != FIRST_STEPS) == (name in MEASURED)
             assert ("ran outside captured graphs" in text) == (planning.captured_steps < STEPS)
@@ -245,7 +245,7 @@ def test_errors_in_measuring_and_planning_do_not_reach_the_loop(
             assert source == FIRST_STEPS
             assert [text for text in session.planning.aside.troubles if error.__name__ in text and "of this test" in text]
             assert sum("of this test" in record.getMessage() for record in caplog.records) == len(session.planning.aside.troubles)
-            assert "failed and was left out" in str(hytrain_fx.explain(model))
+            assert "failed and was left out" in hytrain_fx.explain(model).details()
             hytrain_fx.close(model)
     assert results[1][0] == results[0][0]
     assert_same(results[1][1], results[0][1])
@@ -260,10 +260,12 @@ def test_a_part_of_the_page_that_cannot_be_told_leaves_the_others(monkeypatch: p
     def fail(*args: Any) -> Any:
         raise ArithmeticError("of this test")
 
-    monkeypatch.setattr(sys.modules["hytrain_fx.explain.plan.report_text"], "units_text", fail)
-    text = str(hytrain_fx.explain(model))
-    assert "could not be told: ArithmeticError: of this test" in text
-    assert "parameters on the CPU" in text
+    monkeypatch.setattr(sys.modules["hytrain_fx.explain.plan.details"], "units_table", fail)
+    monkeypatch.setattr(sys.modules["hytrain_fx.explain.plan.screen"], "verdict_of", fail)
+    found = hytrain_fx.explain(model)
+    for text, rest in ((str(found), "on the CPU; "), (found.details(), "plans so far: ")):
+        assert "could not be told: ArithmeticError: of this test" in text
+        assert rest in text
     hytrain_fx.close(model)
 
 
@@ -302,6 +304,6 @@ def test_the_wait_at_a_graph_break_is_no_work(monkeypatch: pytest.MonkeyPatch) -
     assert found.measured.held_us > sum(found.measured.forward_us)
     assert sum(found.measured.stall_us) >= found.measured.held_us
     assert found.discipline.barrier == "before_forward"
-    assert "first graph break" in str(found)
+    assert "first graph break" in found.details()
     session.engine.set_delay(Stage.H2D, 0)
     hytrain_fx.close(model)

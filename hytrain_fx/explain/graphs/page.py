@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph, InspectedGraphs
 from hytrain_fx.explain.graphs.node_figures import InspectedNode, InspectedRow
 from hytrain_fx.explain.graphs.staged_code import StagedLine, staged
-from hytrain_fx.explain.graphs.task_graph_svg import render, task_graph_svg
+from hytrain_fx.explain.graphs.task_graph_svg import task_graph_svg
+from hytrain_fx.explain.template import render
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 from hytrain_fx.ir.pass_record import NodeNote
 

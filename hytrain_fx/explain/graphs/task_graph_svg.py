@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from hytrain_fx.explain.graphs.node_figures import TASKS, UnitTimes
+from hytrain_fx.explain.template import render
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 from hytrain_fx.ir.task_graph import TaskGraph, TaskId, TaskKind
 
@@ -76,21 +75,3 @@ def _edges(graph: TaskGraph, boxes: Mapping[TaskId, _Box]) -> Iterator[Mapping[s
         else:
             ends = (a.x + width, a.y + height // 2, b.x, b.y + height // 2)
         yield dict(zip(("x1", "y1", "x2", "y2"), ends, strict=True))
-
-
-# ---- Fills the templates of `explain/templates` (jinja2) ----
-#
-# Values are escaped, and a name that a template lacks is an error.
-
-
-FOLDER = Path(__file__).parents[1] / "templates"
-
-
-def render(name: str, **values: Any) -> str:
-    """The text of the template `name` with these values."""
-    # not at the top: printing text works without it
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-                              lstrip_blocks=True, keep_trailing_newline=True)
-    return environment.get_template(name).render(**values)

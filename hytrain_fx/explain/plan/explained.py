@@ -20,7 +20,7 @@ from hytrain_fx.cost_model.planner import Stream, compare
 from hytrain_fx.cost_model.simulate import PlayedStep, steady_step
 from hytrain_fx.cost_model.step_graph import step_graph, unmeasured
 from hytrain_fx.errors import PlanError
-from hytrain_fx.explain.plan.what_helps import Help, KSensitivity, binding_constraint, k_sensitivity, what_helps
+from hytrain_fx.explain.plan.what_helps import Binding, Help, KSensitivity, binding_constraint, k_sensitivity, what_helps
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Schedule
@@ -31,6 +31,8 @@ from hytrain_fx.planning.controller import Standing
 from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
 from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
 
+THE_CPU = "the CPU"
+"""The name of the device where there is no GPU: what is saved there is in the same memory."""
 _RESOURCES = {Resource.GPU: "device", Resource.CPU: "CPU workers", Resource.D2H: "copies to the host", Resource.H2D: "copies to the device"}
 
 
@@ -167,15 +169,20 @@ class Explained:
         """The tasks of a step under the plan in force; they take no time where it is not played."""
         return self.step.graph if self.step else step_graph(unmeasured(self.units), self.plan, self.discipline, self.units)
 
-    @property
-    def binds(self) -> str | None:
-        """What sets the length of the step, in one sentence.
+    @cached_property
+    def binding(self) -> Binding | None:
+        """What sets the length of the step.
 
         It is predicted, so None before anything is profiled.
         """
         if self.profile is None or self.step is None:
             return None
         return binding_constraint(self.profile, self.plan, self.step, self.discipline)
+
+    @property
+    def binds(self) -> str | None:
+        """The same in one sentence."""
+        return None if self.binding is None else str(self.binding)
 
     @property
     def idle(self) -> dict[str, float]:

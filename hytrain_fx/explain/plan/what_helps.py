@@ -16,6 +16,7 @@ decides k, only the schedule of the plan in force is predicted again.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import TaskKind
 
 MORE_BYTES = 1_000_000_000
+MOST_TOKENS = 4.0
+"""The most times as many tokens that `tokens_to_hide` tries."""
 FASTER = 1.1
 _LINK = ("d2h_us", "h2d_us", "stream_in_us", "stream_out_us")
 
@@ -162,32 +165,77 @@ def _scaled(profile: Profile, names: Iterable[str], factor: float) -> Profile:
     return replace(profile, units=units)
 
 
-# ---- What sets the length of the predicted step, in one sentence with its figures ----
+def tokens_to_hide(profile: Profile, plan: Plan, discipline: Discipline) -> float | None:
+    """How many times as many tokens in a step hide the waits, to a tenth, under the same plan.
+
+    The waits are hidden where they are 1% of the step at most. None where MOST_TOKENS times as many
+    do not, or the plan is not simulated.
+    """
+
+    def hides(tenths: int) -> bool:
+        step = simulate(_scaled(profile, ("forward_us", "backward_us"), tenths / 10), plan, discipline)
+        return step.stall_us <= _NOTHING * step.makespan_us
+
+    try:
+        tenths = 10 + bisect_left(range(10, int(10 * MOST_TOKENS) + 1), True, key=hides)
+    except PlanError:
+        return None
+    return tenths / 10 if tenths <= 10 * MOST_TOKENS else None
+
+
+# ---- What sets the length of the predicted step, with its figures ----
 
 # Waits and device updates below this share of the step are not mentioned.
 _NOTHING = 0.01
 
 
-def binding_constraint(profile: Profile, plan: Plan, step: PlayedStep, discipline: Discipline) -> str:
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What sets the length of the step, predicted. Its text is one sentence.
+
+    what       "compute": forward and backward; "device_updates"; "cpu": updates by the CPU; "d2h",
+               "h2d": copies to the host, to the device; "host_memory"
+    took_us    what forward and backward, or the device updates, or the work of the units take
+    cost_us    what updates add to a step of forward and backward, or how long the forward waits
+    units      first and last of the units whose work is waited for, None where nothing is
+    streams    whether states are among what is copied
+    """
+
+    what: str
+    took_us: float
+    cost_us: float
+    units: tuple[int, int] | None = None
+    streams: bool = False
+
+    def __str__(self) -> str:
+        took = time_text(self.took_us)
+        if self.what == "compute":
+            return f"forward and backward on the device ({took}): updates add {time_text(self.cost_us)} to a step"
+        if self.units is None:
+            return f"updates on the device: they take {took} of the step"
+        first, last = self.units
+        words = (STREAMED_WORDS if self.streams else RESOURCE_WORDS)[self.what]
+        span = f"units {first}..{last}" if last > first else f"unit {first}"
+        return f"{words} of {span}: they take {took}, the forward waits {time_text(self.cost_us)}"
+
+
+def binding_constraint(profile: Profile, plan: Plan, step: PlayedStep, discipline: Discipline) -> Binding:
     """What sets the length of the step.
 
     Computing, updates on the device, CPU updates, or one direction of the link.
     """
     schedule, gpu_update_us = step.schedule, step.graph.total("us", TaskKind.GPU_UPDATE)
-    compute = f"forward and backward on the device ({time_text(profile.forward_us + profile.backward_us)})"
-    exposed_us = schedule.makespan_us - profile.forward_us - profile.backward_us
+    compute_us = profile.forward_us + profile.backward_us
+    exposed_us = schedule.makespan_us - compute_us
     if exposed_us <= _NOTHING * schedule.makespan_us:
-        return f"{compute}: updates add {time_text(max(exposed_us, 0.0))} to a step"
+        return Binding("compute", compute_us, max(exposed_us, 0.0))
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)
     windows = windows_under(discipline, profile, guard=1.0).streaming(streamed / max(streamed + by_cpu, 1))
     tightest = windows.tightest(plan.k)
     if tightest is None or schedule.stall_us <= gpu_update_us:
-        return f"updates on the device: they take {time_text(gpu_update_us)} of the step"
+        return Binding("device_updates", gpu_update_us, exposed_us)
     units = range(plan.k, tightest.last + 1)
     demands_us = {resource: sum(costs[unit] for unit in units) for resource, costs in windows.costs_us.items()}
     # all three stages share the window of the tightest units
     longest = max(demands_us, key=demands_us.__getitem__)
-    span = f"units {plan.k}..{tightest.last}" if len(units) > 1 else f"unit {plan.k}"
-    waits = f"the forward waits {time_text(schedule.stall_us)}"
-    words = STREAMED_WORDS if streamed else RESOURCE_WORDS
-    return f"{words[longest]} of {span}: they take {time_text(demands_us[longest])}, {waits}"
+    return Binding(longest, demands_us[longest], schedule.stall_us, (plan.k, tightest.last), bool(streamed))

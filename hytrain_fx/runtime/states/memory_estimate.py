@@ -79,6 +79,7 @@ class MemoryEstimate:
                               their own
     host_streamed_bytes       fp32 states of streamed rows
     pinned_bytes              how much of the host's bytes is pinned
+    all_states_bytes          states of all rows, were they on the device
     """
 
     weights_bytes: int
@@ -90,6 +91,7 @@ class MemoryEstimate:
     host_slots_bytes: int
     host_streamed_bytes: int
     pinned_bytes: int
+    all_states_bytes: int
 
     @property
     def device_bytes(self) -> int:
@@ -147,6 +149,7 @@ def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, 
         host_slots_bytes=slots,
         host_streamed_bytes=streamed,
         pinned_bytes=host_states + slots + streamed - sum(row.table.own_bytes for row in of[Placement.CPU]) if pinned else 0,
+        all_states_bytes=sum(row.device_bytes for row in rows),
     )
 
 

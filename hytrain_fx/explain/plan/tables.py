@@ -1,23 +1,23 @@
-"""What `explain` knows as a page of text.
+"""The tables of an explanation, for text and HTML alike.
 
-Head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest.
+The terms of a step, what would help, the rules, the units with their times, and why they are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import statistics
+from collections.abc import Iterator, Sequence
 
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.planner import STREAMED
 from hytrain_fx.explain.plan.explained import Explained
-from hytrain_fx.explain.plan.text import SOURCE_WORDS, headline
-from hytrain_fx.explain.plan.unit_table import reasons_text, units_text
-from hytrain_fx.ir.figures import bytes_text, count_text, shortened, table, time_text
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.explain.plan.text import SOURCE_WORDS, UnitGroup, unit_groups
+from hytrain_fx.explain.plan.verdict import LITTLE
+from hytrain_fx.ir.figures import Table, bytes_text, count_text, params_text, time_text
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.profile import TIMES
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import TaskKind
-from hytrain_fx.session.startup_text import memory_text, startup_line
 
 # Where each measured figure comes from.
 SOURCES = {
@@ -45,58 +45,25 @@ _RULE_WORDS = {
     "k=0": "all on the CPU",
     "k=n": "all on the device, as far as it fits",
 }
+_UNIT_HEADS = ("unit", "name", "parameters", "updated on", "forward", "backward", "CPU update", "device update", "D2H", "H2D", "wait")
 _NONE = "-"
-_LITTLE = 0.005  # share of the step: what gains less is only named
 _USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx before CUDA is first used"
+# Where all units of a model are different, only the first and the last lines are shown. The others
+# are in the plan.
+_MOST_LINES = 24
 
 
-def explanation_text(e: Explained) -> str:
-    """The page.
-
-    Figures say whether they were profiled (before the plan was solved), predicted, measured (under
-    it) or given.
-    """
-    parts: tuple[Callable[[], str], ...] = (
-        partial(_head, e), partial(_step, e), partial(_helps, e), partial(_rules, e), partial(units_text, e),
-        partial(reasons_text, e.plan), partial(memory_text, e.memory), partial(_closing, e))
-    return "\n\n".join(text for text in map(_told, parts) if text) + "\n"
+def step_table(e: Explained) -> Table:
+    """The step and its terms, predicted next to measured, with where they come from."""
+    return Table("terms of a step", ("", "predicted", "measured", ""), tuple(_terms(e)), words=(0, 3))
 
 
-def _told(part: Callable[[], str]) -> str:
-    """A part of the page.
-
-    A part that fails leaves the others: to explain never ends a run.
-    """
-    try:
-        return part()
-    except Exception as error:
-        return f"(a part of this page could not be told: {type(error).__name__}: {error})"
-
-
-def _head(e: Explained) -> str:
-    params = sum(row.numel for row in e.plan.rows)
-    lines = [headline(e.plan), f"{count_text(params)} parameters on {e.device}; {e.engine} engine, CPU workers: {e.workers}; "
-             f"steps done: {e.steps_done}"]
-    if e.profile is None:
-        lines.append("No times have been profiled: this is where the updates run now, nothing is predicted.")
-    else:
-        how = f"profiled in {e.profile.steps} steps" if e.profile.steps else f"estimated (data sheets) for {e.profile.device}"
-        lines.append(f"{how} on {e.profile.host}; predicted: simulated from the {'profiled' if e.profile.steps else 'estimated'} times")
-    lines += [f"planning: {e.planning}"] if e.planning else []
-    notes = (*e.outside, *e.troubles, *(said for said in (e.nonfinite, e.copies) if said), *e.optimizer, *e.plan.notes)
-    return "\n".join([*lines, *(f"note: {text}" for text in notes)])
-
-
-def _step(e: Explained) -> str:
-    """The step and its terms, predicted next to measured.
-
-    Also where they come from, what binds, and idle shares as its evidence.
-    """
-    lines = [table(("", "predicted", "measured", ""), [*_terms(e)], words=(0, 3))]
-    lines += [f"what binds (predicted): {e.binds}"] if e.binds else []
+def step_remarks(e: Explained) -> Iterator[str]:
+    """What binds, idle shares as its evidence, when updates end and how they begin."""
+    yield from [f"what binds (predicted): {e.binds}"] if e.binds else []
     for kind, idle in (("predicted", e.idle), ("measured", e.measured.idle if e.measured else {})):
-        lines += [f"idle share of the step ({kind}): " + ", ".join(f"{name} {share:.0%}" for name, share in idle.items())] if idle else []
-    return "\n".join([*lines, *_ends(e)])
+        yield from [f"idle share of the step ({kind}): " + ", ".join(f"{name} {share:.0%}" for name, share in idle.items())] if idle else []
+    yield from _ends(e)
 
 
 def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
@@ -138,19 +105,22 @@ def _ends(e: Explained) -> Iterator[str]:
                f"missed in {of.missed}, {count_text(of.redone)} of {count_text(of.params)} parameters put back or updated again")
 
 
-def _helps(e: Explained) -> str:
+def helps_table(e: Explained) -> Table | None:
+    """What would help most; None before anything is profiled."""
     if not e.helps:
-        return ""
-    most = [of for of in e.helps if of.gain_share >= _LITTLE]
-    lines = [f"  {of.change}: {time_text(of.gain_us)} less a step ({of.gain_share:.1%}), k = {of.k}" for of in most]
-    rest = [of.change for of in e.helps if of.gain_share < _LITTLE]
-    lines += [f"  less than {_LITTLE:.1%} of the step: {'; '.join(rest)}"] if rest else []
-    return "\n".join(["what would help most (predicted, the plan solved again for each):", *lines])
+        return None
+    most = [of for of in e.helps if of.gain_share >= LITTLE]
+    rows = tuple((of.change, time_text(of.gain_us), f"{of.gain_share:.1%}", str(of.k)) for of in most)
+    rest = [of.change for of in e.helps if of.gain_share < LITTLE]
+    remarks = (f"less than {LITTLE:.1%} of the step: {'; '.join(rest)}",) if rest else ()
+    title = "what would help most (predicted, the plan solved again for each):"
+    return Table(title, ("change", "less a step", "share", "k"), rows, remarks)
 
 
-def _rules(e: Explained) -> str:
+def rules_table(e: Explained) -> Table | None:
+    """What each rule would do; None before anything is profiled."""
     if not e.rules:
-        return ""
+        return None
     heads, streams = ["rule", "k", "predicted step", "wait", "states on device", ""], STREAMED in e.rules
     rows = [[name, str(plan.k), time_text(plan.predicted["step_us"]), time_text(plan.predicted["stall_us"]),
              bytes_text(plan.predicted["gpu_states_bytes"]), _RULE_WORDS.get(name, "")] for name, plan in e.rules.items()]
@@ -162,31 +132,60 @@ def _rules(e: Explained) -> str:
         heads.insert(2, "streamed")
         for row, plan in zip(rows, [*e.rules.values(), e.plan], strict=False):
             row.insert(2, f"{streamed_share(plan):.0%}")
-    lines = [table(heads, rows, words=(0, len(heads) - 1))]
-    lines += [f"alpha (profiled): {e.alpha:.3g}, device over CPU update time"] if e.alpha is not None else []
-    if (slope := e.k_sensitivity) is not None:
-        lines.append(f"HyTrainDNN's k for equal layers moves with 1% more of a term by: CPU updates {slope.t_cpu:+.2f}, "
-                     f"backward {slope.t_bwd:+.2f}, alpha {slope.alpha:+.2f}" if slope.t_cpu else
-                     "HyTrainDNN's k for equal layers is 0 and stays so: the backward is longer than all CPU updates")
-    return "\n".join(lines)
+    return Table("rules (predicted)", tuple(heads), tuple(map(tuple, rows)), tuple(_rules_remarks(e)), words=(0, len(heads) - 1))
 
 
-def _closing(e: Explained) -> str:
-    lines = [startup_line(e.startup)] if e.startup else []
-    lines.append("plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history))
-    if e.node_runs:
-        lines.append("nodes run, in parameters: " + ", ".join(f"{name} {count}" for name, count in sorted(e.node_runs.items())))
-    if e.spent_us:
-        lines.append("spent once, measured: " + ", ".join(f"{name} {time_text(us)}" for name, us in e.spent_us.items()))
-    return "\n".join([*lines, *_not_offloaded(e)])
+def _rules_remarks(e: Explained) -> Iterator[str]:
+    if e.alpha is not None:
+        yield f"alpha (profiled): {e.alpha:.3g}, device over CPU update time"
+    if (slope := e.k_sensitivity) is None:
+        return
+    yield (f"HyTrainDNN's k for equal layers moves with 1% more of a term by: CPU updates {slope.t_cpu:+.2f}, "
+           f"backward {slope.t_bwd:+.2f}, alpha {slope.alpha:+.2f}" if slope.t_cpu else
+           "HyTrainDNN's k for equal layers is 0 and stays so: the backward is longer than all CPU updates")
 
 
-def _not_offloaded(e: Explained) -> Iterator[str]:
-    names: dict[str, list[str]] = {}
-    for name, why in e.not_offloaded.items():
-        names.setdefault(why, []).append(name)
-    for why, found in names.items():
-        yield f"updated without overlap: {shortened(found)}: {why}"
+def units_table(e: Explained) -> Table:
+    """One line for each group of units, then the sums, profiled and measured."""
+    groups = unit_groups(e.plan)
+    shown = _shown(groups)
+    many = any(len(group.units) > 1 for group in shown)
+    title = "times of each unit: profiled, the wait predicted" + ("; of several the median of one, and the wait of all" if many else "")
+    title += f" ({len(groups) - len(shown)} lines more are left out)" if len(shown) < len(groups) else ""
+    rows = ((group.number, group.name, params_text(group.params), group.place, *_times(e, group)) for group in shown)
+    return Table(title, _UNIT_HEADS, (*rows, *_sums(e)), words=(1, 3))
+
+
+def reasons_table(plan: Plan) -> Table:
+    """Why each group is updated there: by its first and its last unit where they differ."""
+    groups = _shown(unit_groups(plan))
+    by_reason: dict[str, list[str]] = {}
+    for group in groups:
+        for number, reason in group.reasons():
+            by_reason.setdefault(reason, []).append(number)
+    told = {row.unit for group in groups for row in group.rows if row.reason in by_reason}
+    left = len({row.unit for row in plan.rows}) - len(told)
+    rows = tuple((", ".join(dict.fromkeys(numbers)), reason) for reason, numbers in by_reason.items())
+    return Table("reasons, by unit" + (f" ({left} more are in plan.rows)" if left else ""), ("units", "reason"), rows, words=(0, 1))
+
+
+def _shown(groups: Sequence[UnitGroup]) -> list[UnitGroup]:
+    return [*groups[: _MOST_LINES - 4], *groups[-4:]] if len(groups) > _MOST_LINES else list(groups)
+
+
+def _times(e: Explained, group: UnitGroup) -> Iterator[str]:
+    for name in TIMES:
+        yield time_text(statistics.median(getattr(e.profile.units[unit], name) for unit in group.units)) if e.profile else _NONE
+    yield time_text(sum(e.schedule.stalls_us[unit] for unit in group.units)) if e.schedule else _NONE
+
+
+def _sums(e: Explained) -> Iterator[tuple[str, ...]]:
+    if e.profile is not None:
+        sums = [time_text(sum(getattr(unit, name) for unit in e.profile.units)) for name in TIMES]
+        yield ("", "all, profiled", params_text(e.profile.params), "", *sums, time_text(e.schedule.stall_us) if e.schedule else _NONE)
+    if (m := e.measured) is not None:
+        yield ("", "all, measured", "", "", time_text(sum(m.forward_us)), time_text(sum(m.backward_us)),
+               _NONE if m.cpu_us is None else time_text(m.cpu_us), _NONE, _NONE, _NONE, time_text(sum(m.stall_us)))
 
 
 def _time(us: float | None) -> str:

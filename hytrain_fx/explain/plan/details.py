@@ -1,0 +1,83 @@
+"""All that `explain` knows, as sections: what the first screen says in short is here in full.
+
+Head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from hytrain_fx.explain.plan.explained import Explained
+from hytrain_fx.explain.plan.tables import helps_table, reasons_table, rules_table, step_remarks, step_table, units_table
+from hytrain_fx.ir.figures import Table, shortened, time_text
+from hytrain_fx.session.startup_text import memory_table, startup_line
+
+
+def details_text(e: Explained) -> str:
+    """The sections as text.
+
+    Figures say whether they were profiled (before the plan was solved), predicted, measured (under
+    it) or given.
+    """
+    return "\n\n".join(section.text() for section in sections(e)) + "\n"
+
+
+def sections(e: Explained) -> Iterator[Table]:
+    """The sections in reading order; those that have nothing to say are left out."""
+    parts: tuple[Callable[[], Table | None], ...] = (
+        partial(_head, e), partial(_step, e), partial(helps_table, e), partial(rules_table, e), partial(units_table, e),
+        partial(reasons_table, e.plan), partial(memory_table, e.memory), partial(_closing, e))
+    for part in parts:
+        if (section := told(part)) is not None:
+            yield section
+
+
+def told(part: Callable[[], Table | None]) -> Table | None:
+    """A part of the page.
+
+    A part that fails leaves the others: to explain never ends a run.
+    """
+    try:
+        return part()
+    except Exception as error:
+        return _lines([f"(a part of this page could not be told: {type(error).__name__}: {error})"])
+
+
+def notes(e: Explained) -> list[str]:
+    """What is to be said besides figures, the most urgent first."""
+    named: dict[str, list[str]] = {}
+    for name, why in e.not_offloaded.items():
+        named.setdefault(why, []).append(name)
+    slower = [f"updated without overlap: {shortened(names)}: {why}" for why, names in named.items()]
+    said = [e.nonfinite] if e.nonfinite else []
+    return [*e.troubles, *e.outside, *said, *slower, *([e.copies] if e.copies else []), *e.optimizer, *e.plan.notes]
+
+
+def _head(e: Explained) -> Table:
+    if e.profile is None:
+        lines = ["No times have been profiled: this is where the updates run now, nothing is predicted."]
+    else:
+        how = f"profiled in {e.profile.steps} steps" if e.profile.steps else f"estimated (data sheets) for {e.profile.device}"
+        lines = [f"{how} on {e.profile.host}; predicted: simulated from the {'profiled' if e.profile.steps else 'estimated'} times"]
+    lines += [f"planning: {e.planning}"] if e.planning else []
+    return _lines([*lines, *(f"note: {text}" for text in notes(e))])
+
+
+def _step(e: Explained) -> Table:
+    table = step_table(e)
+    return Table(table.title, table.heads, table.rows, tuple(step_remarks(e)), table.words)
+
+
+def _closing(e: Explained) -> Table:
+    lines = startup_line(e.startup).splitlines() if e.startup else []
+    lines.append("plans so far: " + " -> ".join(f"k={plan.k} ({plan.source})" for plan in e.history))
+    if e.node_runs:
+        lines.append("nodes run, in parameters: " + ", ".join(f"{name} {count}" for name, count in sorted(e.node_runs.items())))
+    if e.spent_us:
+        lines.append("spent once, measured: " + ", ".join(f"{name} {time_text(us)}" for name, us in e.spent_us.items()))
+    return _lines(lines)
+
+
+def _lines(lines: list[str]) -> Table:
+    return Table(lines[0], (), (), tuple(lines[1:]))
