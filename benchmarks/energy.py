@@ -1,158 +1,24 @@
-"""Energy of the GPU (NVML) and of the CPU packages (RAPL) over some steps.
-
-The counters only grow, and start again when they are full.
-
-    meter = meter_of(device)                  # what this machine counts; for the rest, why not
-    before = meter.read();  ...steps...
-    fields = meter.row(before, meter.read(), steps, tokens)
-
-The whole board or package is counted, with idle power and other processes. The GPU's counter moves
-about every 0.1 s. A package's counter is full after some 262 kJ, a quarter of an hour at 300 W. It
-may start again once between two readings, so read at least that often.
-"""
+"""Energy of each step and token of a row of results; `hytrain_fx.runtime.energy` counts it."""
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.case import CannotRun
-
-POWERCAP = Path("/sys/class/powercap")
-TIERS = ("gpu", "cpu")
-_NVML_COUNTS = 1 << 64
-_PACKAGE = re.compile(r"intel-rapl:\d+")  # AMD's too; intel-rapl-mmio counts the same packages once more
-Counts = Mapping[str, Sequence[int]]
+from hytrain_fx.runtime.energy import TIERS, Counts, Meter
 
 
-@dataclass(frozen=True)
-class Counter:
-    """`count()` now, in units of `joules`; after `modulus` - 1 it starts again at 0."""
+def energy_fields(meter: Meter, before: Counts, after: Counts, steps: int, tokens: int) -> dict[str, Any]:
+    """Joules of each step and of each of its `tokens`, by tier.
 
-    count: Callable[[], int]
-    joules: float
-    modulus: int
-
-    def spent_j(self, before: int, after: int) -> float:
-        """Joules between two counts, the counter having started again at most once."""
-        return (after - before) % self.modulus * self.joules
-
-
-@dataclass(frozen=True)
-class Meter:
-    """The counters of each tier ("gpu", "cpu"), and for a tier without any the reason."""
-
-    counters: Mapping[str, tuple[Counter, ...]] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)
-
-    def read(self) -> dict[str, tuple[int, ...]]:
-        """All counts now, without a tier that can no longer be read.
-
-        The device's work must be done: NVML does not wait.
-        """
-        counts: dict[str, tuple[int, ...]] = {}
-        for tier, counters in self.counters.items():
-            with contextlib.suppress(CannotRun):  # the step times are not lost for it
-                counts[tier] = tuple(counter.count() for counter in counters)
-        return counts
-
-    def row(self, before: Counts, after: Counts, steps: int, tokens: int) -> dict[str, Any]:
-        """Joules of each step and of each of its `tokens`, by tier.
-
-        Where nothing counts they are null, and `energy_absent` says why.
-        """
-        found: dict[str, Any] = {}
-        absent = dict(self.absent)
-        for tier in TIERS:
-            step_j = None
-            if tier in before and tier in after:
-                step_j = sum(c.spent_j(a, b) for c, a, b in zip(self.counters[tier], before[tier], after[tier], strict=True)) / steps
-            else:
-                absent.setdefault(tier, "its counter could not be read any more")
-            found[f"{tier}_joules_per_step"] = step_j
-            found[f"{tier}_joules_per_token"] = None if step_j is None else step_j / tokens
-        return {**found, "energy_absent": absent}
-
-
-def meter_of(device: torch.device, powercap: Path = POWERCAP, nvml: Any = None) -> Meter:
-    """What counts energy here. `nvml` is the module pynvml.
-
-    None: it is imported when a GPU trains.
+    Where nothing counts they are null, and `energy_absent` says why.
     """
-    counters: dict[str, tuple[Counter, ...]] = {}
-    absent: dict[str, str] = {}
-    finders: tuple[tuple[str, Callable[[], tuple[Counter, ...]]], ...] = (
-        ("gpu", partial(gpu_counters, device, nvml)), ("cpu", partial(package_counters, powercap)))
-    for tier, find in finders:
-        try:
-            found = find()
-            for counter in found:
-                counter.count()  # one that cannot be read is found now, not after the steps
-            counters[tier] = found
-        except CannotRun as error:
-            absent[tier] = str(error)
-    return Meter(counters, absent)
-
-
-def gpu_counters(device: torch.device, nvml: Any = None) -> tuple[Counter, ...]:
-    """The counter of millijoules of the board that torch calls `device`.
-
-    Raises CannotRun where there is none.
-    """
-    if device.type != "cuda":
-        raise CannotRun("no GPU trains")
-    try:
-        nvml = import_module("pynvml") if nvml is None else nvml
-    except ImportError as error:
-        raise CannotRun(f"NVML is not read: {error}; pip install nvidia-ml-py") from error
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # NVML's own numbers ignore CUDA_VISIBLE_DEVICES
-
-    def count() -> int:
-        try:
-            return int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        except nvml.NVMLError as error:
-            raise CannotRun(f"NVML does not count this GPU's energy: {error} (it needs Volta or newer, and a whole GPU)") from error
-
-    try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except nvml.NVMLError as error:
-        raise CannotRun(f"NVML does not find this GPU: {error}") from error
-    return (Counter(count, 1e-3, _NVML_COUNTS),)
-
-
-def package_counters(powercap: Path = POWERCAP) -> tuple[Counter, ...]:
-    """The counters of microjoules of all CPU packages.
-
-    Raises CannotRun where there are none, or where they may not be read.
-    """
-    zones = sorted(zone for zone in powercap.glob("intel-rapl:*") if _PACKAGE.fullmatch(zone.name)) if powercap.is_dir() else []
-    try:
-        packages = [zone for zone in zones if (zone / "name").read_text().startswith("package")]
-        if not packages:
-            raise CannotRun(f"no RAPL: {powercap} has no CPU packages (virtual machines seldom show them)")
-        return tuple(_package(zone) for zone in packages)
-    except (OSError, ValueError) as error:
-        raise CannotRun(f"RAPL cannot be read: {error}") from error
-
-
-def _package(zone: Path) -> Counter:
-    energy, most = zone / "energy_uj", int((zone / "max_energy_range_uj").read_text())
-    if most <= 0:
-        raise ValueError(f"{zone} has a range of {most} uJ, expected more than 0")
-
-    def count() -> int:
-        try:
-            return int(energy.read_text())
-        except (OSError, ValueError) as error:
-            raise CannotRun(f"RAPL cannot be read: {error}; it needs root, or read access to {energy}") from error
-
-    return Counter(count, 1e-6, most)
+    found: dict[str, Any] = {}
+    absent = dict(meter.absent)
+    spent_j = meter.spent_j(before, after)
+    for tier in TIERS:
+        step_j = spent_j[tier] / steps if tier in spent_j else None
+        if step_j is None:
+            absent.setdefault(tier, "its counter could not be read any more")
+        found[f"{tier}_joules_per_step"] = step_j
+        found[f"{tier}_joules_per_token"] = None if step_j is None else step_j / tokens
+    return {**found, "energy_absent": absent}

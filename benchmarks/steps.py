@@ -26,13 +26,14 @@ from torch import nn
 
 from benchmarks import own_modes, peers
 from benchmarks.case import MODES, CannotRun, Case
-from benchmarks.energy import Meter, meter_of
+from benchmarks.energy import energy_fields
 from benchmarks.idle import idle_share, kernel_time
 from benchmarks.llama import batches, build
 from benchmarks.machine import machine
 from benchmarks.memory import memory
 from benchmarks.trainer import Trainer
 from benchmarks.turns import Turn
+from hytrain_fx.runtime.energy import Meter, meter_of
 
 TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
     "floor": own_modes.floor, "all_gpu": own_modes.all_gpu, "reference": own_modes.reference, "ours": own_modes.ours,
@@ -145,7 +146,7 @@ def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window:
         torch.cuda.reset_peak_memory_stats()
     before = meter.read()
     seconds = [_window_s(trainer, tokens, window) for _ in range(WINDOWS)]
-    energy = meter.row(before, meter.read(), WINDOWS * window, step_tokens)
+    energy = energy_fields(meter, before, meter.read(), WINDOWS * window, step_tokens)
     median = statistics.median(seconds)
     return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
             "warmup_steps": warmup, "plans_in_windows": trainer.plans() - plans,

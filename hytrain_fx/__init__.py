@@ -13,7 +13,7 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
-    from hytrain_fx.api import close, compile, explain, inspect, record, settle
+    from hytrain_fx.api import close, compile, explain, inspect, metrics, record, settle
     from hytrain_fx.passes.base import graph_pass
     from hytrain_fx.passes.pipeline import DEFAULT_PASSES
     from hytrain_fx.runtime.lion import Lion
@@ -30,6 +30,7 @@ __all__ = [
     "explain",
     "graph_pass",
     "inspect",
+    "metrics",
     "record",
     "settle",
 ]

@@ -32,6 +32,7 @@ from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import load_states
+from hytrain_fx.session.step_metrics import step_metrics
 from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
 from hytrain_fx.torch_private.names import require_release
 from hytrain_fx.torch_private.options import known_options
@@ -160,6 +161,23 @@ def explain(model: nn.Module) -> Explanation:
     session = session_of(model)
     with session.turns.state:
         return _explanation(session)
+
+
+def metrics(model: nn.Module, *, energy: bool = False) -> dict[str, float]:
+    """What the last step took and where states are, as flat numbers for a logger.
+
+    The keys are those of `hytrain_fx.session.step_metrics.METRICS`; a figure that is not known is
+    left out. Nothing waits for the device.
+
+    energy   the joules of the GPU and of the CPU too, since this was first asked for, where NVML
+             and RAPL can be read
+
+    `hytrain_fx.integrations.logging` hands them to wandb, TensorBoard and Prometheus. Raises
+    UnsupportedError for a model that is not compiled.
+    """
+    session = session_of(model)
+    with session.turns.state:
+        return step_metrics(session, energy=energy)
 
 
 def _explanation(session: Session) -> Explanation:

@@ -84,6 +84,7 @@ class UnitTimes:
     held_us: float = 0.0
 
 
+_WAIT_BEGINS, _WAIT_ENDS = (Mark.WAIT_BEGIN, Mark.HELD_BEGIN), (Mark.WAIT_END, Mark.HELD_END)
 _At = float | torch.cuda.Event
 _Marks = list[tuple[Mark, int, _At]]
 
@@ -244,11 +245,21 @@ class StepMarks:
     def settle(self) -> None:
         """Wait until the device has reached every mark of the finished steps."""
         for step in self._finished:
-            last = step.marks[-1][2]
-            if isinstance(last, torch.cuda.Event):
-                with torch.cuda.device(self._device):  # as in _reached
-                    # Not the device: copies and updates of the last step may still run.
-                    last.synchronize()
+            self._wait_for(step)
+
+    def _wait_for(self, step: _Step) -> None:
+        last = step.marks[-1][2]
+        if isinstance(last, torch.cuda.Event):
+            with torch.cuda.device(self._device):  # as in _is_through
+                last.synchronize()  # not the device: copies and updates of the last step may still run
+
+    def _is_through(self, step: _Step) -> bool:
+        """Whether the device is through with a finished step."""
+        last = step.marks[-1][2]
+        if not isinstance(last, torch.cuda.Event):
+            return True
+        with torch.cuda.device(self._device):  # torch asks the thread's own device: it would make a context there
+            return bool(last.query())
 
     def _reached(self) -> list[_Step]:
         """The finished steps that the device is through with, oldest first.
@@ -257,14 +268,10 @@ class StepMarks:
         """
         reached: list[_Step] = []
         for step in self._finished:
-            last = step.marks[-1][2]
-            if isinstance(last, torch.cuda.Event):
-                # torch asks the thread's own device: it would make a context there
-                with torch.cuda.device(self._device):
-                    if not last.query():
-                        if reached:
-                            break
-                        last.synchronize()
+            if not self._is_through(step):
+                if reached:
+                    break
+                self._wait_for(step)
             reached.append(step)
         return reached
 
@@ -306,6 +313,14 @@ class StepMarks:
     def steps(self) -> int:
         """Number of finished steps at hand."""
         return len(self._finished)
+
+    def last_stall_us(self) -> float | None:
+        """How long the compute stream waited in the newest step that the device is through with.
+
+        It asks the device and waits for nothing. None where there is no such step.
+        """
+        newest = next(filter(self._is_through, reversed(self._finished)), None)
+        return None if newest is None else _between_us(newest, _WAIT_BEGINS, _WAIT_ENDS)
 
     def median(self, units: int) -> UnitTimes:
         """Medians per unit over the finished steps that the device is through with.
@@ -375,7 +390,11 @@ def _unit_times(step: _Step, units: int) -> UnitTimes:
     us = {kind: [0.0] * units for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WAIT)}
     for kind, unit, begin, end in stretches(step.marks):
         us[kind][unit] += step.scale * _elapsed_us(begin, end)
-    begins = [at for mark, _, at in step.marks if mark is Mark.HELD_BEGIN]
-    ends = [at for mark, _, at in step.marks if mark is Mark.HELD_END]
-    held_us = step.scale * sum(map(_elapsed_us, begins, ends))
+    held_us = _between_us(step, (Mark.HELD_BEGIN,), (Mark.HELD_END,))
     return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us)
+
+
+def _between_us(step: _Step, begin: Sequence[Mark], end: Sequence[Mark]) -> float:
+    """The sum of the stretches from marks of one kind to those of another."""
+    begins, ends = ([at for mark, _, at in step.marks if mark in kinds] for kinds in (begin, end))
+    return step.scale * sum(map(_elapsed_us, begins, ends))

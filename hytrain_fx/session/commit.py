@@ -38,9 +38,12 @@ class CommitBuilder:
     """Builds the items of one `step()` and counts each row's steps.
 
     scalars_of   what a step of the optimizer takes
+
+    left_out     steps that were left out so far, as far as is known
     """
 
     def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, scalars_of: ScalarsOf) -> None:
+        self.left_out = 0
         self._steps = [0] * len(table)
         self._in_doubt: Collection[int] = ()  # parameters of the last commit, where it may be left out
         self._cut_grads: dict[int, torch.Tensor] = {}  # by parameter that is cut: what the items that were built last read
@@ -66,6 +69,7 @@ class CommitBuilder:
         """
         if self._in_doubt:
             if self._was_left_out():
+                self.left_out += 1
                 for row in self._in_doubt:
                     self._steps[row] -= 1
             self._in_doubt = ()

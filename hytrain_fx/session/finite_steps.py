@@ -64,6 +64,7 @@ class FiniteSteps:
         if check is not None and not self._engine.can_skip:
             if bool(check.any):
                 self._left_out(check, number)
+                self._builder.left_out += 1
                 return ()
             check = None
         items = self._builder.with_steps(groups, items)

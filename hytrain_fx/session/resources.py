@@ -12,15 +12,18 @@ Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from hytrain_fx.config import Config
 from hytrain_fx.ir.limits import FP32_BYTES
-from hytrain_fx.ir.plan import PlacedPiece
+from hytrain_fx.ir.plan import PlacedPiece, Placement
 from hytrain_fx.ir.startup import Phase, StartupClock
+from hytrain_fx.ir.states import Kernel
+from hytrain_fx.runtime.energy import EnergyTotals, meter_of
 from hytrain_fx.runtime.engine import Engine, RowStates
 from hytrain_fx.runtime.launch import ring_bytes_for
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
@@ -29,6 +32,18 @@ from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.startup_text import estimate_text, memory_table, startup_text
 
 _log = logging.getLogger("hytrain_fx")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Bytes of states on each tier, and the share of the parameters by placement.
+
+    On the host slots for gradients and new weights are included.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    shares: Mapping[Placement, float]
 
 
 class Resources:
@@ -43,6 +58,9 @@ class Resources:
         self._engine = engine
         self._limit_bytes = config.host_memory
         self._ring_bytes = partial(ring_bytes_for, parameters, config)
+        self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(parameters)))
+        self._known: tuple[tuple[int, int, int], Tiers] | None = None
+        self._energy: EnergyTotals | None = None
 
     # ---- taking it ----
 
@@ -91,14 +109,11 @@ class Resources:
         `shadow_bytes`: as there.
         """
         placed = self._states.placed
-        estimate, sizes = self.estimate(placed), self._sizes(placed)
-        on_device = [of for (_, of), at in zip(self._states, placed, strict=True) if at.placement.rests_on_device]
+        estimate, sizes, tiers = self.estimate(placed), self._sizes(placed), self._tiers(placed)
         on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
-        host_bytes = sum(padded_bytes(nbytes) for of in on_host for nbytes in _sizes(of))
-        fp32_weights = sum(size.weight_bytes for size, at in zip(sizes, placed, strict=True)
-                           if at.placement.rests_on_device and size.itemsize == FP32_BYTES)
+        host_bytes = tiers.host_bytes
         return MemoryInUse(
-            device_states_bytes=sum(nbytes for of in on_device for nbytes in _sizes(of)) - fp32_weights,
+            device_states_bytes=tiers.device_bytes,
             host_bytes=host_bytes,
             ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
@@ -108,6 +123,32 @@ class Resources:
             shadow_bytes=shadow_bytes,
             estimate=estimate,
         )
+
+    def tiers(self) -> Tiers:
+        """The same sums for every step: looked up where no state has come, gone or moved."""
+        made = sum(of.own is not None and of.own.entry is not None for _, of in self._states) if self._makes_own else 0
+        key = (self._states.arrangement, len(self._states.copies), made)
+        if self._known is None or self._known[0] != key:
+            self._known = (key, self._tiers(self._states.placed))
+        return self._known[1]
+
+    def _tiers(self, placed: Sequence[PlacedPiece]) -> Tiers:
+        rows = [(states, of) for (_, states), of in zip(self._states, placed, strict=True)]
+        device_bytes = sum(nbytes for states, of in rows if of.placement.rests_on_device for nbytes in _sizes(states))
+        device_bytes -= sum(size.weight_bytes for size, of in zip(self._sizes(placed), placed, strict=True)
+                            if of.placement.rests_on_device and size.itemsize == FP32_BYTES)
+        host_bytes = sum(padded_bytes(nbytes) for states, of in rows if not of.placement.rests_on_device for nbytes in _sizes(states))
+        params = {place: sum(of.piece.numel for of in placed if of.placement is place) for place in Placement}
+        return Tiers(device_bytes, host_bytes, {place: count / sum(params.values()) for place, count in params.items()})
+
+    def joules(self) -> dict[str, float]:
+        """Energy by tier ("gpu", "cpu") since this was first asked.
+
+        Without a tier that is not counted.
+        """
+        if self._energy is None:
+            self._energy = EnergyTotals(meter_of(self._device))
+        return self._energy.joules()
 
     def full_speed(self) -> None:
         """Say what start-up took and what is in use now."""

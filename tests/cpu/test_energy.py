@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.case import Case
-from benchmarks.energy import Counter, Meter, meter_of
+from benchmarks.energy import energy_fields
 from benchmarks.markdown import energy_table
 from benchmarks.results import Results
+from hytrain_fx.runtime.energy import Counter, EnergyTotals, Meter, meter_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -99,7 +100,7 @@ def test_packages_are_counted_once_and_summed_over_a_wrap(tmp_path: Path) -> Non
     meter = meter_of(CPU, tree)
     before = meter.read()
     powercap_of(tmp_path, {"package-0": (100_000, 1_000_000), "package-1": (600_000, 2_000_000)})
-    row = meter.row(before, meter.read(), steps=4, tokens=10)
+    row = energy_fields(meter, before, meter.read(), steps=4, tokens=10)
     assert row["cpu_joules_per_step"] == pytest.approx((0.2 + 0.6) / 4)
     assert row["cpu_joules_per_token"] == pytest.approx((0.2 + 0.6) / 40)
     assert (row["gpu_joules_per_step"], row["gpu_joules_per_token"]) == (None, None)
@@ -113,14 +114,35 @@ def test_the_gpu_is_found_by_its_uuid_and_counted_in_millijoules(tmp_path: Path)
     meter = meter_of(GPU, powercap_of(tmp_path, {"package-0": (0, 10)}), nvml)
     before = meter.read()
     nvml.millijoules += 3_000
-    assert meter.row(before, meter.read(), steps=2, tokens=5) == {
+    assert energy_fields(meter, before, meter.read(), steps=2, tokens=5) == {
         "gpu_joules_per_step": 1.5, "gpu_joules_per_token": 0.3, "cpu_joules_per_step": 0.0, "cpu_joules_per_token": 0.0,
         "energy_absent": {}}
 
 
+def test_totals_count_on_over_wraps_and_lost_readings(tmp_path: Path) -> None:
+    """Totals begin at 0 and add up every difference, though the counter starts again twice.
+
+    A tier that can no longer be read keeps its total.
+    """
+    shown = iter([90, 10, 30, 5])
+
+    def count() -> int:
+        return next(shown)
+
+    totals = EnergyTotals(Meter({"gpu": (Counter(count, 1.0, 100),)}))
+    assert [totals.joules() for _ in range(4)] == [{"gpu": 0.0}, {"gpu": 20.0}, {"gpu": 40.0}, {"gpu": 115.0}]
+    tree = powercap_of(tmp_path, {"package-0": (0, 1_000_000)})
+    totals = EnergyTotals(meter_of(CPU, tree))
+    assert totals.joules() == {"cpu": 0.0}
+    powercap_of(tmp_path, {"package-0": (500_000, 1_000_000)})
+    assert totals.joules() == {"cpu": 0.5}
+    (tree / "intel-rapl:0" / "energy_uj").unlink()
+    assert totals.joules() == {"cpu": 0.5}
+
+
 def test_no_powercap_is_told(tmp_path: Path) -> None:
     """Without RAPL the figure is null, and the reason has the folder that was looked into."""
-    row = meter_of(CPU, tmp_path / "powercap").row({}, {}, 1, 1)
+    row = energy_fields(meter_of(CPU, tmp_path / "powercap"), {}, {}, 1, 1)
     assert row["cpu_joules_per_step"] is None
     assert str(tmp_path / "powercap") in row["energy_absent"]["cpu"]
 
@@ -163,7 +185,7 @@ def test_a_counter_lost_in_the_run_costs_the_figure_and_not_the_row(tmp_path: Pa
     meter = meter_of(GPU, tmp_path, nvml)
     before = meter.read()
     nvml.counts = False
-    row = meter.row(before, meter.read(), 1, 1)
+    row = energy_fields(meter, before, meter.read(), 1, 1)
     assert row["gpu_joules_per_step"] is None
     assert row["energy_absent"]["gpu"] == "its counter could not be read any more"
 
@@ -174,7 +196,8 @@ def test_the_table_has_joules_or_the_reason(tmp_path: Path) -> None:
     Rows without measured energy have no line.
     """
     results = Results(tmp_path / "results.json")
-    counted = Meter({"gpu": (Counter(lambda: 0, 1.0, 100),)}, {"cpu": "no RAPL"}).row({"gpu": (90,)}, {"gpu": (10,)}, steps=10, tokens=8)
+    meter = Meter({"gpu": (Counter(lambda: 0, 1.0, 100),)}, {"cpu": "no RAPL"})
+    counted = energy_fields(meter, {"gpu": (90,)}, {"gpu": (10,)}, steps=10, tokens=8)
     for size, energy in (("1b", counted), ("3b", {})):
         case = Case("floor", size)
         row: dict[str, Any] = {**case.values(), "machine": {}, "step_s": 1.0, **energy}

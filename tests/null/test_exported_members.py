@@ -16,7 +16,7 @@ import pytest
 import hytrain_fx
 from hytrain_fx import Config, errors
 
-FUNCTIONS = ["close", "compile", "explain", "graph_pass", "inspect", "record", "settle"]
+FUNCTIONS = ["close", "compile", "explain", "graph_pass", "inspect", "metrics", "record", "settle"]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
     "HytrainError", "NonFiniteGradientError", "PlanError", "StatesError", "UnsupportedError",
@@ -24,7 +24,7 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the passes, two value classes, a warning, an optimizer and seven functions.
+    """`__all__` holds the passes, two value classes, a warning, an optimizer and eight functions.
 
     `dir` shows them before they are loaded, and the version.
     """
