@@ -16,6 +16,7 @@ from hytrain_fx.api import session_of
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session import eager_reads
+from hytrain_fx.session.eager_access import EagerAccess
 
 from .loops import HYPER, HandAdam, assert_same, weights
 
@@ -289,6 +290,26 @@ def test_a_failed_wait_in_eager_code_ends_the_forward() -> None:
     session.engine.wait = wait  # type: ignore[method-assign]
     model(batches_of()[0][0])
     hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("kind", [Disabled, Recurrent, Uncaptured])
+def test_what_waits_in_eager_code_is_not_compiled(kind: type[Deep], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo, which runs such a forward in parts, leaves our code in its operators alone."""
+    compiling: list[bool] = []
+    frames = torch._dynamo.utils.counters["frames"]
+    read = EagerAccess._read_in_forward
+
+    def seen(access: EagerAccess, rows: Any) -> None:
+        before = frames["total"]
+        read(access, rows)
+        compiling.append(torch.compiler.is_compiling() or frames["total"] != before)
+
+    monkeypatch.setattr(EagerAccess, "_read_in_forward", seen)
+    model, optimizer = _compiled(kind)
+    _train(model, optimizer, 4)
+    hytrain_fx.close(model)
+    assert compiling
+    assert not any(compiling)
 
 
 class _Inner(Deep):

@@ -37,6 +37,7 @@ class OperatorReads:
         self._library = _library()
         failed: list[BaseException] = []
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # where torch.compile runs a model in parts, it would trace this
         def told(storage: int) -> None:
             try:
                 on_read(storage)
