@@ -21,7 +21,7 @@ def add_report(commands: Any) -> None:
     report = commands.add_parser("report", help="predict a model on a machine")
     report.add_argument("--model", required=True, help="config.json, its folder, a registered shape (llama-7b, ...), or "
                         "package.module:factory, a function that returns a model, or a model and its example inputs, on the meta device")
-    report.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a JSON file (of `profile`)")
+    report.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a TOML or JSON file")
     report.add_argument("--host", help="another machine whose host to take: its CPU's update rate, memory and bandwidth")
     report.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
     report.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")

@@ -15,10 +15,12 @@ figures.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
@@ -97,23 +99,43 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, text: str) -> DeviceSpec:
-        """Read the text of `to_json`; figures without a source are "given".
-
-        Raises ConfigError where it is not such a text.
-        """
+        """Read the text of `to_json`. Raises ConfigError where it is not such a text."""
         try:
             raw = json_object(text)
-            named = dict(raw.pop("sources", {}))
-            sources = {name: named.get(name, "given: no source was named") for name in raw if name not in NOT_FIGURES}
-            for name, kind in (("name", str), ("about", dict)):
-                if not isinstance(raw.get(name, kind()), kind):
-                    raise TypeError(f"{name} is {raw[name]!r}")
-            return cls(sources=sources, **raw)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            expected = ", ".join(f.name for f in fields(cls))
-            raise ConfigError(f"this is not a device description: {error}; expected a JSON object with {expected}") from error
+        except ValueError as error:
+            raise ConfigError(f"this is not a device description: {error}; expected a JSON object with {_EXPECTED}") from error
+        return cls.from_figures(raw)
+
+    @classmethod
+    def from_figures(cls, raw: Mapping[str, object]) -> DeviceSpec:
+        """A spec from its figures by name; those without a source are "given".
+
+        Raises ConfigError for a name that is missing, unknown, or of another kind.
+        """
+        known = {f.name: f for f in fields(cls)}
+        wrong = [_unknown(name, list(known)) for name in raw if name not in known]
+        needed = [name for name, f in known.items() if name != "sources" and f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in needed if name not in raw]
+        wrong += [f"there is no {', '.join(missing)}"] if missing else []
+        kinds: tuple[tuple[str, type], ...] = (("name", str), ("about", dict), ("sources", dict))
+        wrong += [f"{name} is {raw[name]!r}" for name, kind in kinds if not isinstance(raw.get(name, kind()), kind)]
+        if wrong:
+            raise ConfigError(f"this is not a device description: {'; '.join(wrong)}; expected {_EXPECTED}")
+        named: Any = raw.get("sources", {})
+        figures: dict[str, Any] = {name: value for name, value in raw.items() if name != "sources"}
+        for name in ("memory_bytes", "host_memory_bytes"):  # 24e9 is a whole number, too
+            if isinstance(figures[name], float) and figures[name].is_integer():
+                figures[name] = int(figures[name])
+        sources = {name: named.get(name, "given: no source was named") for name in figures if name not in NOT_FIGURES}
+        return cls(sources=sources, **figures)
+
+
+_EXPECTED = ", ".join(f.name for f in fields(DeviceSpec))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name!r} is not known" + (f" (do you mean {near[0]}?)" if near else "")
 
 
 def analytic_profile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast import device_file
+from hytrain_fx.forecast.data_sheets import DATA_SHEETS, DataSheet
 from hytrain_fx.forecast.device import SOURCE_KINDS, DeviceSpec, analytic_profile
 from hytrain_fx.forecast.named_devices import find_device, known_devices
 from hytrain_fx.forecast.shapes import read_shape
@@ -30,6 +33,39 @@ def test_known_devices_say_where_their_figures_come_from(name: str) -> None:
     assert DeviceSpec.from_json(spec.to_json()) == spec
     assert set(spec.sources) == set(spec.figures())
     assert all(source.split(":")[0] in SOURCE_KINDS[:3] for source in spec.sources.values())
+
+
+@pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
+def test_what_is_not_read_in_a_data_sheet_is_said_to_be_estimated(sheet: DataSheet) -> None:
+    """Only the device's memory is a data sheet's own figure, and it names the document.
+
+    Rates that a run reaches are shares of a peak, and hosts are assumed: both are estimated.
+    """
+    sources = find_device(sheet.name).sources
+    of_the_sheet = {name for name, source in sources.items() if source.startswith(f"data sheet: {sheet.document}")}
+    assert of_the_sheet == {"memory_bytes", "memory_bytes_per_s"}
+    assert all(source.startswith("estimated: ") for name, source in sources.items() if name not in of_the_sheet)
+    assert sheet.document in sources["achieved_flops"]
+
+
+def test_a_device_in_toml(tmp_path: Path) -> None:
+    """The example in the documentation is a device; its figures are given ones.
+
+    A wrong key, a missing one and a line that is no TOML are told with the file's name.
+    """
+    example = textwrap.dedent((device_file.__doc__ or "").split("has:\n")[1].split("\nIt may")[0])
+    path = tmp_path / "mine.toml"
+    path.write_text(example)
+    mine = find_device(path)
+    assert (mine.name, mine.achieved_flops, mine.memory_bytes, mine.host_memory_gb_per_s) == ("my workstation", 90e12, 24 * 10**9, None)
+    assert set(mine.sources.values()) == {"given: no source was named"}
+    path.write_text(f'{example}host_memory_gb_per_s = 60\n[sources]\nmemory_bytes = "data sheet: RTX"')
+    assert (find_device(path).host_memory_gb_per_s, find_device(path).sources["memory_bytes"]) == (60, "data sheet: RTX")
+    for text, told in ((example.replace("memory_bytes =", "memory_byte ="), r"'memory_byte' is not known \(do you mean memory_bytes\?\)"),
+                       ('name = "x"', "there is no achieved_flops, memory_bytes"), ("name = x", "not a device in TOML")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=f"mine.toml.*{told}"):
+            find_device(path)
 
 
 @pytest.mark.parametrize(("model", "step_s", "forward_s"), [("llama-3.1b", 0.309, 0.101), ("llama-7b", 0.628, None)])
@@ -110,7 +146,7 @@ def test_what_is_no_device_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     for text in ('{"name": "x"}', "[]", "{", '{"name": "x", "sources": 3}'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="expected a JSON object with name, achieved_flops"):
+        with pytest.raises(ConfigError, match=r"bad\.json.*expected .*name, achieved_flops"):
             find_device(path)
     with pytest.raises(ConfigError, match="as the source of memory_bytes"):
         replace(H200, sources={**H200.sources, "memory_bytes": "heard of"})
