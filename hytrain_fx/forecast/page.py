@@ -13,7 +13,8 @@ from hytrain_fx.forecast.plots import plots
 from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.systems import OURS
 from hytrain_fx.forecast.tables import headline, limits, placement, tables
-from hytrain_fx.ir.figures import Table, bytes_text, time_text
+from hytrain_fx.forecast.verdict import verdict
+from hytrain_fx.ir.figures import Table
 
 TEMPLATE = Path(__file__).with_name("templates") / "forecast.html"
 
@@ -25,27 +26,18 @@ def page(report: Report) -> str:
     except ImportError as error:
         raise UnsupportedError("a page needs jinja2: pip install jinja2, or ask for Markdown or JSON") from error
     template = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True).from_string(TEMPLATE.read_text())
-    return template.render(report=report, headline=headline(report), key_figures=_key_figures(report), ours=OURS, plots=list(plots(report)),
+    return template.render(report=report, verdict=verdict(report), headline=headline(report), ours=OURS, plots=list(plots(report)),
                            tables=list(tables(report)), limits=limits(report), placement=placement(report))
-
-
-def _key_figures(report: Report) -> tuple[tuple[str, str], ...]:
-    row = report.ours
-    return (
-        ("k", f"{row.k} of {len(report.profile.units)} units"), ("streamed of the rest", f"{row.stream_share:.0%}"),
-        ("step", time_text(row.step_us)), ("of forward and backward", f"{row.step_us / report.compute_us:.2f}"),
-        ("device idle", f"{row.idle_shares['gpu']:.0%}"), ("on the device", bytes_text(row.memory.device_bytes)),
-        ("on the host", bytes_text(row.memory.host_bytes)), ("fits", "yes" if row.fits else "no"),
-    )
 
 
 # ---- An offline report as Markdown ----
 
 
 def markdown(report: Report) -> str:
-    """All tables, limits, and where each unit is updated."""
-    parts = [f"# {report.model} on {report.device.name}", headline(report), *map(_table, tables(report)), "## Limits", *limits(report),
-             f"## Placement, k = {report.plan.k}", "\n".join(f"- {line}" for line in placement(report))]
+    """The verdict, all tables, limits, and where each unit is updated."""
+    found = "\n".join(f"- {line}" for line in verdict(report))
+    parts = [f"# {report.model} on {report.device.name}", found, headline(report), *map(_table, tables(report)),
+             "## Limits", *limits(report), f"## Placement, k = {report.plan.k}", "\n".join(f"- {line}" for line in placement(report))]
     return "\n\n".join(parts) + "\n"
 
 

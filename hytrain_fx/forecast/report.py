@@ -16,11 +16,12 @@ from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.capacity import Capacity, capacities
-from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
-from hytrain_fx.forecast.memory import activation_bytes, largest_params, states_budget_bytes
+from hytrain_fx.forecast.changes import Change, changes
+from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.memory import activation_bytes, largest_params
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.shapes import ModelShape, read_shape
-from hytrain_fx.forecast.sweep import Sweep, SweepOf
+from hytrain_fx.forecast.sweep import Sweep, sweep_of
 from hytrain_fx.forecast.systems import OURS, SYSTEMS, Case, Row
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import Profile
@@ -33,8 +34,8 @@ class Report:
     `hidden_from_tokens` maps a discipline to the micro-batch from which on all updates of equal
     layers are hidden (R c / 6 and so on); `largest_params` what fits beside these activations,
     `capacities` by layers and by batch; `equal_layers` the closed form for as many equal layers and
-    its sensitivities. `profile` is what all was predicted from; `sweep` is empty where none was
-    wanted.
+    its sensitivities. `changes` tells what our plan takes with one thing changed. `profile` is what
+    all was predicted from; `sweep` is empty where none was wanted.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Report:
     largest_params: dict[str, float]
     capacities: tuple[Capacity, ...]
     equal_layers: dict[str, float]
+    changes: tuple[Change, ...]
     plan: Plan
     profile: Profile
     sweep: Sweep
@@ -92,19 +94,18 @@ def report(
         shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
     spec = device if isinstance(device, DeviceSpec) else find_device(device)
     sequence = min(tokens, shape.context) if sequence is None else sequence
-    profile = analytic_profile(shape, spec, tokens, recompute, sequence=sequence)
-    budget = states_budget_bytes(shape, spec, tokens, recompute) if budget_bytes is None else budget_bytes
+    case = Case.of(shape, spec, tokens, sequence, recompute, budget_bytes)
+    profile, budget = case.profile, case.budget_bytes
     if budget < 0:
         raise PlanError(f"found a budget of {budget} bytes for states on the device, expected >= 0")
-    case = Case(shape, spec, profile, tokens, recompute, budget, budget_bytes is None)
     plans = {system.name: case.plan_of(system) for system in SYSTEMS}
     rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
-    swept = SweepOf(shape, spec, sequence, recompute, budget_bytes).sweep(tokens) if sweep else Sweep()
     return Report(
         shape.name, shape.params, spec, tokens, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
         _hidden_from_tokens(profile, spec, recompute),
         largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast),
-        capacities(shape, spec, tokens, sequence, recompute), _equal_layers(profile), plans[OURS], profile, swept)
+        capacities(shape, spec, tokens, sequence, recompute), _equal_layers(profile), changes(case), plans[OURS], profile,
+        sweep_of(case) if sweep else Sweep())
 
 
 def _hidden_from_tokens(profile: Profile, device: DeviceSpec, recompute: bool) -> dict[str, float]:

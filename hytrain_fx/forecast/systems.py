@@ -16,13 +16,14 @@ what differs is the schedule.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hytrain_fx.cost_model.discipline import Barrier, CommitAt, Discipline
 from hytrain_fx.cost_model.planner import Rule, Stream, plan
 from hytrain_fx.errors import PlanError
-from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint
+from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
+from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint, states_budget_bytes
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
@@ -43,17 +44,20 @@ class System:
     commit_at: CommitAt = "backward_start"
 
 
+OURS = "windows, states streamed too"
+ALL_ON_DEVICE = "all on the device"
 SYSTEMS = (
     System("ZeRO-Offload, no overlap", None, 0.0, "zero_offload"),
     System("CoTrain k, one barrier", "cotrain", 0.0, "before_forward"),
     System("HyTrainDNN k, one barrier", "seed", 0.0, "before_forward"),
     System("HyTrainDNN k, waits per layer", "seed", 0.0, "none"),
     System("windows, waits per layer", "windowed", 0.0, "none"),
-    System("windows, states streamed too", "windowed", 0.0, "none", "auto"),
+    System(OURS, "windowed", 0.0, "none", "auto"),
     System("Deep Optimizer States, after the backward", "windowed", 0.0, "before_forward", "auto", "backward_end"),
-    System("all on the device", None, 1.0, "none"),
+    System(ALL_ON_DEVICE, None, 1.0, "none"),
 )
-OURS = "windows, states streamed too"
+OUR_SYSTEM = next(system for system in SYSTEMS if system.name == OURS)
+_COARSE_CHUNKS = 240  # chunks of a model that are played where many cases are
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +83,42 @@ class Row:
 class Case:
     """One model on one machine with one micro-batch, and what the systems may use of it.
 
-    budget_bytes     device memory for resident states; `counts_streamed` as in `planner.plan`
-    chunk_params     grain of the simulated runtime
+    profile          its times, from the machine's rates
+    budget_bytes     device memory for resident states
+    given_bytes      the budget as it was given, None = what the device has left, for streamed
+                     gradients too
+    coarse           the runtime is simulated in few pieces: a model of 70 G parameters takes no
+                     longer
     """
 
     shape: ModelShape
     device: DeviceSpec
-    profile: Profile
     tokens: int
+    sequence: int
     recompute: bool
+    given_bytes: int | None
+    profile: Profile
     budget_bytes: int
-    counts_streamed: bool
-    chunk_params: int = CHUNK_PARAMS
+    coarse: bool = False
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool, given_bytes: int | None,
+    ) -> Case:
+        """The case with the profile and the budget that the device's figures give."""
+        profile = analytic_profile(shape, device, tokens, recompute, sequence=min(sequence, tokens))
+        budget = states_budget_bytes(shape, device, tokens, recompute) if given_bytes is None else given_bytes
+        return cls(shape, device, tokens, sequence, recompute, given_bytes, profile, budget)
+
+    def remade(self, **changed: Any) -> Case:
+        """The same case with another shape, device, micro-batch or recomputation."""
+        asked = {name: getattr(self, name) for name in ("shape", "device", "tokens", "sequence", "recompute", "given_bytes")}
+        return replace(Case.of(**{**asked, **changed}), coarse=self.coarse)
+
+    @property
+    def chunk_params(self) -> int:
+        """The grain of the simulated runtime, in parameters."""
+        return max(CHUNK_PARAMS, self.shape.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
 
     def plan_of(self, system: System) -> Plan:
         """The system's plan.
@@ -103,7 +131,7 @@ class Case:
 
         def solved(host_budget_bytes: int | None) -> Plan:
             return plan(self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
-                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.counts_streamed, discipline=discipline)
+                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline)
 
         try:
             return solved(int(HOST_SHARE * self.device.host_memory_bytes))

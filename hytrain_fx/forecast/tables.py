@@ -11,7 +11,12 @@ from hytrain_fx.forecast.sweep import Point
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
 from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
 
-IDLE_WORDS = {"gpu": "device", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the device", "host_memory": "host memory"}
+IDLE_WORDS = {"gpu": "GPU", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the GPU", "host_memory": "host memory"}
+FIGURE_WORDS = {
+    "achieved_flops": "matrix products in a training step", "memory_bytes": "GPU memory", "memory_bytes_per_s": "GPU memory bandwidth",
+    "d2h_bytes_per_s": "copies to the host", "h2d_bytes_per_s": "copies to the GPU", "cpu_update_params_per_s": "updates by the CPU",
+    "gpu_update_params_per_s": "updates on the GPU", "host_memory_bytes": "host memory", "host_memory_gb_per_s": "host memory bandwidth",
+}
 _UNITS = {"flops": (1e12, "TFLOP/s"), "bytes_per_s": (1e9, "GB/s"), "params_per_s": (1e9, "G parameters/s"), "gb_per_s": (1, "GB/s"),
           "memory_bytes": (1e9, "GB")}
 
@@ -19,6 +24,7 @@ _UNITS = {"flops": (1e12, "TFLOP/s"), "bytes_per_s": (1e9, "GB/s"), "params_per_
 def tables(report: Report) -> Iterator[Table]:
     """All tables, in reading order."""
     yield steps_table(report)
+    yield changes_table(report)
     yield idle_table(report)
     yield memory_table(report)
     yield capacity_table(report)
@@ -31,7 +37,8 @@ def tables(report: Report) -> Iterator[Table]:
 
 def steps_table(report: Report) -> Table:
     """What each system is predicted to take."""
-    heads = ("system", "k", "streamed", "step", "of compute", "tokens/s", "waits", "device updates", "fits")
+    heads = ("system", "units on the GPU (k)", "share of the rest streamed", "step", "times forward and backward", "tokens a second",
+             "the GPU waits", "updates on the GPU", "fits")
     rows = tuple((r.system, str(r.k), f"{r.stream_share:.0%}", time_text(r.step_us), f"{r.step_us / report.compute_us:.2f}",
                   count_text(1e6 * report.tokens / r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
                  for r in report.rows)
@@ -51,7 +58,8 @@ def idle_table(report: Report) -> Table:
 
 def memory_table(report: Report) -> Table:
     """Bytes by tier."""
-    heads = ("system", "weights", "gradients", "states", "activations", "device", "host states", "host slots", "host")
+    heads = ("system", "GPU: weights", "gradients", "optimizer states", "activations", "GPU in all", "host: optimizer states",
+             "gradients and weights in transit", "host in all")
     rows = []
     for r in report.rows:
         m = r.memory
@@ -69,23 +77,33 @@ def capacity_table(report: Report) -> Table:
     rows = tuple((WAYS[c.way], "-" if c.params is None else count_text(c.params), "-" if c.layers is None else str(c.layers),
                   str(c.tokens), str(c.tokens // report.sequence)) for c in report.capacities)
     largest = ", ".join(f"{count_text(params)} ({name})" for name, params in report.largest_params.items())
-    return Table("What fits", ("states", "largest model at this batch", "its layers", "most tokens with this model", "sequences"), rows,
+    heads = ("optimizer states", "largest model at this micro-batch, parameters", "its layers", "largest micro-batch of this model, tokens",
+             "sequences")
+    return Table("What fits", heads, rows,
                  (f"Most parameters of any shape beside these activations: {largest}.",))
 
 
 def sweep_table(title: str, over: str, points: tuple[Point, ...]) -> Table:
     """Step over compute time by system; * where a tier does not hold it."""
-    heads = (over, "parameters", "compute", *(system.name for system in SYSTEMS), "k of the chosen plan")
+    heads = (over, "parameters", "forward and backward", *(system.name for system in SYSTEMS), "units on the GPU (k) of our plan")
     rows = []
     for p in points:
         cells = (f"{p.steps_us[s.name] / p.compute_us:.2f}{'' if p.fits[s.name] else '*'}" for s in SYSTEMS)
         rows.append((str(getattr(p, over)), count_text(p.params), time_text(p.compute_us), *cells, str(p.k[OURS])))
-    return Table(title, heads, tuple(rows), ("Steps are over forward and backward alone; * does not fit.",))
+    return Table(title, heads, tuple(rows), ("Steps in times forward and backward alone; * does not fit.",))
+
+
+def changes_table(report: Report) -> Table:
+    """What our plan takes with one thing changed."""
+    rows = tuple((c.words, str(c.tokens), time_text(c.step_us), count_text(1e6 * c.tokens / c.step_us), f"{c.gain:+.0%}",
+                  "yes" if c.fits else "no") for c in report.changes)
+    return Table("Our plan with one thing changed", ("change", "tokens in a micro-batch", "step", "tokens a second", "gain", "fits"), rows)
 
 
 def rates_table(report: Report) -> Table:
     """The machine's figures with their sources."""
-    rows = tuple((name, figure_text(name, value), report.device.sources[name]) for name, value in report.device.figures().items())
+    figures = report.device.figures()
+    rows = tuple((FIGURE_WORDS[name], figure_text(name, value), report.device.sources[name]) for name, value in figures.items())
     about = tuple(f"{name}: {value}" for name, value in report.device.about.items())
     return Table(f"Rates of {report.device.name}", ("figure", "value", "source"), rows, about)
 

@@ -17,6 +17,8 @@ from hytrain_fx.forecast.page import markdown
 from hytrain_fx.forecast.report import report
 from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
+from hytrain_fx.forecast.tables import FIGURE_WORDS
+from hytrain_fx.forecast.verdict import verdict
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.plan import validate
@@ -46,7 +48,7 @@ def test_markdown_and_json_carry_the_same_figures() -> None:
     assert all(f"| {system.name} |" in text for system in SYSTEMS)
     assert all(f"- {row.unit} {row.unit_name}: {row.reason}" in text for row in r.plan.rows)
     assert any(f"\n{row.system}: {note}" in text for row in r.rows for note in row.notes)
-    assert all(f"| {name} | " in text and source in text for name, source in r.device.sources.items())
+    assert all(f"| {FIGURE_WORDS[name]} | " in text and source in text for name, source in r.device.sources.items())
     assert raw["rows"][5]["step_us"] == r.rows[5].step_us
     assert raw["plan"]["k"] == r.plan.k == r.rows[5].k
     assert raw["params"] == r.params == read_shape("llama-10b").params
@@ -65,6 +67,53 @@ def test_what_does_not_fit_is_shown_as_such() -> None:
     assert not fits["ZeRO-Offload, no overlap"]
     assert fits["windows, waits per layer"]
     assert fits["windows, states streamed too"]
+
+
+def test_the_report_begins_with_its_verdict() -> None:
+    """Five lines after the title, with the figures of the report in words and units."""
+    r = report("llama-3.1b", "rtx4090", 8192, recompute=True, sweep=False)
+    lines, everything = verdict(r), r.rows[-1]
+    assert markdown(r).splitlines()[2:8] == [*(f"- {line}" for line in lines), ""]
+    memory = r.ours.memory
+    assert lines[0] == (f"It fits: our plan takes {bytes_text(memory.device_bytes)} of 25.8 GB on the GPU and "
+                        f"{bytes_text(memory.host_bytes)} of 137 GB on the host.")
+    assert f"on the GPU it does not fit: it would take {bytes_text(everything.memory.device_bytes)} on the GPU, of which 24.5" in lines[1]
+    assert f"{time_text(everything.step_us)} a step" in lines[1]
+    assert lines[2].startswith(f"Our plan: {time_text(r.ours.step_us)} a step, {count_text(1e6 * 8192 / r.ours.step_us)} tokens a second")
+    assert f"The states of {r.ours.k} of 28 units" in lines[2]
+    assert lines[3] == "What binds: the GPU's forward and backward. All updates are hidden."
+    assert lines[4].startswith("Change first: nothing")
+
+
+def test_the_verdict_names_what_binds_and_what_to_change() -> None:
+    """Slow updates by the CPU bind. The best change of the program is named, then the machine's.
+
+    Where the host is too small, more of it is the first change that makes the model fit.
+    """
+    slow = replace(H200, cpu_update_params_per_s=0.5e9, memory_bytes=40 * 10**9, d2h_bytes_per_s=3e9, h2d_bytes_per_s=3e9)
+    r = report("llama-3.1b", slow, 8192, sequence=2048, sweep=False)
+    assert verdict(r)[3].startswith("What binds: updates by the CPU, busy for ")
+    assert f"The GPU waits {time_text(r.ours.stall_us)}" in verdict(r)[3]
+    gains = {change.words: change.gain for change in r.changes if change.fits}
+    assert max(gains, key=gains.__getitem__) == "twice the memory on the GPU"
+    assert verdict(r)[4] == (f"Change first: recomputed activations ({gains['recomputed activations']:+.0%} tokens a second); "
+                             f"on the machine: twice the memory on the GPU ({max(gains.values()):+.0%} tokens a second).")
+    assert gains["a host twice as fast (cores and memory bandwidth)"] > 0.3
+    small = report("llama-10b", H200, 8192, budget_bytes=0, sweep=False)
+    assert verdict(small)[0].startswith("It does not fit: our plan takes ")
+    assert verdict(small)[4].startswith("Change first: twice the host memory (then it fits, at ")
+    assert verdict(report("llama-70b", "h100", 8192, sweep=False))[4].startswith("Change first: no single change")
+
+
+def test_a_change_is_our_plan_for_the_changed_case() -> None:
+    """What a change is said to take is what a report of the changed case says, within 3%."""
+    r = report(SHAPE, H200, 8192, sequence=2048, sweep=False)
+    steps = {change.words: change.step_us for change in r.changes}
+    twice = replace(H200, cpu_update_params_per_s=2 * H200.cpu_update_params_per_s, host_memory_gb_per_s=430)
+    for words, other in (("twice the tokens in a micro-batch", report(SHAPE, H200, 16384, sequence=2048, sweep=False)),
+                         ("recomputed activations", report(SHAPE, H200, 8192, sequence=2048, recompute=True, sweep=False)),
+                         ("a host twice as fast (cores and memory bandwidth)", report(SHAPE, twice, 8192, sequence=2048, sweep=False))):
+        assert steps[words] == pytest.approx(other.ours.step_us, rel=0.03)
 
 
 def test_tokens_that_hide_all_updates() -> None:
