@@ -14,6 +14,19 @@ COLORS = ("#4c78a8", "#e45756", "#54a24b", "#f2cf5b", "#b279a2", "#9d755d", "#76
 
 
 @dataclass(frozen=True)
+class Look:
+    """Colours of paper and ink, and dots an inch."""
+
+    paper: str = "white"
+    ink: str = "black"
+    faint: str = "#d0d7de"
+    dpi: int = 130
+
+
+PLAIN = Look()
+
+
+@dataclass(frozen=True)
 class Series:
     """Points of one line, `x` -> `y`; `style` is matplotlib's format string."""
 
@@ -22,13 +35,33 @@ class Series:
     style: str = "o-"
 
 
-def figure(width: float, height: float) -> Any:
+def figure(width: float, height: float, look: Look = PLAIN) -> Any:
     """An empty matplotlib figure. Raises CannotRun where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise CannotRun("plots need matplotlib: pip install matplotlib") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained", facecolor=look.paper)
+
+
+def dress(axes: Any, look: Look) -> None:
+    """Paint paper and ink of one plot."""
+    axes.set_facecolor(look.paper)
+    axes.tick_params(colors=look.ink)
+    for spine in axes.spines.values():
+        spine.set_color(look.ink)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_color(look.ink)
+
+
+def legend(owner: Any, look: Look, **places: Any) -> None:
+    """The legend of a plot or a figure, in its ink."""
+    owner.legend(facecolor=look.paper, edgecolor=look.faint, labelcolor=look.ink, **{"fontsize": 8} | places)
+
+
+def save(canvas: Any, path: Path, look: Look) -> None:
+    """Write a PNG that says nothing of the program that drew it."""
+    canvas.savefig(path, format="png", dpi=look.dpi, metadata={"Software": None})
 
 
 def draw_step_times(results: Results, path: Path) -> None:
@@ -50,13 +83,17 @@ def draw_step_times(results: Results, path: Path) -> None:
     canvas.savefig(path, dpi=130)
 
 
-def draw_bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]]) -> None:
+def draw_bars(
+    path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]], look: Look = PLAIN,
+    size: tuple[float, float] | None = None,
+) -> None:
     """Groups of bars side by side: group -> bar's name -> height.
 
     A name has the same color in all groups.
     """
     names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    canvas = figure(max(6.0, 1.5 + 0.28 * sum(len(bars) + 1 for bars in groups.values())), 4.5)
+    width_in = max(6.0, 1.5 + 0.28 * sum(len(bars) + 1 for bars in groups.values()))
+    canvas = figure(*(size or (width_in, 4.5)), look)
     axes = canvas.subplots()
     width = 0.8 / max(len(names), 1)
     for number, name in enumerate(names):
@@ -64,12 +101,14 @@ def draw_bars(path: Path, title: str, unit: str, groups: Mapping[str, Mapping[st
         axes.bar([at + (number - (len(names) - 1) / 2) * width for at in heights], list(heights.values()), width, label=name,
                  color=COLORS[number % len(COLORS)])
     axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-    _finish(canvas, axes, path, title, unit, legend=bool(names))
+    _finish(canvas, axes, path, title, unit, look, named=bool(names))
 
 
-def draw_lines(path: Path, title: str, x_unit: str, y_unit: str, series: list[Series], logarithmic: bool = False) -> None:
+def draw_lines(
+    path: Path, title: str, x_unit: str, y_unit: str, series: list[Series], logarithmic: bool = False, look: Look = PLAIN
+) -> None:
     """Lines over one axis; both axes to powers of two where `logarithmic`."""
-    canvas = figure(7, 4.5)
+    canvas = figure(7, 4.5, look)
     axes = canvas.subplots()
     for number, line in enumerate(series):
         points = sorted(line.points.items())
@@ -80,12 +119,13 @@ def draw_lines(path: Path, title: str, x_unit: str, y_unit: str, series: list[Se
         axes.set_yscale("log", base=2)
     axes.set_xticks(xs, [f"{x:g}" for x in xs])
     axes.set_xlabel(x_unit)
-    _finish(canvas, axes, path, title, y_unit, legend=bool(series))
+    _finish(canvas, axes, path, title, y_unit, look, named=bool(series))
 
 
-def _finish(canvas: Any, axes: Any, path: Path, title: str, y_unit: str, *, legend: bool) -> None:
+def _finish(canvas: Any, axes: Any, path: Path, title: str, y_unit: str, look: Look, *, named: bool) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(y_unit)
-    if legend:
-        axes.legend(fontsize=8)
-    canvas.savefig(path, dpi=130)
+    if named:
+        legend(axes, look)
+    dress(axes, look)
+    save(canvas, path, look)

@@ -6,8 +6,6 @@ import argparse
 import itertools
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +24,9 @@ from benchmarks.case import MODES, CannotRun, Case
 from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
-from benchmarks.runner import ROOT, Launch, measure, run_case
+from benchmarks.runner import Launch, measure, run_case
 from benchmarks.trainer import Trainer
+from docs import draw_figures
 from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.forecast.named_devices import find_device
@@ -137,8 +136,10 @@ def test_a_run_with_a_barrier_and_a_plain_one_are_drawn_on_one_scale(tmp_path: P
     assert len(rows[1]["recording"]["on_s"]) == len(rows[1]["recording"]["off_s"]) == 3
     assert [[timeline.source for timeline in read_trace(path)] for path in paths[:2]] == [["measured"], ["measured", "predicted"]]
     assert printed.count("optimizer.step() returned") == 2
-    subprocess.run([sys.executable, str(ROOT / "docs" / "draw_timelines.py"), *map(str, paths[:3])], check=True,
-                   env=os.environ | {"PYTHONPATH": str(ROOT)})
+    draw_figures.main(["--record", *map(str, paths[:2]), "--heading", "tiny", "--data", str(tmp_path / "both.json")])
+    drawn = draw_figures.steps_of(json.loads((tmp_path / "both.json").read_text()))
+    assert [bool(step.lanes["GPU"] and step.lanes["CPU, 1 threads"]) for step in drawn] == [True, True]
+    draw_figures.draw_lanes(paths[2], "tiny", drawn, draw_figures.LOOKS["light"])
     assert all(path.read_bytes().startswith(PNG) for path in paths[2:])
 
 
