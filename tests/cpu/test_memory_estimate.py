@@ -56,12 +56,16 @@ def estimate_of(rows: Rows, **options: Any) -> MemoryEstimate:
 
 @given(rows=rows_strategy)
 def test_it_is_what_the_store_of_states_counts(rows: Rows) -> None:
-    """Host bytes of rows on the CPU and of streamed rows, device bytes of the rest, to the byte."""
+    """Host bytes of rows on the CPU and of streamed rows, device bytes of the rest, to the byte.
+
+    All states count as if they were on the device, wherever they are.
+    """
     store, estimate = store_of(rows), estimate_of(rows)
     of = {place: [row for row, (_, at) in enumerate(rows) if at is place] for place in Placement}
     assert estimate.host_states_bytes + estimate.host_slots_bytes == store.host_bytes(of[Placement.CPU])
     assert estimate.host_streamed_bytes == store.host_bytes(of[Placement.STREAM], Placement.STREAM)
     assert estimate.device_states_bytes == store.device_bytes(of[Placement.GPU])
+    assert estimate.all_states_bytes == estimate_of([(row, Placement.GPU) for row, _ in rows]).device_states_bytes
 
 
 @pytest.mark.parametrize("splits", [False, True])

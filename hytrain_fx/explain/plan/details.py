@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hytrain_fx.explain.plan.explained import Explained
-from hytrain_fx.explain.plan.tables import helps_table, reasons_table, rules_table, step_remarks, step_table, units_table
-from hytrain_fx.ir.figures import Table, shortened, time_text
+from hytrain_fx.explain.plan.tables import helps_table, reasons_table, rules_table, step_table, units_table
+from hytrain_fx.ir.figures import Table, count_text, shortened, time_text
 from hytrain_fx.session.startup_text import memory_table, startup_line
+
+_USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx before CUDA is first used"
 
 
 def details_text(e: Explained) -> str:
@@ -66,7 +68,39 @@ def _head(e: Explained) -> Table:
 
 def _step(e: Explained) -> Table:
     table = step_table(e)
-    return Table(table.title, table.heads, table.rows, tuple(step_remarks(e)), table.words)
+    return Table(table.title, table.heads, table.rows, tuple(_remarks(e)), table.words)
+
+
+def _remarks(e: Explained) -> Iterator[str]:
+    """What binds, idle shares as its evidence, when updates end and how they begin."""
+    yield from [f"what binds (predicted): {e.binds}"] if e.binds else []
+    for kind, idle in (("predicted", e.idle), ("measured", e.measured.idle if e.measured else {})):
+        yield from [f"idle share of the step ({kind}): " + ", ".join(f"{name} {share:.0%}" for name, share in idle.items())] if idle else []
+    yield from _ends(e)
+
+
+def _ends(e: Explained) -> Iterator[str]:
+    finish = e.measured.finish if e.measured else None
+    ends = {"by the CPU": finish.cpu_us, "streamed": finish.streamed_us} if finish else {}
+    if finish and any(ends.values()):
+        words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
+        if finish.streamed_held_us:
+            words += f" ({time_text(finish.streamed_held_us)} of it after new weights that the CPU had not updated)"
+        rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once" if finish.at_once else ""
+        yield f"updates of a step end after its commit (measured, the last): {words}{rest}"
+    if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:
+        share = e.profile.commit_us / e.profile.backward_us
+        longer = "" if e.launch_queue else f"; {_USUAL_QUEUE}"
+        yield f"step() returns {time_text(e.profile.commit_us)} after the device begins the backward (profiled): {share:.0%} of it{longer}"
+    if e.guesses and e.guesses.commits:
+        g = e.guesses
+        yield (f"guesses: in {g.commits} steps updates began before clipping's or the loss scale's factor was known; "
+               f"missed in {g.missed}, {count_text(g.redone)} of {count_text(g.params)} parameters updated again; "
+               f"weights of {count_text(g.sent)} were on the device before it came")
+    if e.early and e.early.commits:
+        of = e.early
+        yield (f"early: in {of.commits} steps updates began before step(); "
+               f"missed in {of.missed}, {count_text(of.redone)} of {count_text(of.params)} parameters put back or updated again")
 
 
 def _closing(e: Explained) -> Table:

@@ -13,7 +13,7 @@ from hytrain_fx.cost_model.planner import STREAMED
 from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.explain.plan.text import SOURCE_WORDS, UnitGroup, unit_groups
 from hytrain_fx.explain.plan.verdict import LITTLE
-from hytrain_fx.ir.figures import Table, bytes_text, count_text, params_text, time_text
+from hytrain_fx.ir.figures import Table, bytes_text, params_text, time_text
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import TIMES
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
@@ -47,7 +47,6 @@ _RULE_WORDS = {
 }
 _UNIT_HEADS = ("unit", "name", "parameters", "updated on", "forward", "backward", "CPU update", "device update", "D2H", "H2D", "wait")
 _NONE = "-"
-_USUAL_QUEUE = "the queue of launches has its usual length: import hytrain_fx before CUDA is first used"
 # Where all units of a model are different, only the first and the last lines are shown. The others
 # are in the plan.
 _MOST_LINES = 24
@@ -56,14 +55,6 @@ _MOST_LINES = 24
 def step_table(e: Explained) -> Table:
     """The step and its terms, predicted next to measured, with where they come from."""
     return Table("terms of a step", ("", "predicted", "measured", ""), tuple(_terms(e)), words=(0, 3))
-
-
-def step_remarks(e: Explained) -> Iterator[str]:
-    """What binds, idle shares as its evidence, when updates end and how they begin."""
-    yield from [f"what binds (predicted): {e.binds}"] if e.binds else []
-    for kind, idle in (("predicted", e.idle), ("measured", e.measured.idle if e.measured else {})):
-        yield from [f"idle share of the step ({kind}): " + ", ".join(f"{name} {share:.0%}" for name, share in idle.items())] if idle else []
-    yield from _ends(e)
 
 
 def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
@@ -79,30 +70,6 @@ def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
     stalls_us = None if m is None else sum(m.stall_us)
     predicted_us = schedule.stall_us if schedule else None
     yield "waiting for updates", _time(predicted_us), _time(stalls_us), SOURCES["waiting for updates"] if m else ""
-
-
-def _ends(e: Explained) -> Iterator[str]:
-    finish = e.measured.finish if e.measured else None
-    ends = {"by the CPU": finish.cpu_us, "streamed": finish.streamed_us} if finish else {}
-    if finish and any(ends.values()):
-        words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
-        if finish.streamed_held_us:
-            words += f" ({time_text(finish.streamed_held_us)} of it after new weights that the CPU had not updated)"
-        rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once" if finish.at_once else ""
-        yield f"updates of a step end after its commit (measured, the last): {words}{rest}"
-    if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:
-        share = e.profile.commit_us / e.profile.backward_us
-        longer = "" if e.launch_queue else f"; {_USUAL_QUEUE}"
-        yield f"step() returns {time_text(e.profile.commit_us)} after the device begins the backward (profiled): {share:.0%} of it{longer}"
-    if e.guesses and e.guesses.commits:
-        g = e.guesses
-        yield (f"guesses: in {g.commits} steps updates began before clipping's or the loss scale's factor was known; "
-               f"missed in {g.missed}, {count_text(g.redone)} of {count_text(g.params)} parameters updated again; "
-               f"weights of {count_text(g.sent)} were on the device before it came")
-    if e.early and e.early.commits:
-        of = e.early
-        yield (f"early: in {of.commits} steps updates began before step(); "
-               f"missed in {of.missed}, {count_text(of.redone)} of {count_text(of.params)} parameters put back or updated again")
 
 
 def helps_table(e: Explained) -> Table | None:
