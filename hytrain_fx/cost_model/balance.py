@@ -113,7 +113,7 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     return replace(plan, rows=tuple(rows), inputs={**plan.inputs, "stream_share": share}, predicted={})
 
 
-def balance_reason(ends: Sequence[Ends], steps_done: int) -> str:
+def ends_reason(ends: Sequence[Ends], steps_done: int) -> str:
     """What was seen, for rows that move."""
     seen = _median(ends)
     held = f", {time_text(seen.held_us)} of them after the CPU's" if seen.held_us else ""

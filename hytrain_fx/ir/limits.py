@@ -24,6 +24,8 @@ GRANULE_PARAMS: Final = 256 << 10
 LEAST_GUESSED_PARAMS: Final = 64 << 10
 # A gradient may carry this many logged multiplications; more are made on the real tensor.
 MAX_FACTORS: Final = 4
+# States of one parameter in the kernels, besides its master.
+MAX_STATES: Final = 3
 # Share of a unit's largest parameter. Smaller ones (norms, biases) are not worth a staging slot and
 # stay where they are.
 SMALL_PARAMETER_SHARE: Final = 1 / 1024
@@ -74,6 +76,7 @@ IN_CPP: Final = (
     "GRANULE_PARAMS",
     "LEAST_GUESSED_PARAMS",
     "MAX_FACTORS",
+    "MAX_STATES",
     "CACHE_LINE_BYTES",
     "SHADOW_APART_BYTES",
     "CUDA_BLOCK_THREADS",

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
-from hytrain_fx.ir.limits import FP32_BYTES, HALF_BYTES
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.ir.limits import FP32_BYTES, HALF_BYTES, MAX_STATES
 
 _ITEM_BYTES = {"float32": FP32_BYTES}  # what kernels take
 
@@ -58,14 +59,23 @@ class StateTable:
     """The states of one parameter, in the order in which kernels take them.
 
     optimizer   whose they are, for messages
+    states      at most `limits.MAX_STATES`; those that an option may leave out come last, as
+                kernels take the others by their place
     own_bytes   what another optimizer's step makes and keeps, besides the master, instead of
                 `states`
+
+    Raises ConfigError for a table that kernels could not take.
     """
 
     kernel: Kernel
     optimizer: str
     states: tuple[StateSpec, ...] = ()
     own_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        optional = [state.option is not None for state in self.states]
+        if len(self.states) > MAX_STATES or optional != sorted(optional):
+            raise ConfigError(f"{self.optimizer} has the states {self.names}; expected at most {MAX_STATES}, those with an option last")
 
     def under(self, options: Mapping[str, object]) -> StateTable:
         """Without the states that a group of these options does not keep."""

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from dataclasses import replace
 
-from hytrain_fx.cost_model.balance import TOLERANCE, Ends, balance_reason, balanced_share, streamed_share, weights_ratio, with_share
+from hytrain_fx.cost_model.balance import TOLERANCE, Ends, balanced_share, ends_reason, streamed_share, weights_ratio, with_share
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
@@ -81,7 +81,7 @@ class Balancing:
             wanted = balanced_share(share, seen, step_us, ratio, self._tolerance)
         if wanted is None or (wanted > share and pauses > _PAUSES):
             return None
-        why = balance_reason(seen, steps_done)
+        why = ends_reason(seen, steps_done)
         new = with_share(plan, units, wanted, why)
         if (streamed_share(new) - share) / (wanted - share) < _LEAST_MOVED:
             return None

@@ -17,7 +17,8 @@ what to do.
 
 A plan is looked at again for five reasons: a move is to be judged; steps have another length; they
 take longer than with all states on the device; updates begin differently from what the plan was
-solved for; updates of both kinds end apart. All of them share one `Patience`.
+solved for; updates of both kinds end apart. All of them share one `Patience`. The first four solve
+k again. The last one moves the streamed share, and solves k only where the profile contradicts it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 They take gradients, arm updates, release weights and wait for them; runs are marked and counted.
 
-    grad_offload   a gradient that autograd takes elsewhere (torch.autograd.grad): kept for the
-                   graph to return any other: into the engine or into `.grad` (gradients/taking.py)
+    grad_offload   each gradient goes to the engine or into `.grad` (gradients/taking.py); one that
+                   autograd takes elsewhere (torch.autograd.grad) is kept, for the graph to return
     all_run        every node that a backward graph was compiled with has run: otherwise the
                    compiler has dropped it
     all_waited     the same of a forward graph

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from hytrain_fx.ir.limits import MAX_STATES
 from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateScalars
 
 from .adamw_operands import Operands
@@ -14,7 +15,7 @@ from .adamw_operands import Operands
 class Row(ctypes.Structure):
     """hytrain_fx::Row of update_rows.cu."""
 
-    _fields_ = (("grad", ctypes.c_void_p), ("master", ctypes.c_void_p), ("states", ctypes.c_void_p * 3), ("out", ctypes.c_void_p),
+    _fields_ = (("grad", ctypes.c_void_p), ("master", ctypes.c_void_p), ("states", ctypes.c_void_p * MAX_STATES), ("out", ctypes.c_void_p),
                 ("n", ctypes.c_longlong), ("scalars", ScalarsStruct), ("skip", ctypes.c_void_p))
 
 
@@ -25,7 +26,7 @@ def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, skip: 
     skip   fp32; where it is not zero the row does not change
     """
     master = o.master if low is None else low
-    states = (ctypes.c_void_p * 3)(*(state.data_ptr() for state in o.states))
+    states = (ctypes.c_void_p * MAX_STATES)(*(state.data_ptr() for state in o.states))
     out = None if o.out is None else o.out.data_ptr()
     left_out = None if skip is None else skip.data_ptr()
     return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, left_out)

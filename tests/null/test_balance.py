@@ -7,7 +7,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.balance import Ends, balance_reason, balanced_share, streamed_share, weights_ratio, with_share
+from hytrain_fx.cost_model.balance import Ends, balanced_share, ends_reason, streamed_share, weights_ratio, with_share
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.ir.plan import Placement, Plan, validate
 from hytrain_fx.ir.task_graph import Unit
@@ -124,5 +124,5 @@ def test_a_plan_without_states_on_the_host_streams_nothing() -> None:
 
 def test_the_reason_names_both_ends() -> None:
     """What moved a row can be read from it."""
-    assert balance_reason([Ends(2e5, 1e5)], 12) == "after 12 steps CPU updates ended 200 ms after the commit, streamed ones 100 ms"
-    assert balance_reason([Ends(2e5, 2e5, held_us=5e4)], 12).endswith("streamed ones 200 ms, 50 ms of them after the CPU's")
+    assert ends_reason([Ends(2e5, 1e5)], 12) == "after 12 steps CPU updates ended 200 ms after the commit, streamed ones 100 ms"
+    assert ends_reason([Ends(2e5, 2e5, held_us=5e4)], 12).endswith("streamed ones 200 ms, 50 ms of them after the CPU's")

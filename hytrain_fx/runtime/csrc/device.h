@@ -144,15 +144,17 @@ class Device {
 };
 
 std::unique_ptr<Device> make_cpu_device();
-// CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them
-// (update_rows.cu); `gather_function` (gather.cu).
-// by Dtype, then masters in halves, then bf16 weights with fp32 gradients: whole, in halves
+
+// The number of the CUDA kernel that an update takes. AdamW's: by Dtype, then masters in halves,
+// then bf16 weights with fp32 gradients, whole and in halves. Then Lion's, by Dtype.
 inline int update_kernel(const DeviceUpdate& update) {
   if (static_cast<Kernel>(update.scalars.kernel) == Kernel::kLion) return 6 + static_cast<int>(update.dtype);
   const bool mixed = update.dtype != update.out_dtype;
   if (update.low) return mixed ? 5 : 3;
   return mixed ? 4 : static_cast<int>(update.dtype);
 }
+// CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them
+// (update_rows.cu); `gather_function` (gather.cu).
 std::unique_ptr<Device> make_cuda_device(int ordinal, void* const* update_functions, void* gather_function);
 
 }  // namespace hytrain_fx

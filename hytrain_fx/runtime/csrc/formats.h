@@ -19,15 +19,19 @@ namespace hytrain_fx {
 
 enum class Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
-constexpr int kMaxStates = 3;
-
 // A row's states besides its master, in the order of ir/states.py; null for those it does not have.
 struct States {
   float* at[kMaxStates];
 
-  int count() const { return (at[0] != nullptr) + (at[1] != nullptr) + (at[2] != nullptr); }
+  int count() const {
+    int found = 0;
+    for (const float* state : at) found += state != nullptr;
+    return found;
+  }
   States from(int64_t begin) const {
-    return {{at[0] ? at[0] + begin : nullptr, at[1] ? at[1] + begin : nullptr, at[2] ? at[2] + begin : nullptr}};
+    States found;
+    for (int s = 0; s < kMaxStates; ++s) found.at[s] = at[s] ? at[s] + begin : nullptr;
+    return found;
   }
 };
 

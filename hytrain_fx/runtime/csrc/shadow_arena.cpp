@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 
 namespace hytrain_fx {
 namespace {
@@ -16,7 +17,7 @@ constexpr int64_t kLowAt = kArrayBytes / 2 / kCacheLineBytes * kCacheLineBytes;
 
 void ShadowArena::set(const ShadowMemory& memory) {
   if (slots_ > 0) throw std::logic_error("the engine has shadow memory already");
-  if (memory.arrays < 1 || memory.arrays > 1 + kMaxStates) throw std::out_of_range("arrays in a shadow slot: expected 1 to 4");
+  if (memory.arrays < 1 || memory.arrays > 1 + kMaxStates) throw std::out_of_range("arrays in a shadow slot: expected 1 to " + std::to_string(1 + kMaxStates));
   arrays_ = memory.arrays;
   for (int64_t s = memory.bytes / slot_bytes() - 1; s >= 0; --s) free_.push_back(memory.base + s * slot_bytes());
   slots_ = free_.size();

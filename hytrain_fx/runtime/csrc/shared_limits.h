@@ -29,6 +29,7 @@ constexpr double kLongestWaitS = HYTRAIN_FX_LONGEST_WAIT_S;
 namespace hytrain_fx {
 
 constexpr int kMaxFactors = HYTRAIN_FX_MAX_FACTORS;
+constexpr int kMaxStates = HYTRAIN_FX_MAX_STATES;
 constexpr int kUpdateKernels = HYTRAIN_FX_UPDATE_KERNELS;
 constexpr int kRowsPerLaunch = HYTRAIN_FX_ROWS_PER_LAUNCH;
 constexpr int kPartsPerGather = HYTRAIN_FX_PARTS_PER_GATHER;

@@ -226,7 +226,7 @@ __device__ __forceinline__ void update_whole(const void* grad_, float* p, float*
 struct Row {
   const void* grad;
   float* master;        // split kernels: `low`, the other half of the weight
-  float* states[3];     // in the order of ir/states.py; null for those that it does not have
+  float* states[kMaxStates];  // in the order of ir/states.py; null for those that it does not have
   void* out;            // the new weight; split kernels read it too, others take null for none
   long long n;
   UpdateScalars scalars;

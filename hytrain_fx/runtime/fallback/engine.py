@@ -46,7 +46,7 @@ class TorchEngine:
     """Implements `Engine`.
 
     device         the model's: CPU or CUDA
-    staging_bytes  device memory for gradients on their way to the host
+    ring_bytes  device memory for gradients on their way to the host
     timeout_s      after which a wait is an EngineError
     adam           "deepspeed", or anything else for the op-by-op update
 
@@ -61,13 +61,13 @@ class TorchEngine:
     takes_copies = False
     can_begin_early = False
 
-    def __init__(self, device: torch.device, staging_bytes: int, timeout_s: float, adam: str = "torch") -> None:
+    def __init__(self, device: torch.device, ring_bytes: int, timeout_s: float, adam: str = "torch") -> None:
         update = host_update(adam)
         self.name = update.name
         self._pipeline = Pipeline(device, timeout_s, update)
         self._lanes = self._pipeline.lanes
         try:
-            self._copies = GradientCopies(self._pipeline, staging_bytes)
+            self._copies = GradientCopies(self._pipeline, ring_bytes)
         except BaseException:
             self._pipeline.stop()  # an engine that cannot be made keeps no threads
             raise

@@ -27,7 +27,7 @@ class _Held:
     read: Event
 
 
-class Staging:
+class Ring:
     """The copies that are alive, oldest first. Used by the launching thread alone."""
 
     def __init__(self, lanes: Lanes, limit_bytes: int) -> None:
@@ -66,14 +66,14 @@ class GradientCopies:
 
     `last_fetch`: when the gradients that were asked for last are there.
 
-    staging_bytes   device memory for gradients on their way to the host
+    ring_bytes   device memory for gradients on their way to the host
     """
 
-    def __init__(self, pipeline: Pipeline, staging_bytes: int) -> None:
+    def __init__(self, pipeline: Pipeline, ring_bytes: int) -> None:
         self.last_fetch: Event | None = None
         self._pipeline = pipeline
         self._lanes = pipeline.lanes
-        self._staging = Staging(self._lanes, staging_bytes)
+        self._ring = Ring(self._lanes, ring_bytes)
         self._fetches: dict[int, Event] = {}  # not waited for yet, by number
         self._fetch_count = 0
 
@@ -85,12 +85,12 @@ class GradientCopies:
         slot = row.placed_states().slot
         assert slot is not None
         for number, chunk in enumerate(row.chunks):
-            staged = self._staging.take(gradient[chunk.begin : chunk.end])
+            staged = self._ring.take(gradient[chunk.begin : chunk.end])
             self._lanes.wait(Lane.D2H, self._lanes.record_compute())
             begin = self._lanes.record(Lane.D2H) if self._pipeline.recording else None
             copy(self._lanes, Lane.D2H, slot[chunk.begin : chunk.end], staged)
             event = self._lanes.record(Lane.D2H)
-            self._staging.free_after(staged, event)
+            self._ring.free_after(staged, event)
             with self._pipeline.lock:
                 row.landing = event
                 self._pipeline.landings.append(Landing(event, row.index, number, row.generation, begin))
@@ -143,4 +143,4 @@ class GradientCopies:
 
     def clear(self) -> None:
         """Let everything go; no copy may be under way."""
-        self._staging.clear()
+        self._ring.clear()

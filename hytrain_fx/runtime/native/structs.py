@@ -12,12 +12,11 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ui
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.limits import MAX_FACTORS, UPDATE_KERNELS
+from hytrain_fx.ir.limits import MAX_FACTORS, MAX_STATES, UPDATE_KERNELS
 from hytrain_fx.runtime.engine import CommitItem, RowStates
 from hytrain_fx.runtime.scalars import ScalarsStruct
 
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
-MAX_STATES = 3  # states of one row, next to its master
 
 
 class CRowSpec(Structure):
