@@ -207,7 +207,8 @@ LIMITS = """#include <initializer_list>
 #include "shared_limits.h"
 using namespace hytrain_fx;
 extern "C" void limits(double* out) {
-  for (double value : {double(kChunk), double(kGranule), double(kLeastGuessed), double(kMaxFactors), double(kMaxStates), double(kCacheLineBytes),
+  for (double value : {double(kChunk), double(kGranule), double(kLeastGuessed), double(kMaxFactors), double(kMaxStates),
+                       double(kCacheLineBytes),
                        double(kShadowApartBytes), double(kBlockThreads), double(kBlockElements), double(kUpdateKernels),
                        double(kRowsPerLaunch), double(kPartsPerGather), double(kLongestWaitS)}) *out++ = value;
 }
