@@ -1,8 +1,9 @@
-"""`python -m hytrain_fx`: reports without a GPU, saved plans, a script's graphs, the engine's
-build.
+"""`hytrain-fx`, or `python -m hytrain_fx`: this machine, reports without a GPU, plans, graphs.
 
+    doctor     whether training with overlap works on this machine, and what it can do
     report     what a model would cost on a machine, for each way of placing the updates (nothing is
                run)
+    plan       the plan for a model on a machine, as text or JSON (nothing is run)
     profile    this machine's rates, measured, as a file for `report --device`
     explain    a saved plan as text
     inspect    the graphs of a script or a dump folder, and what each pass inserted
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.errors import ConfigError, EngineError, HytrainError
-from hytrain_fx.forecast.command import add_profile, add_report
+from hytrain_fx.forecast.command import Answer, add_doctor, add_plan, add_profile, add_report, plan_of
 from hytrain_fx.ir.named_files import read_text, require_writable
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hytrain_fx.explain.graphs.inspection import Inspection
 
 _STDOUT = Path("-")
+_PROGRAM = "hytrain-fx"
 _SCRIPT_ONLY = ("html", "svg", "layer", "parameter")
 _INSPECT = """Runs a script and inspects the models that it compiles, or lists a dump folder.
 
@@ -44,7 +46,10 @@ the script closes them, or when it ends. Nothing else of the script changes; wha
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, or 2 where it cannot be done: one line on stderr says why.
+    """Run one command.
+
+    Returns 0, 1 where `doctor` finds that training would not work, or 2 where the command cannot be
+    done: one line on stderr says why.
 
     An error of a script that is inspected is raised as it is.
     """
@@ -54,21 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if behind and args.command != "inspect":
         parser.error(f"unrecognized arguments: -- {' '.join(behind)}")
     try:
-        print(args.run(args))
-        return 0
+        answer = args.run(args)
+        shown = answer if isinstance(answer, Answer) else Answer(answer)
+        print(shown.text)
+        return shown.status
     except _ScriptFailed as failed:
         of_the_script = failed.error
     except (HytrainError, OSError) as error:
         told = str(error) if isinstance(error, EngineError) else " ".join(str(error).split())  # a compiler's lines stay lines
-        print(f"python -m hytrain_fx {args.command}: {told}", file=sys.stderr)
+        print(f"{parser.prog} {args.command}: {told}", file=sys.stderr)
         return 2
     raise of_the_script
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hytrain_fx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    prog = _PROGRAM if Path(sys.argv[0]).name == _PROGRAM else "python -m hytrain_fx"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_doctor(commands)
     add_report(commands)
+    add_plan(commands, _plan)
     add_profile(commands)
     explain = commands.add_parser("explain", help="print a saved plan")
     explain.add_argument("--plan", required=True, type=Path, help="a file that holds the text of Plan.to_json()")
@@ -89,11 +99,18 @@ def _explain(args: argparse.Namespace) -> str:
     return plan.to_json() if args.json else plan_text(plan)
 
 
+def _plan(args: argparse.Namespace) -> str:
+    from hytrain_fx.explain.plan.text import plan_text
+
+    plan = plan_of(args)
+    return plan.to_json() if args.json else plan_text(plan)
+
+
 def _build(args: argparse.Namespace) -> str:
     from hytrain_fx.runtime.native import build
     from hytrain_fx.runtime.native.engine import SOURCES
 
-    path = str(build.library(SOURCES))
+    path = str(build.library(SOURCES, tells=True))
     return json.dumps({"library": path}) if args.json else path
 
 

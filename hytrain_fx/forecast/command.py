@@ -1,39 +1,73 @@
-"""`python -m hytrain_fx report` and `profile`: their arguments, and which rooms answer them."""
+"""`report`, `plan`, `profile` and `doctor`: their arguments, and which rooms answer them."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.named_files import require_writable
+from hytrain_fx.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from hytrain_fx.forecast.report import Report
 
 _MOST_GB = 1e9
 _PYTHON_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command prints, and its exit status."""
+
+    text: str
+    status: int = 0
+
+
 def add_report(commands: Any) -> None:
     """The command `report`."""
     report = commands.add_parser("report", help="predict a model on a machine")
-    report.add_argument("--model", required=True, help="config.json, its folder, a registered shape (llama-7b, ...), or "
-                        "package.module:factory, a function that returns a model, or a model and its example inputs, on the meta device")
-    report.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a TOML or JSON file")
-    report.add_argument("--host", help="another machine whose host to take: its CPU's update rate, memory and bandwidth")
-    report.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
-    report.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
-    report.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
-    report.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
-    report.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
+    _add_what(report)
     form = report.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all figures as JSON")
     form.add_argument("--markdown", action="store_true", help="Markdown (the default)")
     form.add_argument("--html", action="store_true", help="a page with plots that needs no other file")
     report.add_argument("--out", type=Path, help="write to this file, and print its name")
     report.set_defaults(run=_report)
+
+
+def add_plan(commands: Any, run: Callable[[argparse.Namespace], str]) -> None:
+    """The command `plan`; `run` shows what `plan_of` gives."""
+    plan = commands.add_parser("plan", help="the plan for a model on a machine, without running it")
+    _add_what(plan)
+    plan.add_argument("--json", action="store_true", help="for compile(..., plan=Plan.from_json(text))")
+    plan.set_defaults(run=run)
+
+
+def _add_what(command: argparse.ArgumentParser) -> None:
+    """The arguments that say which model, on which machine."""
+    command.add_argument("--model", required=True, help="config.json, its folder, a registered shape (llama-7b, ...), or "
+                         "package.module:factory, a function that returns a model, or a model and its example inputs, on the meta device")
+    command.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a TOML or JSON file")
+    command.add_argument("--host", help="another machine whose host to take: its CPU's update rate, memory and bandwidth")
+    command.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
+    command.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
+    command.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
+    command.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
+    command.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
+
+
+def add_doctor(commands: Any) -> None:
+    """The command `doctor`."""
+    doctor = commands.add_parser("doctor", help="whether training with overlap works here, in a few seconds; exit status 1 if not")
+    doctor.add_argument("--json", action="store_true", help="what was found, as JSON")
+    doctor.set_defaults(run=_doctor)
 
 
 def add_profile(commands: Any) -> None:
@@ -49,16 +83,8 @@ def add_profile(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> str:
-    from hytrain_fx.forecast.named_devices import find_device
-    from hytrain_fx.forecast.report import report
-
-    device = find_device(args.device)
-    if args.host is not None:
-        device = device.on_host_of(find_device(args.host))
     require_writable(args.out)
-    budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
-    made = report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
-                  autocast=args.autocast)
+    made = _made(args, sweep=True)
     if args.json:
         return _written(made.to_json(), args.out)
     if args.html:
@@ -68,6 +94,23 @@ def _report(args: argparse.Namespace) -> str:
     from hytrain_fx.forecast.page import markdown
 
     return _written(markdown(made), args.out)
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that `report` would choose. Raises ConfigError and PlanError as it does."""
+    return _made(args, sweep=False).plan
+
+
+def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
+    from hytrain_fx.forecast.named_devices import find_device
+    from hytrain_fx.forecast.report import report
+
+    device = find_device(args.device)
+    if args.host is not None:
+        device = device.on_host_of(find_device(args.host))
+    budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
+    return report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
+                  autocast=args.autocast, sweep=sweep)
 
 
 def _bytes(gb: float) -> int:
@@ -87,10 +130,26 @@ def _model(source: str) -> ModelShape:
 
 
 def _profile(args: argparse.Namespace) -> str:
+    from rich.console import Console
+
     from hytrain_fx.forecast.machine import measure_machine
 
     require_writable(args.out)
-    return _written(measure_machine(args.name, args.seconds, args.megabytes << 20, args.workers).to_json(), args.out)
+    with Console(stderr=True).status("measuring this machine") as status:  # nothing where stderr is no terminal
+        measured = measure_machine(args.name, args.seconds, args.megabytes << 20, args.workers, tell=status.update)
+    return _written(measured.to_json(), args.out)
+
+
+def _doctor(args: argparse.Namespace) -> Answer:
+    from rich.console import Console
+
+    from hytrain_fx.forecast.doctor import examine
+    from hytrain_fx.forecast.doctor_table import findings_json, findings_text
+
+    with Console(stderr=True).status("looking at this machine") as status:
+        findings = examine(tell=status.update)
+    text = findings_json(findings) if args.json else findings_text(findings)
+    return Answer(text, status=int(any(found.is_bad for found in findings)))
 
 
 def _written(text: str, out: Path | None) -> str:

@@ -48,6 +48,7 @@ _LEAST_BYTES = 1 << 20
 class _Figures:
     """Figures found so far, with how each was found."""
 
+    tell: Callable[[str], object]
     values: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -55,12 +56,19 @@ class _Figures:
         """Keep a figure."""
         self.values[name] = value
         self.sources[name] = f"measured: {how}"
+        self.tell(f"measured {name.replace('_', ' ')}")
 
 
-def measure_machine(name: str | None, seconds: float, host_bytes: int, workers: int | None = None) -> DeviceSpec:
+def _untold(_text: str) -> None:
+    """Nobody wants to know how far it is."""
+
+
+def measure_machine(
+    name: str | None, seconds: float, host_bytes: int, workers: int | None = None, tell: Callable[[str], object] = _untold
+) -> DeviceSpec:
     """Measure for about ten times `seconds`, on `host_bytes` of host memory.
 
-    A GPU's memory is used as much.
+    A GPU's memory is used as much. `tell` is given each figure's name once it is measured.
 
     Raises ConfigError for lengths, sizes or workers that are not positive, or more memory than is
     available; EngineError where the native engine's kernel cannot be built.
@@ -73,7 +81,7 @@ def measure_machine(name: str | None, seconds: float, host_bytes: int, workers: 
     if 2 * host_bytes > available_host_bytes():
         raise ConfigError(f"found {available_host_bytes()} bytes of host memory available, measuring takes {2 * host_bytes}; "
                           "pass a smaller --megabytes")
-    figures = _Figures()
+    figures = _Figures(tell)
     _measure_host(figures, device, seconds, host_bytes, workers)
     (_measure_gpu if device.type == "cuda" else _measure_cpu_as_device)(figures, device, seconds, host_bytes, workers)
     about = _about(device, workers)

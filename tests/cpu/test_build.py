@@ -41,6 +41,25 @@ def test_load_runs_the_code(csrc: Path) -> None:
     assert [path.suffix for path in build.cache_dir().iterdir()] == [".so"]
 
 
+def test_compiling_is_told_once(csrc: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """One line with the time where it is asked for. The cache is used in silence.
+
+    Where stderr is no terminal only the log has it.
+    """
+    caplog.set_level("INFO", "hytrain_fx")
+    for _ in range(2):
+        build.library(("answer.cpp",), tells=True)
+    assert re.fullmatch(r"hytrain_fx: compiling 1 C\+\+ files, once for this machine \.\.\. \d+\.\d s\n", capsys.readouterr().err)
+    (csrc / "answer.h").write_text("constexpr int kAnswer = 43;\n")
+    path = build.library(("answer.cpp",))
+    assert capsys.readouterr().err == ""
+    assert f"compiled 1 C++ files into {path}" in caplog.records[-1].getMessage()
+    (csrc / "answer.h").write_text("broken")
+    with pytest.raises(EngineError):
+        build.library(("answer.cpp",), tells=True)
+    assert capsys.readouterr().err.endswith("... failed\n")
+
+
 def test_second_build_is_from_the_cache(csrc: Path) -> None:
     """A library already built is not compiled again."""
     first = build.library(("answer.cpp",))

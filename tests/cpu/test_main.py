@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,22 @@ def test_report_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "report", *MODEL, "--sequence", "512", "--recompute", "--json") == other.to_json() + "\n"
 
 
+def test_plan_prints_the_plan_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text of `explain`, or JSON that `compile(plan=)` takes, under the same options."""
+    expected = report("llama-1.3b", "h200", 4096, budget_bytes=2_500_000_000, sweep=False).plan
+    assert output(capsys, "plan", *MODEL, "--budget-gb", "2.5") == plan_text(expected) + "\n"
+    assert Plan.from_json(output(capsys, "plan", *MODEL, "--budget-gb", "2.5", "--json")) == expected
+
+
+def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`hytrain-fx` runs `main`, and calls itself so in its errors."""
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"hytrain-fx": "hytrain_fx.__main__:main"}
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/hytrain-fx", "explain", "--plan", "missing.json"])
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("hytrain-fx explain: ")
+
+
 def test_explain_prints_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All rows, reasons and figures as text, or the plan itself as JSON."""
     plan = report("llama-1.3b", "h200", 4096).plan
@@ -60,4 +78,4 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert left.value.code == 0
     told = capsys.readouterr().out
-    assert all(f"    {name} " in told for name in ("report", "profile", "explain", "inspect", "build"))
+    assert all(f"    {name} " in told for name in ("doctor", "report", "plan", "profile", "explain", "inspect", "build"))

@@ -10,14 +10,18 @@ flags, compiler and the CPU's instruction sets (a home directory may be shared b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +53,7 @@ FLAGS = (
 LINK = ("-shared", "-ldl")
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 300
+_log = logging.getLogger("hytrain_fx")
 ELSE = "Or set CXX to another C++17 compiler, or pass engine='torch' (slower)."
 
 
@@ -64,17 +69,48 @@ def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tupl
         raise EngineError(f"the built library {path} does not load: {error}. Delete it to have it built again.") from error
 
 
-def library(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tuple[str, ...] = ()) -> Path:
+def library(
+    sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tuple[str, ...] = (), tells: bool | None = None
+) -> Path:
     """Path of the shared library of `sources`, names in csrc/; compiled where the cache has none.
 
     Safe when several processes build at once: each compiles to its own file and renames it.
+
+    tells   whether stderr is told that it compiles, and how long it took; None: if that is a
+            terminal
+
     Raises EngineError without a compiler, when it fails, or when the cache cannot be written.
     """
     compiler = find_compiler()
-    path = cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, (*flags, *link), compiler)}.so"
+    path = _path_of(sources, (*flags, *link), compiler)
     if not path.exists():
-        _compile(compiler, sources, flags, link, path)
+        with _telling(path, len(sources), on_stderr=sys.stderr.isatty() if tells is None else tells):
+            _compile(compiler, sources, flags, link, path)
     return path
+
+
+def is_built(sources: tuple[str, ...]) -> bool:
+    """Whether the cache has the library of `sources`. Raises EngineError like `library`."""
+    return _path_of(sources, FLAGS, find_compiler()).exists()
+
+
+def _path_of(sources: tuple[str, ...], flags: tuple[str, ...], compiler: str) -> Path:
+    return cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, flags, compiler)}.so"
+
+
+@contextlib.contextmanager
+def _telling(path: Path, files: int, *, on_stderr: bool) -> Iterator[None]:
+    """Around compiling: one line on stderr, ended with the time it took, and one in the log."""
+    began_s, ended = time.perf_counter(), "failed"
+    if on_stderr:
+        print(f"hytrain_fx: compiling {files} C++ files, once for this machine ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+        ended = f"{time.perf_counter() - began_s:.1f} s"
+        _log.info("compiled %d C++ files into %s: %s", files, path, ended)
+    finally:
+        if on_stderr:
+            print(ended, file=sys.stderr, flush=True)
 
 
 def find_compiler() -> str:
