@@ -62,9 +62,9 @@ def first_changes(found: tuple[Change, ...], fits: bool) -> tuple[Change, ...]:
 def _of_program(case: Case) -> Iterator[tuple[str, Case]]:
     least = min(case.sequence, case.tokens)
     if 2 * case.tokens <= MOST_TOKENS:
-        yield "twice the tokens in a micro-batch", case.remade(tokens=2 * case.tokens)
+        yield f"twice the {case.shape.counted} in a micro-batch", case.remade(tokens=2 * case.tokens)
     if case.tokens >= 2 * least:
-        yield "half the tokens in a micro-batch", case.remade(tokens=case.tokens // 2 // least * least)
+        yield f"half the {case.shape.counted} in a micro-batch", case.remade(tokens=case.tokens // 2 // least * least)
     yield ("no recomputation" if case.recompute else "recomputed activations"), case.remade(recompute=not case.recompute)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.named_files import require_writable
 from hytrain_fx.ir.plan import Plan
 
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
     from hytrain_fx.forecast.report import Report
 
 _MOST_GB = 1e9
-_PYTHON_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +48,11 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], str]) -> None:
 
 def _add_what(command: argparse.ArgumentParser) -> None:
     """The arguments that say which model, on which machine."""
-    command.add_argument("--model", required=True, help="config.json, its folder, a registered shape (llama-7b, ...), or "
+    command.add_argument("--model", required=True, help="config.json of a model of transformers, its folder, a shape's name (llama-7b), or "
                          "package.module:factory, a function that returns a model, or a model and its example inputs, on the meta device")
     command.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a TOML or JSON file")
     command.add_argument("--host", help="another machine whose host to take: its CPU's update rate, memory and bandwidth")
-    command.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch")
+    command.add_argument("--tokens", required=True, type=int, help="tokens in a micro-batch (samples of images or recordings)")
     command.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
     command.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
     command.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
@@ -109,7 +105,7 @@ def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
     if args.host is not None:
         device = device.on_host_of(find_device(args.host))
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
-    return report(_model(args.model), device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
+    return report(args.model, device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
                   autocast=args.autocast, sweep=sweep)
 
 
@@ -117,16 +113,6 @@ def _bytes(gb: float) -> int:
     if not 0 <= gb < _MOST_GB:
         raise ConfigError(f"found a budget of {gb:g} GB for states on the device, expected 0 to {_MOST_GB:g}")
     return int(gb * 1e9)
-
-
-def _model(source: str) -> ModelShape:
-    from hytrain_fx.forecast.shapes import read_shape
-
-    if _PYTHON_PATH.match(source) and not os.path.exists(source):
-        from hytrain_fx.forecast.meta_model import shape_of_factory
-
-        return shape_of_factory(source)
-    return read_shape(source)
 
 
 def _profile(args: argparse.Namespace) -> str:

@@ -158,8 +158,9 @@ def analytic_profile(
 def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool) -> UnitProfile:
     attention = 4 * u.attention_width * sequence / (2 if shape.causal else 1)
     arithmetic_s = (2 * u.matmul_params + attention) * tokens / device.achieved_flops
-    # an embedding reads only the rows it looks up
-    weight_params = u.matmul_params or tokens * u.output_values
+    # An embedding reads only the rows it looks up. What multiplies a whole sample uses its weights
+    # again.
+    weight_params = min(u.matmul_params, shape.params) or tokens * u.output_values
     traffic_bytes = 2 * weight_params + 2 * 2 * (u.saved_values + u.output_values) * tokens
     forward_us = 1e6 * max(arithmetic_s, traffic_bytes / device.memory_bytes_per_s)
     backward_us = forward_us * (3 if recompute and u.attention_width else 2)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,11 +32,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hytrain_fx.capture.units import group_units
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.forecast.shapes import ModelShape, UnitShape
+from hytrain_fx.forecast.shapes import Counted, ModelShape, UnitShape
 from hytrain_fx.torch_private.operators import fake_tensors
 
-_PRODUCTS = {"mm", "addmm", "convolution", "_convolution"}
-_CONTEXT = 2048  # where inputs are no token ids
+_PRODUCTS = {"mm", "addmm", "convolution", "_convolution", "_grouped_mm"}
+_CONTEXT = 2048  # where there are no inputs
 
 
 @dataclass
@@ -74,10 +74,11 @@ def shape_of_factory(path: str) -> ModelShape:
     return shape_of(model, name, inputs)
 
 
-def shape_of(model: nn.Module, name: str, inputs: Any = None) -> ModelShape:
+def shape_of(model: nn.Module, name: str, inputs: Any = None, *, counted: Counted | None = None) -> ModelShape:
     """The shape of a module, on the meta device or any other.
 
-    Example `inputs` are the arguments of its forward.
+    Example `inputs` are the arguments of its forward, `counted` what a micro-batch has many of
+    (None = what the inputs look like).
 
     Raises ConfigError where nothing in it is trained, or where it does not run.
     """
@@ -87,22 +88,26 @@ def shape_of(model: nn.Module, name: str, inputs: Any = None) -> ModelShape:
     names = list(parameters)
     units = group_units(model, names)
     numels = [p.numel() for p in parameters.values()]
-    paths = {unit.name for unit in units}
+    paths = list(dict.fromkeys(unit.name for unit in units))
     tokens, sequence = 1, 0
     if inputs is None:
         work = _guessed(model, {names[row]: unit.name for unit in units for row in unit.rows})
     else:
         args, kwargs = _arguments(inputs)
-        tokens, sequence = _tokens(args, kwargs)
+        tokens, sequence = (1, 0) if counted == "samples" else _tokens(args, kwargs)
         work = _observed(model, paths, args, kwargs)
     shapes = []
     for unit in units:
         params = sum(numels[row] for row in unit.rows)
         done = work[unit.name]
         attention = done.attention_flops / (4 * tokens * sequence) if sequence else 0
-        shapes.append(UnitShape(unit.number, unit.name, params, round(done.product_flops / 2 / tokens), round(attention),
+        # attention within a sample grows with the samples alone, as products do
+        product_flops = done.product_flops + (0 if sequence else done.attention_flops)
+        shapes.append(UnitShape(unit.number, unit.name, params, round(product_flops / 2 / tokens), round(attention),
                                 round(done.saved_values / tokens), round(done.output_values / tokens)))
-    return ModelShape(name, tuple(shapes), sequence or _CONTEXT, vocab=0, causal=False)
+    samples = counted == "samples" or (inputs is not None and not sequence)
+    return ModelShape(name, tuple(shapes), 1 if samples else sequence or _CONTEXT, vocab=0, causal=False,
+                      counted="samples" if samples else "tokens")
 
 
 def _factory(path: str, module_name: str, name: str) -> Callable[[], Any]:
@@ -168,7 +173,7 @@ def _guessed(model: nn.Module, unit_of: Mapping[str, str]) -> dict[str, _Work]:
     return work
 
 
-def _observed(model: nn.Module, paths: set[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, _Work]:
+def _observed(model: nn.Module, paths: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, _Work]:
     run = _Run()
     fake = fake_tensors()
     state = {name: fake.from_tensor(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -188,7 +193,7 @@ def _observed(model: nn.Module, paths: set[str], args: Sequence[Any], kwargs: di
         module = model.get_submodule(path)
         hooks.append(module.register_forward_pre_hook(_entering(run, path)))
         hooks.append(module.register_forward_hook(_leaving(run, path)))
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
     try:
         with fake, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
             torch.func.functional_call(model, state, tuple(args), kwargs)
@@ -197,15 +202,35 @@ def _observed(model: nn.Module, paths: set[str], args: Sequence[Any], kwargs: di
     finally:
         for hook in hooks:
             hook.remove()
-    root = type(model).__name__
-    for path in paths:
-        for operator, flops in counter.get_flop_counts().get(f"{root}.{path}" if path else root, {}).items():
-            work = run.of_unit[path]
-            if operator.__name__ in _PRODUCTS:
-                work.product_flops += flops
-            else:
-                work.attention_flops += flops
+    _put_flops(run, counter.get_flop_counts(), type(model).__name__, paths)
     return run.of_unit
+
+
+def _grouped_flops(rows: Sequence[int], weights: Sequence[int], *_: Any, **__: Any) -> int:
+    """Each row, a token on its way to one expert, is multiplied by one expert's weights."""
+    return 2 * rows[-2] * weights[-2] * weights[-1]
+
+
+def _put_flops(run: _Run, counts: Mapping[str, Mapping[Any, int]], root: str, paths: Sequence[str]) -> None:
+    """Each unit's own FLOPs; those of no unit (a tied head's product) are the last unit's."""
+    own = {path: Counter(counts.get(f"{root}.{path}" if path else root, {})) for path in {*paths, ""}}
+    whole = {path: Counter(flops) for path, flops in own.items()}
+    for path in paths:
+        outer = max((other for other in own if other != path and _is_within(path, other)), key=len, default=None)
+        if outer is not None:
+            own[outer].subtract(whole[path])
+    outside = Counter[Any]() if "" in paths else own.pop("")
+    own[paths[-1]].update(outside)
+    for path, flops_of in own.items():
+        for operator, flops in flops_of.items():
+            if operator.__name__ in _PRODUCTS:
+                run.of_unit[path].product_flops += flops
+            else:
+                run.of_unit[path].attention_flops += flops
+
+
+def _is_within(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
 
 
 def _faked(fake: Any, value: Any) -> Any:

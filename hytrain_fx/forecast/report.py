@@ -19,8 +19,9 @@ from hytrain_fx.forecast.capacity import Capacity, capacities
 from hytrain_fx.forecast.changes import Change, changes
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import activation_bytes, largest_params
+from hytrain_fx.forecast.models import find_model
 from hytrain_fx.forecast.named_devices import find_device
-from hytrain_fx.forecast.shapes import ModelShape, read_shape
+from hytrain_fx.forecast.shapes import Counted, ModelShape
 from hytrain_fx.forecast.sweep import Sweep, sweep_of
 from hytrain_fx.forecast.systems import OURS, SYSTEMS, Case, Row
 from hytrain_fx.ir.plan import Plan
@@ -42,6 +43,7 @@ class Report:
     params: int
     device: DeviceSpec
     tokens: int
+    counted: Counted
     sequence: int
     recompute: bool
     budget_bytes: int
@@ -79,8 +81,9 @@ def report(
 ) -> Report:
     """Compare the systems for one micro-batch of `tokens` tokens.
 
-    model         a shape, a registered name, or a config.json (path or content)
-    device        a spec, a known name, or a JSON file
+    model         a shape, a registered name, a config.json (path or content), or
+                  package.module:factory
+    device        a spec, a known name, or a TOML or JSON file
     budget_bytes  device memory for resident optimizer states, None = what the device has left, for
                   streamed gradients too
     sweep         with other micro-batches and sizes
@@ -89,7 +92,7 @@ def report(
 
     Raises ConfigError for an unknown model or device, PlanError for a negative budget.
     """
-    shape = model if isinstance(model, ModelShape) else read_shape(model)
+    shape = model if isinstance(model, ModelShape) else find_model(model)
     if autocast:
         shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
     spec = device if isinstance(device, DeviceSpec) else find_device(device)
@@ -101,7 +104,7 @@ def report(
     plans = {system.name: case.plan_of(system) for system in SYSTEMS}
     rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
     return Report(
-        shape.name, shape.params, spec, tokens, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
+        shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
         _hidden_from_tokens(profile, spec, recompute),
         largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast),
         capacities(shape, spec, tokens, sequence, recompute), _equal_layers(profile), changes(case), plans[OURS], profile,

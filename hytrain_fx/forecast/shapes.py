@@ -7,6 +7,7 @@ Units, parameters, work.
 A tied output projection belongs to the embedding: its gradient is complete last and it is needed
 first. The matrix multiplication it takes part in stays in the head. Nothing of transformers is
 imported; known are configs with the keys of Llama (also Mistral, Qwen2, Qwen3), GPT-2 and BERT.
+`models.py` takes others to transformers.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.named_files import json_object, read_text
+
+Counted = Literal["tokens", "samples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class ModelShape:
     `context` is the longest sequence, in tokens; `causal` halves the attention's work.
 
     `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of
-    them.
+    them. `counted` is what a micro-batch has many of: of images and recordings samples.
     """
 
     name: str
@@ -55,6 +58,7 @@ class ModelShape:
     vocab: int
     causal: bool = True
     autocast: bool = False
+    counted: Counted = "tokens"
 
     @property
     def params(self) -> int:
@@ -65,7 +69,7 @@ class ModelShape:
     def layers(self) -> int:
         """Length of the longest run of equal units with parameters to multiply by.
 
-        0 where no unit has a neighbour like it.
+        They may save different activations. 0 where no unit has a neighbour like it.
         """
         begin, end = self._run()
         return end - begin if end - begin > 1 else 0
@@ -81,14 +85,15 @@ class ModelShape:
                               "repeats some")
         stem = self.units[begin].name.rstrip("0123456789")
         first = int(self.units[begin].name.removeprefix(stem) or 0)
-        run = tuple(replace(self.units[begin], name=f"{stem}{first + i}") for i in range(layers))
+        # the first layer may save more: what all layers share
+        run = tuple(replace(self.units[end - 1], name=f"{stem}{first + i}") for i in range(layers))
         units = (*self.units[:begin], *run, *self.units[end:])
         return replace(self, units=tuple(replace(u, index=i) for i, u in enumerate(units)))
 
     def _run(self) -> tuple[int, int]:
         """Begin and end of that run."""
         runs, begin = [(0, 0)], 0
-        for _, same in itertools.groupby(self.units, key=lambda u: replace(u, index=0, name="")):
+        for _, same in itertools.groupby(self.units, key=lambda u: replace(u, index=0, name="", saved_values=0)):
             count = len(list(same))
             if self.units[begin].matmul_params:
                 runs.append((begin, begin + count))
@@ -131,20 +136,29 @@ def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     Raises ConfigError when the name or file is not known or a needed key is missing,
     UnsupportedError for another family.
     """
-    if isinstance(source, Mapping):
-        return _from_config(source, str(source.get("_name_or_path") or source.get("model_type") or "model"))
     registered = registered_shapes()
-    if str(source) in registered:
+    if not isinstance(source, Mapping) and str(source) in registered:
         return registered[str(source)]
+    return _from_config(*read_config(source))
+
+
+def read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The content of a `config.json`, and what to call its model.
+
+    Raises ConfigError where there is no such file, or it is none.
+    """
+    if isinstance(source, Mapping):
+        return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"found neither a file {str(source)!r} nor a shape of that name; the names are {', '.join(sorted(registered))}")
+        names = ", ".join(sorted(registered_shapes()))
+        raise ConfigError(f"found neither a file {str(source)!r} nor a shape of that name; the names are {names}")
     try:
         config = json_object(read_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not a model's config.json: {error}") from error
-    return _from_config(config, str(config.get("_name_or_path") or path.parent.name or path.stem))
+    return config, str(config.get("_name_or_path") or path.parent.name or path.stem)
 
 
 def registered_shapes() -> dict[str, ModelShape]:

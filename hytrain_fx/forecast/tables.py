@@ -29,7 +29,7 @@ def tables(report: Report) -> Iterator[Table]:
     yield memory_table(report)
     yield capacity_table(report)
     if report.sweep.tokens:
-        yield sweep_table("Step by tokens in a micro-batch", "tokens", report.sweep.tokens)
+        yield sweep_table(f"Step by {report.counted} in a micro-batch", "tokens", report.sweep.tokens)
     if report.sweep.sizes:
         yield sweep_table("Step by size of the model: more of the same layers", "layers", report.sweep.sizes)
     yield rates_table(report)
@@ -37,8 +37,8 @@ def tables(report: Report) -> Iterator[Table]:
 
 def steps_table(report: Report) -> Table:
     """What each system is predicted to take."""
-    heads = ("system", "units on the GPU (k)", "share of the rest streamed", "step", "times forward and backward", "tokens a second",
-             "the GPU waits", "updates on the GPU", "fits")
+    heads = ("system", "units on the GPU (k)", "share of the rest streamed", "step", "times forward and backward",
+             f"{report.counted} a second", "the GPU waits", "updates on the GPU", "fits")
     rows = tuple((r.system, str(r.k), f"{r.stream_share:.0%}", time_text(r.step_us), f"{r.step_us / report.compute_us:.2f}",
                   count_text(1e6 * report.tokens / r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
                  for r in report.rows)
@@ -77,8 +77,8 @@ def capacity_table(report: Report) -> Table:
     rows = tuple((WAYS[c.way], "-" if c.params is None else count_text(c.params), "-" if c.layers is None else str(c.layers),
                   str(c.tokens), str(c.tokens // report.sequence)) for c in report.capacities)
     largest = ", ".join(f"{count_text(params)} ({name})" for name, params in report.largest_params.items())
-    heads = ("optimizer states", "largest model at this micro-batch, parameters", "its layers", "largest micro-batch of this model, tokens",
-             "sequences")
+    heads = ("optimizer states", "largest model at this micro-batch, parameters", "its layers",
+             f"largest micro-batch of this model, {report.counted}", "sequences")
     return Table("What fits", heads, rows,
                  (f"Most parameters of any shape beside these activations: {largest}.",))
 
@@ -97,7 +97,8 @@ def changes_table(report: Report) -> Table:
     """What our plan takes with one thing changed."""
     rows = tuple((c.words, str(c.tokens), time_text(c.step_us), count_text(1e6 * c.tokens / c.step_us), f"{c.gain:+.0%}",
                   "yes" if c.fits else "no") for c in report.changes)
-    return Table("Our plan with one thing changed", ("change", "tokens in a micro-batch", "step", "tokens a second", "gain", "fits"), rows)
+    heads = ("change", f"{report.counted} in a micro-batch", "step", f"{report.counted} a second", "gain", "fits")
+    return Table("Our plan with one thing changed", heads, rows)
 
 
 def rates_table(report: Report) -> Table:
@@ -116,7 +117,8 @@ def figure_text(name: str, value: float) -> str:
 
 def headline(report: Report) -> str:
     """What was asked, in two sentences."""
-    return (f"{count_text(report.params)} parameters, micro-batch of {report.tokens} tokens in sequences of {report.sequence}, "
+    of_length = f" in sequences of {report.sequence}" if report.counted == "tokens" else ""
+    return (f"{count_text(report.params)} parameters, micro-batch of {report.tokens} {report.counted}{of_length}, "
             f"{'with' if report.recompute else 'no'} recomputation, {bytes_text(report.budget_bytes)} of device memory for "
             f"optimizer states. Predicted, not measured. Forward and backward alone take {time_text(report.compute_us)}.")
 
@@ -125,7 +127,7 @@ def limits(report: Report) -> tuple[str, ...]:
     """From which micro-batch on updates are hidden, and the closed form with its sensitivities."""
     hidden = ", ".join(f"{count_text(tokens)} ({name})" for name, tokens in report.hidden_from_tokens.items())
     e = report.equal_layers
-    return (f"All CPU updates of equal layers are hidden from this many tokens in a micro-batch on: {hidden}.",
+    return (f"All CPU updates of equal layers are hidden from this many {report.counted} in a micro-batch on: {hidden}.",
             f"{e['n']:.0f} equal layers would balance at k = {e['k']:.1f}; 1% more backward time moves k by "
             f"{e['k_per_percent_t_bwd']:+.2f}, 1% more CPU update time by {e['k_per_percent_t_cpu']:+.2f}, "
             f"1% more alpha by {e['k_per_percent_alpha']:+.3f}.")

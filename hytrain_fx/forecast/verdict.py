@@ -50,7 +50,7 @@ def _ours(report: Report) -> str:
 
 
 def _pace(report: Report, row: Row) -> str:
-    return f"{time_text(row.step_us)} a step, {count_text(1e6 * report.tokens / row.step_us)} tokens a second"
+    return f"{time_text(row.step_us)} a step, {count_text(1e6 * report.tokens / row.step_us)} {report.counted} a second"
 
 
 def _binds(report: Report) -> str:
@@ -69,10 +69,11 @@ def _change(report: Report) -> str:
     fits = report.ours.fits
     found = first_changes(report.changes, fits)
     if not found:
-        return (f"Change first: nothing that was tried gives {LEAST_GAIN:.0%} more tokens a second." if fits
+        return (f"Change first: nothing that was tried gives {LEAST_GAIN:.0%} more {report.counted} a second." if fits
                 else "Change first: no single change that was tried makes it fit. Take a smaller model, or a larger machine.")
-    return f"Change first: {'; on the machine: '.join(_effect(change, fits) for change in found)}."
+    return f"Change first: {'; on the machine: '.join(_effect(change, fits, report.counted) for change in found)}."
 
 
-def _effect(change: Change, fits: bool) -> str:
-    return f"{change.words} ({f'{change.gain:+.0%} tokens a second' if fits else f'then it fits, at {time_text(change.step_us)} a step'})"
+def _effect(change: Change, fits: bool, counted: str) -> str:
+    effect = f"{change.gain:+.0%} {counted} a second" if fits else f"then it fits, at {time_text(change.step_us)} a step"
+    return f"{change.words} ({effect})"

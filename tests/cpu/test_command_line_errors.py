@@ -36,7 +36,7 @@ CONFIGS = {
     "no model_type": json.dumps({"vocab_size": 100}), "no layers": without(LLAMA, "num_hidden_layers"),
     "no heads": with_(LLAMA, num_attention_heads=0), "text for a number": with_(LLAMA, vocab_size="100"),
     "null for a number": with_(LLAMA, hidden_size=None), "part of a layer": with_(LLAMA, num_hidden_layers=1.5),
-    "a context of nothing": with_(LLAMA, max_position_embeddings=0), "other family": json.dumps({"model_type": "t5", "d_model": 8}),
+    "a context of nothing": with_(LLAMA, max_position_embeddings=0), "other family": json.dumps({"model_type": "no-such", "d_model": 8}),
     "number as family": json.dumps({"model_type": 3}),
 }
 DEVICES = {
