@@ -33,7 +33,7 @@ def add_report(commands: Any) -> None:
     form = report.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all figures as JSON")
     form.add_argument("--markdown", action="store_true", help="Markdown (the default)")
-    form.add_argument("--html", action="store_true", help="a page with plots that needs no other file")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a page with figures to hover and zoom; it needs no other file")
     report.add_argument("--out", type=Path, help="write to this file, and print its name")
     report.set_defaults(run=_report)
 
@@ -79,14 +79,16 @@ def add_profile(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> str:
-    require_writable(args.out)
+    if args.html is not None and args.out is not None:
+        raise ConfigError(f"found --html {args.html} and --out {args.out}, expected one: --html names its file itself")
+    require_writable(args.out or args.html)
     made = _made(args, sweep=True)
     if args.json:
         return _written(made.to_json(), args.out)
     if args.html:
         from hytrain_fx.forecast.page import page
 
-        return _written(page(made), args.out)
+        return _written(page(made), args.html)
     from hytrain_fx.forecast.page import markdown
 
     return _written(markdown(made), args.out)
@@ -141,5 +143,5 @@ def _doctor(args: argparse.Namespace) -> Answer:
 def _written(text: str, out: Path | None) -> str:
     if out is None:
         return text
-    out.write_text(text)
+    out.write_text(text, encoding="utf-8")
     return str(out)

@@ -1,6 +1,6 @@
 """An offline report as one HTML page without other files or network, or as Markdown.
 
-The page has tables, and plots as SVG.
+The page has tables, and figures that plotly.js, which is part of the page, draws.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.forecast.plots import plots
+from hytrain_fx.forecast.plots import Plot, plotly, plots
 from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.systems import OURS
 from hytrain_fx.forecast.tables import headline, limits, placement, tables
@@ -20,14 +19,14 @@ TEMPLATE = Path(__file__).with_name("templates") / "forecast.html"
 
 
 def page(report: Report) -> str:
-    """The page's text. Raises UnsupportedError where jinja2 or matplotlib is not installed."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise UnsupportedError("a page needs jinja2: pip install jinja2, or ask for Markdown or JSON") from error
+    """The page's text. Raises UnsupportedError where plotly is not installed."""
+    from jinja2 import Environment, StrictUndefined
+
+    drawing = plotly().offline.get_plotlyjs()
+    figures = [Plot(plot.title, plot.json.replace("<", "\\u003c")) for plot in plots(report)]  # no text of it ends the script
     template = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True).from_string(TEMPLATE.read_text())
-    return template.render(report=report, verdict=verdict(report), headline=headline(report), ours=OURS, plots=list(plots(report)),
-                           tables=list(tables(report)), limits=limits(report), placement=placement(report))
+    return template.render(report=report, verdict=verdict(report), headline=headline(report), ours=OURS, plots=figures,
+                           plotly_js=drawing, tables=list(tables(report)), limits=limits(report), placement=placement(report))
 
 
 # ---- An offline report as Markdown ----

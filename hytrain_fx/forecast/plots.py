@@ -1,12 +1,10 @@
-"""The plots of an offline report as SVG text.
+"""The figures of an offline report as plotly's JSON: a page lets them be hovered and zoomed.
 
-Steps, memory by tier, the chosen plan's timeline, and the sweeps.
+Step by k, by tokens and by size, memory by tier, and the timeline of our plan's step.
 """
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,117 +14,112 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE
 from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.sweep import Point
-from hytrain_fx.forecast.systems import OURS, SYSTEMS
+from hytrain_fx.forecast.systems import SYSTEMS
 from hytrain_fx.ir.schedule import Interval
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 
-COLOURS = ("#4c78a8", "#9d755d", "#f2cf5b", "#e45756", "#76b7b2", "#54a24b", "#b279a2", "#7f7f7f")
-LANES = {Resource.GPU: "device", Resource.D2H: "to the host", Resource.CPU: "CPU", Resource.H2D: "to the device"}
+LANES = {Resource.GPU: "GPU", Resource.D2H: "copies to the host", Resource.CPU: "CPU", Resource.H2D: "copies to the GPU"}
 LOOKS = {
     TaskKind.BACKWARD: ("backward", "#9ecae9"), TaskKind.FORWARD: ("next forward", "#4c78a8"),
-    TaskKind.D2H: ("gradients", "#f2cf5b"), TaskKind.CPU_UPDATE: ("update on the CPU", "#54a24b"),
-    TaskKind.GPU_UPDATE: ("update on the device", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
+    TaskKind.D2H: ("gradients", "#f2cf5b"), TaskKind.CPU_UPDATE: ("update by the CPU", "#54a24b"),
+    TaskKind.GPU_UPDATE: ("update on the GPU", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
 }
+TIERS = {
+    "GPU": (("weights", "weights_bytes"), ("gradients", "gradients_bytes"), ("optimizer states", "gpu_states_bytes"),
+            ("activations", "activations_bytes")),
+    "host": (("optimizer states", "host_states_bytes"), ("gradients and weights in transit", "host_slots_bytes")),
+}
 _FINEST = 1 / 1500  # share of the step: what is nearer is drawn as one bar
-_RC: dict[Any, Any] = {"svg.fonttype": "none", "font.size": 9}
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A title and an SVG element."""
+    """A title and the JSON text of plotly's figure."""
 
     title: str
-    svg: str
+    json: str
+
+
+def plotly() -> Any:
+    """The package. Raises UnsupportedError where it is not installed."""
+    try:
+        import plotly.graph_objects
+        import plotly.offline
+    except ImportError as error:
+        raise UnsupportedError("a page with figures needs plotly: pip install hytrain-fx[report], or ask for Markdown or JSON") from error
+    return plotly
 
 
 def plots(report: Report) -> Iterator[Plot]:
-    """All plots, in reading order. Raises UnsupportedError where matplotlib is not installed."""
-    systems = len(report.rows)
-    yield _drawn("Step by system", (9, 1.4 + 0.36 * systems), lambda figure: _steps(figure, report))
-    yield _drawn("The chosen plan, one step", (9, 2.8), lambda figure: _timeline(figure, report))
-    yield _drawn("Memory by system", (9, 1.6 + 0.36 * systems), lambda figure: _memory(figure, report))
-    if len(report.sweep.tokens) > 1:
-        yield _drawn("Step over forward and backward, by tokens in a micro-batch", (9, 3.8),
-                     lambda figure: _sweep(figure, report.sweep.tokens, "tokens in a micro-batch", lambda p: p.tokens))
-    if len(report.sweep.sizes) > 1:
-        yield _drawn("Step over forward and backward, by size of the model", (9, 3.8),
-                     lambda figure: _sweep(figure, report.sweep.sizes, "G parameters", lambda p: p.params / 1e9))
+    """All figures, in reading order. Raises UnsupportedError where plotly is not installed."""
+    go = plotly().graph_objects
+    if report.sweep.ks:
+        yield _plot(go, "Step by k, the units whose states rest on the GPU", _by_k(go, report), "k", "s a step")
+    yield _plot(go, "Timeline of our plan's step", _timeline(go, report),
+                "ms from the start of a backward to the end of the next forward", "", barmode="overlay",
+                yaxis={"categoryorder": "array", "categoryarray": list(reversed(LANES.values()))})
+    for tier, usable in (("GPU", DEVICE_SHARE * report.device.memory_bytes), ("host", HOST_SHARE * report.device.host_memory_bytes)):
+        limit = {"type": "line", "x0": usable / 1e9, "x1": usable / 1e9, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
+        yield _plot(go, f"Memory of the {tier} by system; dashed: what can be used", _memory(go, report, tier), f"GB of the {tier}", "",
+                    barmode="stack", shapes=[limit], yaxis={"autorange": "reversed"})
+    per_step = "step / forward and backward"
+    if report.sweep.tokens:
+        made = _sweep(go, report.sweep.tokens, lambda p: p.tokens)
+        yield _plot(go, f"Step by {report.counted} in a micro-batch", made, report.counted, per_step, xaxis={"type": "log"})
+    if report.sweep.sizes:
+        made = _sweep(go, report.sweep.sizes, lambda p: p.params / 1e9)
+        yield _plot(go, "Step by size of the model: more of the same layers", made, "G parameters", per_step, xaxis={"type": "log"})
 
 
-def _drawn(title: str, inches: tuple[float, float], draw: Callable[[Any], None]) -> Plot:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError("a page with plots needs matplotlib: pip install matplotlib, or ask for Markdown or JSON") from error
-    # ids of two plots on one page must differ
-    with matplotlib.rc_context(_RC | {"svg.hashsalt": title}):
-        figure = Figure(figsize=inches, layout="constrained")
-        draw(figure)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
-    return Plot(title, re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL))
+def _plot(go: Any, title: str, traces: Sequence[Any], x: str, y: str, **layout: Any) -> Plot:
+    axes = {"xaxis": {"title": {"text": x}, **layout.pop("xaxis", {})}, "yaxis": {"title": {"text": y}, **layout.pop("yaxis", {})}}
+    margin = {"l": 10, "r": 10, "t": 20, "b": 10}
+    return Plot(title, go.Figure(list(traces), {"template": "none", "margin": margin, "height": 380, **axes, **layout}).to_json())
 
 
-def _steps(figure: Any, report: Report) -> None:
-    axes = figure.subplots()
-    names = [row.system + ("" if row.fits else " (does not fit)") for row in report.rows]
-    left = [0.0] * len(names)
-    computing = [report.compute_us / 1e6] * len(names)
-    updates = [max(row.step_us - row.stall_us - report.compute_us, 0.0) / 1e6 for row in report.rows]
-    waits = [row.stall_us / 1e6 for row in report.rows]
-    for label, seconds, colour in (("forward and backward", computing, COLOURS[0]), ("updates on the device", updates, COLOURS[3]),
-                                   ("the device waits", waits, "#d0d0d0")):
-        axes.barh(range(len(names)), seconds, left=left, label=label, color=colour)
-        left = [a + b for a, b in zip(left, seconds, strict=True)]
-    for at, row in enumerate(report.rows):
-        axes.text(left[at], at, f" {row.step_us / 1e6:.3g} s, k = {row.k}", va="center")
-    axes.set_xlim(0, 1.25 * max(left))
-    _bars(axes, names, "seconds a step")
+def _by_k(go: Any, report: Report) -> list[Any]:
+    """One curve, and our plan's own point on top; open marks do not fit."""
+    points = report.sweep.ks
+    curve = go.Scatter(
+        x=[p.k for p in points], y=[p.step_us / 1e6 for p in points], name="nothing streamed", mode="lines+markers",
+        marker={"symbol": [_symbol(p.fits) for p in points]}, customdata=[p.device_bytes / 1e9 for p in points],
+        hovertemplate="k = %{x}: %{y:.4g} s, %{customdata:.4g} GB on the GPU")
+    ours = report.ours
+    own = go.Scatter(x=[ours.k], y=[ours.step_us / 1e6], name="our plan", mode="markers", marker={"size": 13, "symbol": _symbol(ours.fits)},
+                     hovertemplate="k = %{x}: %{y:.4g} s")
+    return [curve, own]
 
 
-def _memory(figure: Any, report: Report) -> None:
-    device, host = figure.subplots(1, 2, sharey=True)
-    of_device = (("weights", "weights_bytes"), ("gradients", "gradients_bytes"), ("states", "gpu_states_bytes"),
-                 ("activations", "activations_bytes"))
-    of_host = (("states", "host_states_bytes"), ("slots", "host_slots_bytes"))
-    spec = report.device
-    for axes, parts, limit, title in ((device, of_device, DEVICE_SHARE * spec.memory_bytes, "device"),
-                                      (host, of_host, HOST_SHARE * spec.host_memory_bytes, "host")):
-        left = [0.0] * len(report.rows)
-        for number, (label, name) in enumerate(parts):
-            sizes = [getattr(row.memory, name) / 1e9 for row in report.rows]
-            axes.barh(range(len(sizes)), sizes, left=left, label=label, color=COLOURS[number if axes is device else number + 4])
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        axes.axvline(limit / 1e9, color="black", linewidth=1, label="may be used")
-        _bars(axes, [row.system for row in report.rows], f"GB of the {title}")
-    host.invert_yaxis()  # shared with the device's, which _bars has turned already
-
-
-def _bars(axes: Any, names: Sequence[str], unit: str) -> None:
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel(unit)
-    axes.legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
-
-
-def _timeline(figure: Any, report: Report) -> None:
+def _timeline(go: Any, report: Report) -> list[Any]:
     schedule = simulate(report.profile, report.plan)
-    axes = figure.subplots()
-    used: dict[TaskKind, Any] = {}
-    for y, resource in enumerate(LANES):
+    drawn: dict[TaskKind, list[tuple[str, float, float]]] = {kind: [] for kind in LOOKS}
+    for resource, lane in LANES.items():
         for kind, bars in _bars_of(schedule.on(resource), _FINEST * schedule.makespan_us).items():
-            spans = [(start / 1e3, (end - start) / 1e3) for start, end in bars]
-            used.setdefault(kind, axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=LOOKS[kind][1], linewidth=0))
-    axes.set_yticks(range(len(LANES)), list(LANES.values()))
-    axes.invert_yaxis()
-    axes.set_xlim(0, schedule.makespan_us / 1e3)
-    axes.set_xlabel("ms from the start of a backward to the end of the next forward")
-    shown = [kind for kind in LOOKS if kind in used]
-    figure.legend([used[kind] for kind in shown], [LOOKS[kind][0] for kind in shown], loc="outside upper left", ncols=len(shown) // 2 or 1,
-                  fontsize=8, frameon=False)
+            drawn[kind] += [(lane, start / 1e3, (end - start) / 1e3) for start, end in bars]
+    return [go.Bar(y=[lane for lane, _, _ in bars], base=[start for _, start, _ in bars], x=[lasts for _, _, lasts in bars],
+                   orientation="h", name=LOOKS[kind][0], marker={"color": LOOKS[kind][1], "line": {"width": 0}},
+                   hovertemplate="from %{base:.4g} ms, for %{x:.4g} ms")
+            for kind, bars in drawn.items() if bars]
+
+
+def _memory(go: Any, report: Report, tier: str) -> list[Any]:
+    names = [row.system for row in report.rows]
+    return [go.Bar(y=names, x=[getattr(row.memory, name) / 1e9 for row in report.rows], name=label, orientation="h",
+                   hovertemplate="%{y}: %{x:.4g} GB")
+            for label, name in TIERS[tier]]
+
+
+def _sweep(go: Any, points: Sequence[Point], x_of: Callable[[Point], float]) -> list[Any]:
+    """One curve a system; open marks do not fit."""
+    return [go.Scatter(x=[x_of(p) for p in points], y=[p.steps_us[system.name] / p.compute_us for p in points], name=system.name,
+                       mode="lines+markers", marker={"symbol": [_symbol(p.fits[system.name]) for p in points]},
+                       customdata=[p.steps_us[system.name] / 1e6 for p in points], hovertemplate="%{x}: %{customdata:.4g} s a step")
+            for system in SYSTEMS]
+
+
+def _symbol(fits: bool) -> str:
+    return "circle" if fits else "circle-open"
 
 
 def _bars_of(intervals: Sequence[Interval], finest_us: float) -> dict[TaskKind, list[tuple[float, float]]]:
@@ -145,21 +138,3 @@ def _bars_of(intervals: Sequence[Interval], finest_us: float) -> dict[TaskKind, 
             of_kind.append((piece.start_us, piece.end_us))
         last = kind
     return bars
-
-
-def _sweep(figure: Any, points: Sequence[Point], unit: str, x_of: Callable[[Point], float]) -> None:
-    axes = figure.subplots()
-    xs = [x_of(p) for p in points]
-    for system, colour in zip(SYSTEMS, COLOURS, strict=True):
-        ys = [p.steps_us[system.name] / p.compute_us for p in points]
-        axes.plot(xs, ys, color=colour, label=system.name, linewidth=2.4 if system.name == OURS else 1.2)
-        for fits in (True, False):
-            at = [i for i, p in enumerate(points) if p.fits[system.name] is fits]
-            axes.plot([xs[i] for i in at], [ys[i] for i in at], "o", color=colour, fillstyle="full" if fits else "none", markersize=5)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in xs])
-    axes.minorticks_off()
-    axes.set_xlabel(f"{unit}; open marks: does not fit")
-    axes.set_ylabel("step / (forward + backward)")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)

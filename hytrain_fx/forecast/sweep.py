@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hytrain_fx.forecast.systems import SYSTEMS, Case
+from hytrain_fx.forecast.systems import OUR_SYSTEM, SYSTEMS, Case
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_MOST_KS = 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,28 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class KPoint:
+    """One k with nothing streamed: the step, and the device's memory.
+
+    `fits` tells whether both tiers hold it.
+    """
+
+    k: int
+    step_us: float
+    device_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
-    """Points over tokens at the report's model, and over layers at its micro-batch.
+    """Points over tokens at the report's model, over layers at its micro-batch, and over k.
 
     There are none over layers where no layers repeat.
     """
 
     tokens: tuple[Point, ...] = ()
     sizes: tuple[Point, ...] = ()
+    ks: tuple[KPoint, ...] = ()
 
 
 def sweep_of(case: Case) -> Sweep:
@@ -52,7 +67,19 @@ def sweep_of(case: Case) -> Sweep:
     layers = case.shape.layers
     counts = sorted({max(1, round(factor * layers)) for factor in FACTORS}) if layers else []
     return Sweep(tuple(_point(coarse.remade(tokens=batch)) for batch in batches),
-                 tuple(_point(coarse.remade(shape=case.shape.with_layers(count))) for count in counts))
+                 tuple(_point(coarse.remade(shape=case.shape.with_layers(count))) for count in counts),
+                 tuple(_k_point(coarse, k) for k in _ks(len(case.shape.units))))
+
+
+def _ks(units: int) -> list[int]:
+    """Every k, or `_MOST_KS` of them from none to all."""
+    steps = min(units, _MOST_KS - 1)
+    return sorted({round(units * at / steps) for at in range(steps + 1)})
+
+
+def _k_point(case: Case, k: int) -> KPoint:
+    row = case.row_of(OUR_SYSTEM, case.plan_at(OUR_SYSTEM, k))
+    return KPoint(k, row.step_us, row.memory.device_bytes, row.fits)
 
 
 def _point(case: Case) -> Point:

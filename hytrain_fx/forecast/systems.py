@@ -125,9 +125,9 @@ class Case:
 
         Where the host cannot hold what it leaves there, it is the plan that it would want.
         """
-        discipline = Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
         if system.rule is None:  # a system without a choice: it is shown even where it does not fit
-            return plan(self.profile, k=round(system.share * len(self.profile.units)), discipline=discipline)
+            return self.plan_at(system, round(system.share * len(self.profile.units)))
+        discipline = self._discipline(system)
 
         def solved(host_budget_bytes: int | None) -> Plan:
             return plan(self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
@@ -137,6 +137,13 @@ class Case:
             return solved(int(HOST_SHARE * self.device.host_memory_bytes))
         except PlanError:
             return solved(None)
+
+    def plan_at(self, system: System, k: int) -> Plan:
+        """The plan with a given k, nothing streamed."""
+        return plan(self.profile, k=k, discipline=self._discipline(system))
+
+    def _discipline(self, system: System) -> Discipline:
+        return Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
 
     def row_of(self, system: System, made: Plan) -> Row:
         """What the system's plan costs."""

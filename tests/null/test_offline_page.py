@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from html.parser import HTMLParser
-from xml.etree import ElementTree
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hytrain_fx.__main__ import main
 from hytrain_fx.forecast.report import report
 from hytrain_fx.forecast.tables import placement, tables
 
-pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
 
 REPORT = report("llama-1.3b", "rtx4090", 4096, sequence=2048)
 
@@ -59,33 +62,85 @@ def test_the_page_has_every_cell_of_every_table(page: str) -> None:
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
-    """No script, style sheet, picture or font is loaded: all links lead into the page."""
+    """No script, style sheet, picture or font is loaded, and the browser is told to refuse any.
+
+    Scripts are in the page: plotly.js, the figures, and what draws them.
+    """
     parser = Cells()
     parser.feed(page)
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in parser.tags}
-    targets = [value for _, attributes in parser.tags for name, value in attributes.items() if name in ("src", "href", "xlink:href")]
-    assert all(value and value.startswith("#") for value in targets)
-    assert "url(http" not in page
+    assert not {"link", "img", "iframe", "object", "embed", "source", "base"} & {tag for tag, _ in parser.tags}
+    assert not [name for _, attributes in parser.tags for name in attributes if name in ("src", "href", "xlink:href", "srcset")]
+    policy = next(of["content"] for tag, of in parser.tags if tag == "meta" and of.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert "http" not in policy
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
 
 
-def test_plots_are_well_formed_and_apart(page: str) -> None:
-    """Five plots, each an SVG of its own; what one defines for clipping no other uses."""
-    pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(pictures) == 5
-    clips = []
-    for picture in pictures:
-        root = ElementTree.fromstring(picture)
-        clips += [element.get("id") for element in root.iter() if element.tag.endswith("clipPath")]
-    assert len(clips) == len(set(clips)) > 0
-    assert all(row.system in pictures[0] for row in REPORT.rows)
+def test_figures_have_the_numbers_of_the_report(page: str) -> None:
+    """Steps by k, tokens and size, bytes by tier, and a timeline as long as the predicted step."""
+    figures = figures_of(page)
+    assert len(figures) == 6
+    by_k, timeline, of_gpu, of_host, by_tokens, by_size = figures.values()
+    assert by_k["data"][0]["y"] == [point.step_us / 1e6 for point in REPORT.sweep.ks]
+    assert by_k["data"][0]["x"] == [point.k for point in REPORT.sweep.ks]
+    assert (by_k["data"][1]["x"], by_k["data"][1]["y"]) == ([REPORT.ours.k], [REPORT.ours.step_us / 1e6])
+    ends = [start + lasts for trace in timeline["data"] for start, lasts in zip(trace["base"], trace["x"], strict=True)]
+    assert max(ends) * 1e3 == pytest.approx(REPORT.ours.step_us)
+    for figure, bytes_of in ((of_gpu, "device_bytes"), (of_host, "host_bytes")):
+        for at, row in enumerate(REPORT.rows):
+            assert sum(trace["x"][at] for trace in figure["data"]) * 1e9 == pytest.approx(getattr(row.memory, bytes_of))
+    for figure, points in ((by_tokens, REPORT.sweep.tokens), (by_size, REPORT.sweep.sizes)):
+        for trace in figure["data"]:
+            assert trace["customdata"] == [point.steps_us[trace["name"]] / 1e6 for point in points]
+    assert by_tokens["data"][0]["x"] == [point.tokens for point in REPORT.sweep.tokens]
 
 
-def test_names_are_escaped() -> None:
+def figures_of(page: str) -> dict[str, Any]:
+    """Every figure's JSON by title."""
+    found = re.findall(r'<figcaption>(.*?)</figcaption>.*?<script type="application/json">(.*?)</script>', page, flags=re.DOTALL)
+    return {title: json.loads(text) for title, text in found}
+
+
+def test_the_sweep_over_k_meets_the_other_rows() -> None:
+    """With every state on the device it is the row of that system, within 3%."""
+    last, everything = REPORT.sweep.ks[-1], REPORT.rows[-1]
+    assert last.k == everything.k == len(REPORT.profile.units)
+    assert last.step_us == pytest.approx(everything.step_us, rel=0.03)
+    assert (last.device_bytes, last.fits) == (everything.memory.device_bytes, everything.fits)
+    assert [point.k for point in REPORT.sweep.ks] == list(range(last.k + 1))
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--html FILE` writes the page there and prints the file's name; --out too is refused."""
+    file = tmp_path / "report.html"
+    asked = ["report", "--model", "llama-1.3b", "--device", "rtx4090", "--tokens", "512", "--html", str(file)]
+    assert main(asked) == 0
+    assert capsys.readouterr().out == f"{file}\n"
+    assert len(figures_of(file.read_text(encoding="utf-8"))) == 6
+    assert main([*asked, "--out", str(file)]) == 2
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says what to install, and no file is written."""
+    for name in ("plotly", "plotly.graph_objects", "plotly.offline"):
+        monkeypatch.setitem(sys.modules, name, None)
+    file = tmp_path / "report.html"
+    assert main(["report", "--model", "llama-1.3b", "--device", "h200", "--tokens", "512", "--html", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert "pip install hytrain-fx[report]" in told
+    assert told.count("\n") == 1
+    assert not file.exists()
+
+
+def test_names_are_escaped(page: str) -> None:
     """A model's name is text, whatever it holds."""
     from dataclasses import replace
 
-    from hytrain_fx.forecast.page import page
+    from hytrain_fx.forecast.page import page as page_of
 
-    text = page(replace(REPORT, model="<script>alert(1)</script>"))
-    assert "<script>" not in text
-    assert "&lt;script&gt;" in text
+    text = page_of(replace(REPORT, model="<script>alert(1)</script>"))
+    assert text.count("<script>") == page.count("<script>")
+    assert "&lt;script&gt;alert" in text
