@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "sympy", "deepspeed", "matplotlib")
+HEAVY = ("torch", "sympy", "deepspeed", "matplotlib", "plotly", "transformers")
 
 
 def loaded_after(code: str) -> set[str]:
