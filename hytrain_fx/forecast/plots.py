@@ -73,7 +73,8 @@ def plots(report: Report) -> Iterator[Plot]:
 
 
 def _plot(go: Any, title: str, traces: Sequence[Any], x: str, y: str, **layout: Any) -> Plot:
-    axes = {"xaxis": {"title": {"text": x}, **layout.pop("xaxis", {})}, "yaxis": {"title": {"text": y}, **layout.pop("yaxis", {})}}
+    axes = {name: {"title": {"text": text}, "automargin": True, "gridcolor": "#e5e5e5", **layout.pop(name, {})}
+            for name, text in (("xaxis", x), ("yaxis", y))}
     margin = {"l": 10, "r": 10, "t": 20, "b": 10}
     return Plot(title, go.Figure(list(traces), {"template": "none", "margin": margin, "height": 380, **axes, **layout}).to_json())
 
