@@ -5,7 +5,7 @@ It reads the Python standard library's source.
     python examples/train_accelerate.py                              # CPU: about a minute
     python examples/train_accelerate.py --mixed-precision bf16
 
-One line stands before `accelerator.prepare`, with the model on its device. Accumulation, clipping,
+`prepare` of the integration is called instead of `accelerator.prepare`. Accumulation, clipping,
 mixed precision, saving and resuming are Accelerate's own.
 """
 
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import hytrain_fx
+from hytrain_fx.integrations.accelerate import prepare
 
 ACCUMULATION = 2
 BATCH = 4
@@ -46,16 +47,17 @@ def new_model(layers: int, width: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def plain(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
-    """What the other run has instead of `hytrain_fx.compile`."""
+def prepare_plain(accelerator: Accelerator, model: Any, *others: Any) -> tuple[Any, ...]:
+    """What the other run calls: the model compiled by torch, and Accelerate's own `prepare`."""
     model.compile()
-    return model, optimizer
+    prepared: tuple[Any, ...] = accelerator.prepare(model, *others)
+    return prepared
 
 
 def train(
     accelerator: Accelerator,
     model: Any,
-    compile_both: Callable[..., tuple[Any, torch.optim.Optimizer]],
+    prepare_all: Callable[..., tuple[Any, ...]],
     data: TensorDataset,
     updates: int,
     *,
@@ -66,11 +68,10 @@ def train(
 
     `save` and `resume`: after how many updates, and the checkpoint's folder.
     """
-    model.to(accelerator.device)
-    model, optimizer = compile_both(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     loader = DataLoader(data, batch_size=BATCH, shuffle=False)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 10, updates)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = prepare_all(accelerator, model, optimizer, loader, scheduler)
     done, losses = 0, []
     if resume is not None:
         done = resume[0]
@@ -104,10 +105,10 @@ def main() -> None:
     args = parser.parse_args()
 
     found = []
-    for compile_both in (plain, hytrain_fx.compile):
+    for prepare_all in (prepare_plain, prepare):
         accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, mixed_precision=args.mixed_precision)
         model = new_model(args.layers, args.width)
-        losses = train(accelerator, model, compile_both, windows(args.context), args.updates)
+        losses = train(accelerator, model, prepare_all, windows(args.context), args.updates)
         found.append(torch.stack(losses).unflatten(0, (-1, ACCUMULATION)).mean(1).tolist())
 
     print("\nupdate  plain loss  hytrain_fx")

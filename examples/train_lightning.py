@@ -4,9 +4,8 @@ It reads the Python standard library's source.
 
     python examples/train_lightning.py          # CPU: about a minute
 
-One line of `configure_optimizers` makes the difference; Lightning has moved the module to its
-device by then. Automatic optimization, accumulation, clipping, saving and resuming are Lightning's
-own.
+One callback makes the difference. The LightningModule is a plain one; automatic optimization,
+accumulation, clipping, saving and resuming are Lightning's own.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hytrain_fx
+from hytrain_fx.integrations.lightning import Offload
 
 
 class ByteGpt2(lightning.LightningModule):  # type: ignore[misc]
     """A byte-level GPT-2 with random weights, the same on every call."""
 
-    def __init__(self, layers: int, width: int, *, ours: bool) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         lightning.seed_everything(0, verbose=False)
         config = GPT2Config(
             vocab_size=256, n_embd=width, n_layer=layers, n_head=4, n_positions=512, bos_token_id=0, eos_token_id=0, use_cache=False
         )  # fmt: skip
         self.model: Any = GPT2LMHeadModel(config)
-        self.ours = ours
         self.losses: list[torch.Tensor] = []
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -45,12 +44,15 @@ class ByteGpt2(lightning.LightningModule):  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1)
-        if self.ours:
-            _, optimizer = hytrain_fx.compile(self.model, optimizer)
-        else:
-            self.model.compile()
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+
+class Explain(lightning.Callback):  # type: ignore[misc]
+    """Prints what became of the updates. It stands before `Offload`, which closes the model."""
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        print(f"\n{hytrain_fx.explain(pl_module.model)}")
 
 
 def windows(context: int) -> TensorDataset:
@@ -85,16 +87,16 @@ def main() -> None:
     args = parser.parse_args()
 
     found = []
-    for ours in (False, True):
-        module = ByteGpt2(args.layers, args.width, ours=ours)
-        train(module, windows(args.context), args.steps)
+    for callbacks in ([], [Explain(), Offload()]):
+        module = ByteGpt2(args.layers, args.width)
+        if not callbacks:
+            module.model.compile()  # or the plain run would not be compiled at all
+        train(module, windows(args.context), args.steps, callbacks=callbacks)
         found.append(torch.stack(module.losses).unflatten(0, (-1, 2)).mean(1).tolist())
 
     print("\n step  plain loss  hytrain_fx")
     for step in sorted({*range(0, args.steps, max(1, args.steps // 10)), args.steps - 1}):
         print(f"{step:5}  {found[0][step]:10.6f}  {found[1][step]:10.6f}")
-    print(f"\n{hytrain_fx.explain(module.model)}")
-    hytrain_fx.close(module.model)
 
 
 if __name__ == "__main__":

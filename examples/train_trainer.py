@@ -4,8 +4,8 @@ It reads the Python standard library's source.
 
     python examples/train_trainer.py          # CPU: about a minute
 
-All that is needed is `HyTrainer`. Clipping, accumulation, warm-up, decay groups, saving and
-resuming are the Trainer's own.
+`HyTrainer` is used instead of `Trainer`, and nothing else changes. Clipping, accumulation, warm-up,
+decay groups, saving and resuming are the Trainer's own.
 """
 
 from __future__ import annotations
@@ -21,20 +21,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import hytrain_fx
-
-
-class HyTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose model and optimizer are compiled by hytrain_fx.
-
-    The Trainer has moved the model and grouped the optimizer's parameters by then.
-    """
-
-    optimizer: torch.optim.Optimizer | None
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is None:
-            _, self.optimizer = hytrain_fx.compile(self.model, super().create_optimizer(model))
-        return self.optimizer
+from hytrain_fx.integrations.transformers import HyTrainer
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):

@@ -1,4 +1,4 @@
 """Adapters to other libraries, each a few lines on that library's public API.
 
-Importing a module here imports none of them: what is adapted is handed over.
+Importing `hytrain_fx` imports no module of this package, so none of those libraries.
 """

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "sympy", "deepspeed", "matplotlib", "plotly", "transformers")
+HEAVY = ("torch", "sympy", "deepspeed", "matplotlib", "plotly", "transformers", "accelerate", "lightning")
 
 
 def loaded_after(code: str) -> set[str]:

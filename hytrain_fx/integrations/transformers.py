@@ -1,0 +1,81 @@
+"""Hugging Face's Trainer with its optimizer offloaded.
+
+    from hytrain_fx.integrations.transformers import HyTrainer
+
+    trainer = HyTrainer(model=model, args=args, train_dataset=data)
+
+`OffloadMixin` does the same for any subclass of Trainer: your own, or TRL's.
+
+    class HySFTTrainer(OffloadMixin, SFTTrainer): ...
+
+The hook is `create_optimizer`, which the Trainer's documentation names for this: the model is on
+its device by then, and is not prepared by Accelerate yet.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer
+
+import hytrain_fx
+from hytrain_fx.errors import HytrainWarning, UnsupportedError
+from hytrain_fx.integrations.accelerate import require_one_device
+from hytrain_fx.session.optimizer import OffloadedOptimizer
+
+
+class OffloadMixin:
+    """Stands before a Trainer among a class's bases.
+
+    `compile_options` are those of `hytrain_fx.compile`.
+
+    The model stays compiled after `train()`: it can be evaluated, saved and trained further.
+    `hytrain_fx.close(trainer.model)` makes it a plain one.
+    """
+
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+
+    def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **others: Any) -> None:
+        self.compile_options = dict(compile_options or {})
+        super().__init__(*args, **others)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The Trainer's optimizer, or the one that it was given, offloaded.
+
+        A second `train()` goes on with it. With `model_init` each `train()` has a model and an
+        optimizer of its own. Raises UnsupportedError where the Trainer would wrap the model.
+        """
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]  # the Trainer's
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper is there from the second train() on
+        if isinstance(inner, OffloadedOptimizer):
+            return optimizer
+        self._require_one_device()
+        self._warn_of_waits()
+        _, self.optimizer = hytrain_fx.compile(self.model, optimizer, **self.compile_options)
+        return self.optimizer
+
+    def _require_one_device(self) -> None:
+        require_one_device(self.accelerator)
+        if self.args.n_gpu > 1:
+            raise UnsupportedError(
+                f"the Trainer would wrap the model in DataParallel, for {self.args.n_gpu} GPUs; expected one device. "
+                "Show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+            )
+
+    def _warn_of_waits(self) -> None:
+        if self.args.logging_nan_inf_filter and self.args.device.type == "cuda":
+            warnings.warn(
+                "logging_nan_inf_filter=True waits for the GPU between backward() and step(), which takes most of the overlap away; "
+                "set logging_nan_inf_filter=False in the TrainingArguments: losses are logged as they are then",
+                HytrainWarning,
+                stacklevel=3,
+            )
+
+
+class HyTrainer(OffloadMixin, Trainer):  # type: ignore[misc]
+    """A Trainer whose optimizer is offloaded."""
