@@ -119,6 +119,7 @@ def both(twins: Twins, plain: Loop, ours: Loop) -> None:
             torch.testing.assert_close(saved[number][name].float(), theirs, rtol=0, atol=0, equal_nan=True, msg=f"{name} of {number}")
 
 
+@pytest.mark.sample(16)
 @each_place
 @each_clip
 @each_speculate
@@ -153,6 +154,7 @@ def catching(told: list[str]) -> Step:
 BAD = (None, None, overflow, None, not_a_number, one_element, None, None)
 
 
+@pytest.mark.sample(24)
 @each_place
 @each_clip
 @each_speculate
@@ -216,6 +218,7 @@ def test_an_error_that_is_not_known_at_step_comes_before_anything_else_changes(t
     assert counted == {3.0}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("mode", ["allow", "skip", "raise"])
 @pytest.mark.parametrize("unscale", [False, True])
 @each_place
@@ -228,6 +231,7 @@ def test_steps_that_grad_scaler_leaves_out_are_its_own(twins: Twins, places: lis
     assert twins.session.finite_steps.count == before
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 @each_place
 def test_a_factor_that_is_not_finite_counts(twins: Twins, places: list[Placement], mode: OnNonfinite) -> None:
@@ -246,6 +250,7 @@ def test_a_factor_that_is_not_finite_counts(twins: Twins, places: list[Placement
     both(twins, loop_of(bad, step=finite_steps_alone), loop_of(bad, step=catching([])))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 @each_place
 def test_sums_of_micro_batches_are_looked_at(twins: Twins, places: list[Placement], mode: OnNonfinite) -> None:
