@@ -159,9 +159,9 @@ class Witness:
 
         plain_compile, plain_close = api.compile, api.close
 
-        def compile(model: nn.Module, *args: Any, **options: Any) -> Any:
+        def compile(model: Any, *args: Any, **options: Any) -> Any:
             compiled = plain_compile(model, *args, **options)
-            self._open.append(model)
+            self._open.append(getattr(model, "__self__", model))
             return compiled
 
         def close(model: nn.Module) -> None:

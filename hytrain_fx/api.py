@@ -29,6 +29,7 @@ from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.call_gate import find_session, put_gate
+from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import load_states
@@ -37,7 +38,7 @@ from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
 from hytrain_fx.torch_private.names import require_release
 from hytrain_fx.torch_private.options import known_options
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=Callable[..., Any])  # a module, or a method of one
 
 
 def compile(
@@ -73,6 +74,11 @@ def compile(
     Returns the same module object and an optimizer that shares `param_groups` with the given one.
     The optimizer may have run before: its states are taken along. Without options everything is
     solved from measured times. `Config` says more of each option.
+
+    A loop that calls another method than `model(...)` hands over that one:
+    `compile(model.training_step, optimizer)`. The model then has the compiled method by that name,
+    and it is returned; its own call is compiled too. The method returns the loss: backward() and
+    step() stay in the loop.
 
     k                units whose states rest on the device, "auto": solved
     plan             a saved Plan to obey instead of solving one
@@ -113,17 +119,21 @@ def compile(
         timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
-    if isinstance(model, nn.Module) and find_session(model) is not None:
+    called = called_of(model)
+    module = called.model
+    if isinstance(module, nn.Module) and find_session(module) is not None:
         raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it anew")
-    if isinstance(model, nn.Module) and compiled_call(model) is not None:
+    if isinstance(module, nn.Module) and compiled_call(module) is not None:
         raise UnsupportedError("this model was compiled with Module.compile(); hand over the plain model, hytrain_fx compiles it itself")
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
-    session = Session(model, optimizer, config)
-    put_gate(model, session)
+    session = Session(module, optimizer, config)
+    put_gate(module, session)
     ours = OffloadedOptimizer(optimizer, session)
     if before is not None:
         load_states(session, ours, before)
-    return model, ours
+    if called.method is None:
+        return model, ours
+    return called.install(compiled_call(module)), ours
 
 
 def close(model: nn.Module) -> None:
@@ -137,6 +147,7 @@ def close(model: nn.Module) -> None:
     session = session_of(model)
     session.close()
     set_compiled_call(model, None)
+    remove_methods(model)
 
 
 def settle(model: nn.Module) -> None:
@@ -341,7 +352,8 @@ def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
     done, captured = session.steps_done, session.planning.captured_steps
     if captured < done:
-        why = ("its gradients came from elsewhere (another method than the model's call, torch.func, gradients written by hand)"
+        why = ("its gradients came from elsewhere (another method than the model's call, which hytrain_fx.compile(model.method, optimizer) "
+               "captures, torch.func, gradients written by hand)"
                if session.capture.graphs else "torch.compile captured no graph (TORCH_LOGS=graph_breaks tells why)")
         yield (f"{done - captured} of {done} steps ran outside captured graphs: {why}. There updates begin at step() and the next forward "
                f"waits for all of them, so nothing is hidden; step() itself took {time_text(session.in_step_us)} in the last step"

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from hytrain_fx.errors import HytrainError, HytrainWarning
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.callbacks import weakly
+from hytrain_fx.session.outside_calls import loop_level
 from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.compiling import compiled_call_of, raised_in_backend
 from hytrain_fx.torch_private.modules import compiled_call, plain_call, set_compiled_call
@@ -39,47 +41,73 @@ class _CompiledCall:
     last: int = 0
 
 
-class CallGate:
-    """Stands where `torch.nn.Module.compile` puts the compiled call.
-
-    A copied or pickled model loses it and is a plain model.
+class Entry:
+    """One method through which the compiled model is entered, with its graphs by layout.
 
     compile_call    makes a compiled call, another one each time
     plain_call      the same call, not compiled
+    """
+
+    def __init__(self, compile_call: Callable[[], Callable[..., Any]], plain_call: Callable[..., Any]) -> None:
+        self.compile_call = compile_call
+        self.plain_call = plain_call
+        self.compiled: dict[Layout, _CompiledCall] = {}
+
+
+class CallGate:
+    """Stands where `torch.nn.Module.compile` puts the compiled call.
+
+    A copied or pickled model loses it and is a plain model. `enter` leads to another method of the
+    model, which is compiled too.
+
+    compile_call    makes the compiled call of a method, another one each time
+    plain_call      what `model(...)` calls when nothing is compiled
     session         is told of each call
     """
 
-    def __init__(self, compile_call: Callable[[], Callable[..., Any]], plain_call: Callable[..., Any], session: Session) -> None:
+    def __init__(self, compile_call: Callable[[MethodType], Callable[..., Any]], plain_call: MethodType, session: Session) -> None:
         self._compile_call = compile_call
-        self._plain_call = plain_call
         self._places = session.places
-        self._compiled = {session.places.compiled: _CompiledCall(compile_call())}
+        self._entries: list[Entry] = []
         self._calls = 0
         self._warned = False
         self.session = session
+        self._forward = self.entry(plain_call)
+
+    def entry(self, method: MethodType) -> Entry:
+        """One more way in: `method`, compiled by itself."""
+        entry = Entry(partial(self._compile_call, method), method)
+        entry.compiled[self._places.compiled] = _CompiledCall(entry.compile_call())
+        self._entries.append(entry)
+        return entry
 
     # A torch.compile around it (the Trainer's torch_compile=True) breaks its graph here: its own
     # would have none of our nodes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.turns.calls:
-            return self._in_turn(*args, **kwargs)
+        return self.enter(self._forward, args, kwargs)
 
-    def _in_turn(self, *args: Any, **kwargs: Any) -> Any:
+    def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the method of this entry."""
+        with self.session.turns.calls:
+            return self._in_turn(entry, args, kwargs)
+
+    def _in_turn(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.session.closed:  # while another thread was about to call the model
-            return self._plain_call(*args, **kwargs)
+            return entry.plain_call(*args, **kwargs)
         with self.session.turns.compiles:
             pass  # torch refuses this call while another thread's backward compiles
-        if self.session.graphs.must_capture_anew():
-            self._compiled.clear()
-        layout = self._places.layout()
-        call = self._call_of(layout)
-        with whole() as gap:
+        with whole() as gap:  # also what only looks: meanwhile torch functions are off in this thread
+            if self.session.graphs.must_capture_anew():
+                for each in self._entries:
+                    each.compiled.clear()
+            layout = self._places.layout()
+            call = self._call_of(entry, layout)
             self.session.enter_forward()
             try:
                 try:
                     gap.open = True
-                    if call is self._plain_call or layout.places != self._places.compiled.places:
+                    if call is entry.plain_call or layout.places != self._places.compiled.places:
                         self.session.eager.wait_for_all()  # what is there instead may share memory with any weight
                     return call(*args, **kwargs)
                 except Exception as error:
@@ -92,26 +120,26 @@ class CallGate:
             finally:
                 self.session.leave_forward()
 
-    def _call_of(self, layout: Layout) -> Callable[..., Any]:
+    def _call_of(self, entry: Entry, layout: Layout) -> Callable[..., Any]:
         self._calls += 1
-        compiled = self._compiled.get(layout)  # once a call: a layout's hash is of all its names
+        compiled = entry.compiled.get(layout)  # once a call: a layout's hash is of all its names
         if compiled is None:
-            if len(self._compiled) >= MOST_LAYOUTS and not self._drop_one():
+            if len(entry.compiled) >= MOST_LAYOUTS and not self._drop_one(entry):
                 self._warn()
-                return self._plain_call
-            compiled = self._compiled[layout] = _CompiledCall(self._compile_call())
+                return entry.plain_call
+            compiled = entry.compiled[layout] = _CompiledCall(entry.compile_call())
         compiled.last = self._calls
         return compiled.call
 
-    def _drop_one(self) -> bool:
+    def _drop_one(self, entry: Entry) -> bool:
         """Forget the graphs of a layout that is out of use; False where there is none.
 
         Those of an early stage of gradual unfreezing are.
         """
-        oldest = min(self._compiled, key=lambda layout: self._compiled[layout].last)
-        if self._calls - self._compiled[oldest].last <= OUT_OF_USE_CALLS:
+        oldest = min(entry.compiled, key=lambda layout: entry.compiled[layout].last)
+        if self._calls - entry.compiled[oldest].last <= OUT_OF_USE_CALLS:
             return False
-        del self._compiled[oldest]
+        del entry.compiled[oldest]
         return True
 
     def _warn(self) -> None:
@@ -119,7 +147,7 @@ class CallGate:
             self._warned = True
             warnings.warn(f"the model's parameters have changed places, or been frozen, in more than {MOST_LAYOUTS} ways within "
                           f"{OUT_OF_USE_CALLS} calls, each of which is compiled: further ones run in plain Python. Exchange values of "
-                          "parameters instead of the parameters", HytrainWarning, stacklevel=4)
+                          "parameters instead of the parameters", HytrainWarning, stacklevel=loop_level())
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (type(None), ())
@@ -132,7 +160,8 @@ def put_gate(model: nn.Module, session: Session) -> None:
     """Make `model(...)` the compiled call of its session, which is closed where that fails."""
     of = session.config
     backend, on_eager = weakly(session.capture.backend), weakly(session.eager.before_eager_code)
-    compile_call = partial(compiled_call_of, model, backend, of.dynamic, of.mode, of.options, on_eager)
+    compile_call = partial(compiled_call_of, model, backend=backend, dynamic=of.dynamic, mode=of.mode, options=of.options,
+                           on_eager=on_eager)
     try:
         set_compiled_call(model, CallGate(compile_call, plain_call(model), session))
     except BaseException:

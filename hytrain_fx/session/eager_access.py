@@ -30,6 +30,7 @@ from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.callbacks import if_alive, weakly
 from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
+from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.turns import Turns
 from hytrain_fx.weights.autocast_copies import AutocastCopies
 from hytrain_fx.weights.guard import GuardedParameter, guard_type
@@ -57,6 +58,7 @@ class EagerAccess:
         held: HeldWeights,
         turns: Turns,
         marks: StepMarks,
+        outside: OutsideCalls,
         *,
         wants_copies: bool,
         is_over: Callable[[], bool],
@@ -75,6 +77,7 @@ class EagerAccess:
         self._held = held
         self._turns = turns
         self._marks = marks
+        self._outside = outside
         self._is_over = is_over
         self._all_rows = tuple(range(len(table)))
         self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
@@ -111,6 +114,7 @@ class EagerAccess:
         row = self._table.row_of[id(parameter)]
         self.writes.watch([row])
         self.touched.add(row)
+        self._outside.touched()
         if torch.is_grad_enabled():
             self._gradients.parts.used_eagerly.add(row)
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from hytrain_fx.capture.parameters import ParameterTable, build_table
 from hytrain_fx.capture.units import group_units
 from hytrain_fx.config import Config
+from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.startup import Phase, Startup, StartupClock
 from hytrain_fx.passes.ops import NODES
@@ -42,6 +43,7 @@ from hytrain_fx.session.finite_steps import FiniteSteps
 from hytrain_fx.session.foresight import Foresight, Speculate
 from hytrain_fx.session.graphs import SessionGraphs
 from hytrain_fx.session.nodes import SessionNodes
+from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.resources import Resources
 from hytrain_fx.session.turns import Turns, in_turn
 from hytrain_fx.session.update import OptimizerUpdate
@@ -102,8 +104,9 @@ class Session:
         self.resources.allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         wants_copies = self.config.autocast_copies and self.states.may_halve
+        self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
-                                 wants_copies=wants_copies, is_over=lambda: not self._shut_down.alive)
+                                 self._outside, wants_copies=wants_copies, is_over=lambda: not self._shut_down.alive)
         self.copies = self.eager.copies
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and wants_copies else None
@@ -143,6 +146,7 @@ class Session:
             with self.clock.phase(Phase.PLAN):
                 self._follow_plan()
             self.nodes.gradients.parts.call_begins()
+            self._outside.called()
         if self.clock.running:
             self.clock.forward_begins(self._at_full_speed)
         self.marks.silent_thread = 0 if torch.is_grad_enabled() else threading.get_ident()  # an evaluation leaves no marks
@@ -197,6 +201,9 @@ class Session:
     def step(self, skip: torch.Tensor | None = None) -> None:
         """`_step` in its turn: no other thread is in the compiled call."""
         with self.turns.calls, self.turns.state:
+            if self._depth > 0:
+                raise UnsupportedError("optimizer.step() was called inside the compiled call of the model; have its forward, or the method "
+                                       "that was compiled, return the loss, and call backward() and step() in the loop")
             self._step(skip)
 
     @whole()
@@ -243,6 +250,7 @@ class Session:
             FinishedStep(self.steps_done, tuple(self.step_us), foresight.will_go_ahead, foresight.awaits_factors))
         if self.clock.step_ends():
             self.resources.full_speed()
+        self._outside.stepped(self.planning.captured_steps > 0, bool(self.eager.last_gradient_rows))
 
     @property
     def _at_full_speed(self) -> bool:

@@ -24,15 +24,16 @@ def is_tracing() -> bool:
 
 def compiled_call_of(
     model: nn.Module,
+    plain: types.MethodType,
     backend: Callable[..., Any],
     dynamic: bool | None,
     mode: str | None,
     options: dict[str, Any],
     on_eager: Callable[[], None],
 ) -> Callable[..., Any]:
-    """The compiled call of `model`, as `model.compile(...)` makes it.
+    """The compiled form of `plain`, a method of `model`.
 
-    Each one captures its own graphs.
+    Each one captures its own graphs. That of `model._call_impl` is what `model.compile(...)` makes.
 
     `on_eager` is called before a run that is not one graph from end to end: a graph break, or
     Dynamo gave up (recompile limit).
@@ -51,20 +52,21 @@ def compiled_call_of(
     # What run_model calls Dynamo would compile, and CUDA's current stream is another object in
     # compiled code.
     told = torch.compiler.disable(on_eager)
+    function = plain.__func__
 
     # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is
     # plain Python.
     def run_model(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             told()
-        return model._call_impl(*args, **kwargs)
+        return function(model, *args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return run_model(*args, **kwargs)
 
     private_name("torch._dynamo.eval_frame", "skip_code")(run_model.__code__)
     # The name is part of what automatic dynamic shapes are remembered by.
-    code = call.__code__.replace(co_name=f"call_{type(model).__name__}")
+    code = call.__code__.replace(co_name=f"{plain.__name__.lstrip('_')}_of_{type(model).__name__}")
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
     compiled: Callable[..., Any] = torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None)
     return compiled

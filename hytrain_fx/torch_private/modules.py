@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ class Slots:
         return all(map(is_, map(dict.get, self._entries, self._names), self._values))
 
 
-def plain_call(model: nn.Module) -> Callable[..., Any]:
+def plain_call(model: nn.Module) -> MethodType:
     """What `model(...)` calls when nothing is compiled."""
-    call: Callable[..., Any] | None = getattr(model, "_call_impl", None)
+    call: MethodType | None = getattr(model, "_call_impl", None)
     if call is None:
         raise UnsupportedError(
             f"torch {torch.__version__} has no nn.Module._call_impl; hytrain_fx needs it and was run on torch 2.11 and 2.13")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -143,6 +143,19 @@ def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str
         assert any(same(found, one) for one in expected), f"line {line} of {call}"
         line, seen = line + 1 + line // 4, seen + 1
     assert seen > 3
+
+
+def test_a_forward_that_is_broken_off_as_it_begins_leaves_torch_functions_on(twins: Twins) -> None:
+    """Guards are torch functions: without them eager code would read weights in flight."""
+    twins.restart()
+    weight = next(twins.ours.parameters())
+    for line in range(1, 60):
+        twins.session.plain.guard()
+        with suppress(KeyboardInterrupt), signal_at(line):
+            twins.ours(*twins.batches[0])
+        assert is_guarded(weight), f"line {line}"
+        weight.sum()
+        assert not is_guarded(weight), f"line {line}"
 
 
 @pytest.mark.parametrize("call", ["forward", "backward"])
