@@ -29,32 +29,38 @@ HEADS = ("run", "what", "k", "streamed", "measured, s", "predicted, s", "error",
          "error")
 TEXT = """# Predictions beside measurements
 
-Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md) and [earlier_runs.md](earlier_runs.md), one
-H200, bf16, 4 x 2048 tokens unless said; runs were on different machines of that kind. Predicted: the named device `h200` and nothing of
-the run, for the k and the streamed share (of what is not resident) that the run had.
-Host GB is the whole process (RSS): predicted are states, slots, and the 1.6 GB of Python and torch that a process without them takes.
+Made by `python docs/compare_predictions.py`. Measured: [measurements.md](measurements.md) and
+[earlier_runs.md](earlier_runs.md), one H200, bf16, 4 x 2048 tokens unless said; runs were on
+different machines of that kind. Predicted: the named device `h200` and nothing of the run, for the
+k and the streamed share (of what is not resident) that the run had. Host GB is the whole process
+(RSS): predicted are states, slots, and the 1.6 GB of Python and torch that a process without them
+takes.
 
 """
 MISSES = """
 What is missed, and why:
 
-- **On slow hosts** (L, M, N, O, AF, every state on the host in AC): the rates of `h200` are those of a faster one. torchao took 0.70 s on
-  one machine, 0.80 s on that of run L, 0.95 s on that of run M and 1.26 s on that of run N. The planner
-  inside the run, which knows the rates in place, predicted 0.394 of 0.419 s (L), 0.526 of 0.541 s (M), 0.515 of 0.532 s (N) and 1.117
-  of 1.100 s (O, 6.74 G), 0.605 of 0.583 s (AC), 0.445 of 0.462 s (AD),
-  0.477 of 0.510 s and 0.723 of 0.804 s (AF, shares that were still on their way).
-- **Host memory of 6.74 G** (O): states and slots were 68.5 GB by the program's own count, the process had 10 GB more. Not explained;
-  updates that begin before `step()` keep old states, and whether there were any was not noted. In AC the process has what is
-  predicted, in AE 2 GB more.
-- **Every state on the host**, 4 to 8 % too short elsewhere: copies, updates and memory are taken to give their best at every moment. In
-  the timeline of run K the link to the device gives 33 GB/s while the CPU works, and 51 when it does not.
-- **k solved**, 11 % too long in run K: without streaming the CPU updates faster than the 5.9 G parameters/s of `h200`.
-- **ZeRO-Offload is predicted too fast**: its schedule is played with our kernel's rate, DeepSpeed's own is 4.1 G parameters/s (0.77
-  instead of 0.53 s for the updates), and AF's host is slow besides. The report compares schedules, not kernels.
-- The rate of the CPU was itself measured in place in run D, and the rate of matrix products in run A, so these rows test the schedule,
-  not the rates.
-- Not tested at all: other GPUs, other hosts, other models, recomputation, more tokens. Their figures rest on data sheets and estimates,
-  as each report says beside the figure.
+- **On slow hosts** (L, M, N, O, AF, every state on the host in AC): the rates of `h200` are those
+  of a faster one. torchao took 0.70 s on one machine, 0.80 s on that of run L, 0.95 s on that of
+  run M and 1.26 s on that of run N. The planner inside the run, which knows the rates in place,
+  predicted 0.394 of 0.419 s (L), 0.526 of 0.541 s (M), 0.515 of 0.532 s (N) and 1.117 of 1.100 s
+  (O, 6.74 G), 0.605 of 0.583 s (AC), 0.445 of 0.462 s (AD), 0.477 of 0.510 s and 0.723 of 0.804 s
+  (AF, shares that were still on their way).
+- **Host memory of 6.74 G** (O): states and slots were 68.5 GB by the program's own count, the
+  process had 10 GB more. Not explained; updates that begin before `step()` keep old states, and
+  whether there were any was not noted. In AC the process has what is predicted, in AE 2 GB more.
+- **Every state on the host**, 4 to 8 % too short elsewhere: copies, updates and memory are taken to
+  give their best at every moment. In the timeline of run K the link to the device gives 33 GB/s
+  while the CPU works, and 51 when it does not.
+- **k solved**, 11 % too long in run K: without streaming the CPU updates faster than the 5.9 G
+  parameters/s of `h200`.
+- **ZeRO-Offload is predicted too fast**: its schedule is played with our kernel's rate, DeepSpeed's
+  own is 4.1 G parameters/s (0.77 instead of 0.53 s for the updates), and AF's host is slow besides.
+  The report compares schedules, not kernels.
+- The rate of the CPU was itself measured in place in run D, and the rate of matrix products in run
+  A, so these rows test the schedule, not the rates.
+- Not tested at all: other GPUs, other hosts, other models, recomputation, more tokens. Their
+  figures rest on data sheets and estimates, as each report says beside the figure.
 """
 
 

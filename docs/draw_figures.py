@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,7 +278,7 @@ def _bars(spans: Iterable[Any]) -> list[Bar]:
     return sorted((begin, end, kind) for kind, pairs in by_kind.items() for begin, end in union(pairs))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line; draw or record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*FIGURES, []], default=[], metavar="NAME", help=f"of {', '.join(FIGURES)}; none: all")
@@ -288,12 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     if parsed.record:
         record(parsed.record, parsed.heading, parsed.data)
-        return
+        return 0
     parsed.out.mkdir(parents=True, exist_ok=True)
     for name in parsed.names or FIGURES:
         for which, look in LOOKS.items():
             FIGURES[name](parsed.out / f"{name}-{which}.png", look)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

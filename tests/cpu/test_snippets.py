@@ -6,8 +6,8 @@ and in one empty folder, run
     ```python blocks        what a reader sees
     <!-- python ... -->     what a page takes as given (a tiny model, a file), and what must
                             hold after a block
-    python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` is
-                            read by its own parser, not run
+    python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` and
+                            `python -m docs.draw_figures` are read by their own parsers, not run
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks_line
+from docs import draw_figures
 from hytrain_fx import errors
 from hytrain_fx.__main__ import main
 
@@ -33,11 +34,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A visible or a hidden block of Python, or a line of a code block that starts with a command.
 PIECE = re.compile(
     r"^```python\n(?P<shown>.*?)^```|^<!-- python\n(?P<hidden>.*?)^-->"
-    r"|^(?:    )?(?:\$ )?python -m (?P<program>hytrain_fx|benchmarks) (?P<line>[^\n]*)",
+    r"|^(?:    )?(?:\$ )?python -m (?P<program>hytrain_fx|benchmarks|docs\.draw_figures) (?P<line>[^\n]*)",
     re.MULTILINE | re.DOTALL,
 )
 QUICKLY = {"profile": ("--seconds", "0.02", "--megabytes", "64")}  # what is added to a command, for the test's sake
-LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
+# [words](page.md#anchor), [words](#anchor), and the pictures of <picture>
+LINK = re.compile(r"""\]\((?P<target>[^)#:]*)(?P<anchor>#[^)]*)?\)|\b(?:src|srcset)="(?P<picture>[^":]+)""""")
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 
 def pieces_of(page: Path) -> list[re.Match[str]]:
@@ -55,6 +58,7 @@ def script_of(page: str) -> str:
     return next(piece["shown"] for piece in pieces_of(ROOT / "docs" / f"{page}.md") if piece["shown"])
 
 
+PROGRAMS = {"hytrain_fx": main, "benchmarks": benchmarks_line.main, "docs.draw_figures": draw_figures.main}
 PAGES_THAT_RUN = [page for page in PAGES if pieces_of(page)]
 
 
@@ -68,6 +72,8 @@ def test_the_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     for _, module, _ in benchmarks_line.COMMANDS:
         monkeypatch.setattr(module, "run", lambda arguments: {})
+    monkeypatch.setattr(draw_figures, "record", lambda *_: None)
+    monkeypatch.setattr(draw_figures, "FIGURES", dict.fromkeys(draw_figures.FIGURES, lambda *_: None))
     torch._dynamo.reset()
     monkeypatch.setattr("sys.argv", [page.name])
     module = ModuleType(f"snippets_of_{page.stem}")  # a class of a snippet is looked up in its module
@@ -81,7 +87,7 @@ def test_the_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
             exec(compile("\n" * line + source, str(page), "exec"), names)
             names["shown"] = piece["shown"] or names["shown"]
         else:
-            run = main if piece["program"] == "hytrain_fx" else benchmarks_line.main
+            run = PROGRAMS[piece["program"]]
             arguments = shlex.split(piece["line"], comments=True)
             assert run([*arguments, *QUICKLY.get(arguments[0], ())]) == 0, piece[0]
         names["printed"] += capsys.readouterr().out
@@ -89,9 +95,9 @@ def test_the_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_every_python_block_is_found() -> None:
     """No page has a fence of Python that the pattern overlooks, indented or in another spelling."""
-    fences = {page.name: len(re.findall(r"^\s*[`~]{3,}\s*\{?\.?py", page.read_text(), re.MULTILINE)) for page in PAGES}
+    fences = {page.name: len(re.findall(r"^\s*[`~]{3,}[ \t]*\{?\.?py", page.read_text(), re.MULTILINE)) for page in PAGES}
     assert fences == {page.name: sum(piece["shown"] is not None for piece in pieces_of(page)) for page in PAGES}
-    assert fences["README.md"] == 2
+    assert fences["README.md"] == 1
 
 
 def test_the_links_of_all_pages_lead_somewhere() -> None:
@@ -100,11 +106,12 @@ def test_the_links_of_all_pages_lead_somewhere() -> None:
     Its anchor is a heading of that page.
     """
     wrong = []
-    for page in PAGES:
-        for target, anchor in LINK.findall(page.read_text()):
-            found = page.parent / target
+    for page in LINKED:
+        for link in LINK.finditer(page.read_text()):
+            target, anchor = link["target"] or link["picture"], link["anchor"]
+            found = page.parent / target if target else page
             if not found.exists() or (anchor and anchor[1:] not in anchors_of(found)):
-                wrong.append(f"{page.name}: {target}{anchor}")
+                wrong.append(f"{page.name}: {link[0]}")
     assert wrong == []
 
 
