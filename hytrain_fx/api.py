@@ -122,7 +122,7 @@ def compile(
     called = called_of(model)
     module = called.model
     if isinstance(module, nn.Module) and find_session(module) is not None:
-        raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it anew")
+        raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it again")
     if isinstance(module, nn.Module) and compiled_call(module) is not None:
         raise UnsupportedError("this model was compiled with Module.compile(); hand over the plain model, hytrain_fx compiles it itself")
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None

@@ -22,7 +22,7 @@ struct Watch {
   std::unordered_set<const void*> storages;  // changed by the thread that watches only
 };
 
-// Watches that are on, in the order of their beginning: a model may be called inside another's forward.
+// Watches that are on, the first to begin first. A model may be called inside another's forward.
 thread_local std::vector<Watch*> t_watches;
 thread_local at::CallbackHandle t_callback = 0;
 
@@ -53,7 +53,8 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& c
   return nullptr;
 }
 
-// The callback is on in this thread exactly while something is watched: elsewhere an operator costs nothing more.
+// The callback is on in this thread only while something is watched: elsewhere operators cost
+// nothing more.
 void follow_watches() {
   if (!t_watches.empty() && t_callback == 0) {
     t_callback = at::addThreadLocalCallback(at::RecordFunctionCallback(&before_operator)
