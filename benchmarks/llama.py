@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 11008, "num_attention_heads": 32},
     "10b": {"hidden_size": 4608, "num_hidden_layers": 38, "intermediate_size": 12288, "num_attention_heads": 36},
 }
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 INITIAL_STD = 0.02
 
 

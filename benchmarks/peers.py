@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from benchmarks.case import CannotRun, Case
-from benchmarks.llama import ADAMW
-from benchmarks.trainer import Trainer, precision, require, synchronize
+from benchmarks.trainer import precision, require
+from hytrain_fx.bench.loops import ADAMW, Trainer, synchronize
 
 ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer:
+def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
     """DeepSpeed ZeRO-2 with the optimizer on the CPU, bf16 parameters, compiled."""
     for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
         os.environ.setdefault(name, value)
@@ -65,7 +65,7 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
     }
 
 
-def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer:
+def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
     """torchao's CPUOffloadOptimizer, with gradients offloaded too and each block compiled.
 
     That is its fastest form on the measured H200.

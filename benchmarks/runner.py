@@ -6,12 +6,9 @@ One that fails or takes too long is noted, and the next runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +23,7 @@ from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
 from benchmarks.turns import Ask, Memory, Seat, entered, on_cores
+from hytrain_fx.bench.process import row_in, run_to_end, why_none
 from hytrain_fx.runtime.memory import available_host_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,55 +152,20 @@ def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | N
         status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch, seat, turn)
     printed = log.read_text(errors="replace")
     wall_s = round(time.perf_counter() - began, 1)
-    row = _row_in(printed) if status in (0, None) else None  # a row that was printed counts, even if its process did not end
+    row = row_in(printed) if status in (0, None) else None  # a row that was printed counts, even if its process did not end
     if row is not None:
         return row | {"wall_s": wall_s}
-    why = f"took longer than {launch.limit_s:g} s" if status is None else _why(status, printed)
+    why = why_none(status, printed, launch.limit_s)
     return {**case.values(), "machine": machine(), "error": why, "wall_s": wall_s}
 
 
 def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None, turn: int | None) -> int | None:
-    """The exit status; None where the time was up. The processes it started end with it."""
+    """The exit status; None where the time was up."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if launch.cache is not None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
-    own: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if seat is not None:
-        command = [*command, "--turn", str(turn), *(["--shares-gpu"] if seat.shared else [])]
-        env["CUDA_VISIBLE_DEVICES"], own = seat.gpu, on_cores(seat.cores)
-    with own:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True,
-                                   pass_fds=() if turn is None else (turn,))
-    try:
-        with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
-            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
-        return process.wait(timeout=launch.limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and all it started
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _row_in(printed: str) -> Row | None:
-    """The last line that is a row; packages print more before and after it."""
-    for line in reversed(printed.splitlines()):
-        if line.startswith("{"):
-            try:
-                found: Row = json.loads(line)
-            except ValueError:
-                continue
-            if "step_s" in found:
-                return found
-    return None
-
-
-def _why(status: int, printed: str) -> str:
-    """The error's own line."""
-    if status == -signal.SIGKILL:
-        return "killed (by the system: it does so when host memory is used up)"
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("cannot run: ") or re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)\b", line)]
-    last = (told or lines or ["nothing was printed"])[-1]
-    return last.removeprefix("cannot run: ")[:400] if status > 0 else f"ended by signal {-status}: {last[:400]}"
+    if seat is None:
+        return run_to_end(command, output, launch.limit_s, env)
+    command = [*command, "--turn", str(turn), *(["--shares-gpu"] if seat.shared else [])]
+    with on_cores(seat.cores):
+        return run_to_end(command, output, launch.limit_s, env | {"CUDA_VISIBLE_DEVICES": seat.gpu}, () if turn is None else (turn,))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -26,23 +25,19 @@ from torch import nn
 
 from benchmarks import own_modes, peers
 from benchmarks.case import MODES, CannotRun, Case
-from benchmarks.energy import energy_fields
 from benchmarks.idle import idle_share, kernel_time
 from benchmarks.llama import batches, build
 from benchmarks.machine import machine
-from benchmarks.memory import memory
-from benchmarks.trainer import Trainer
 from benchmarks.turns import Turn
-from hytrain_fx.runtime.energy import Meter, meter_of
+from hytrain_fx.bench.loops import Trainer
+from hytrain_fx.bench.memory import memory
+from hytrain_fx.bench.windows import OTHER_WARMUP_STEPS, OUR_WARMUP_STEPS, timed
+from hytrain_fx.runtime.energy import meter_of
 
-TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer]] = {
+TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer[torch.Tensor]]] = {
     "floor": own_modes.floor, "all_gpu": own_modes.all_gpu, "reference": own_modes.reference, "ours": own_modes.ours,
     "zero_offload": peers.zero_offload, "torchao": peers.torchao,
 }
-WINDOWS = 3
-WARMUP_STEPS = {"ours": 30}  # measures, plans and looks again twice; the others only fill caches
-OTHER_WARMUP_STEPS = 3
-CALM_STEPS, MOST_CALMING_STEPS = 10, 60  # without a new plan, before the first window; and how long that is waited for
 LOOKS = ("trace", "timeline", "recording", "explain")  # after the windows
 OWN_OPTIONS = (*LOOKS, "barrier")
 
@@ -119,7 +114,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     compiled_s = time.perf_counter()
     turn.wait_to_be_alone(case.mode, arguments.shares_gpu)
     waited_us = (time.perf_counter() - compiled_s) * 1e6
-    warmup = WARMUP_STEPS.get(case.mode, OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
+    warmup = (OUR_WARMUP_STEPS if case.mode == "ours" else OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
     row |= timed(trainer, tokens, warmup, arguments.window, device, meter_of(device), case.tokens)
     about = _without_waiting(trainer.about(), waited_us)
     in_use = about.get("memory_in_use", {})
@@ -133,49 +128,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return row | _looked_into(model, trainer, tokens, arguments)
 
 
-def timed(trainer: Trainer, tokens: Iterator[torch.Tensor], warmup: int, window: int, device: torch.device, meter: Meter,
-          step_tokens: int) -> dict[str, Any]:
-    """Three windows of `window` steps: the median, each, and the spread over the median.
-
-    Peaks of device memory are the peaks in the windows. Energy is summed over all three windows
-    and given for each step and each of its `step_tokens` (`benchmarks.energy`).
-    """
-    warmup = _warm_up(trainer, tokens, warmup)
-    plans = trainer.plans()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before = meter.read()
-    seconds = [_window_s(trainer, tokens, window) for _ in range(WINDOWS)]
-    energy = energy_fields(meter, before, meter.read(), WINDOWS * window, step_tokens)
-    median = statistics.median(seconds)
-    return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
-            "warmup_steps": warmup, "plans_in_windows": trainer.plans() - plans,
-            "spread": round((max(seconds) - min(seconds)) / median, 4), **energy}
-
-
-def _warm_up(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> int:
-    """Run `steps`, and more while plans are still made; the number of steps run.
-
-    Making a plan holds up a step.
-    """
-    ran = calm = 0
-    plans = trainer.plans()
-    while ran < steps or (calm < min(CALM_STEPS, steps) and ran < steps + MOST_CALMING_STEPS):
-        trainer.step(next(tokens))
-        calm, plans = (calm + 1 if trainer.plans() == plans else 0), trainer.plans()
-        ran += 1
-    trainer.finish()
-    return ran
-
-
-def _window_s(trainer: Trainer, tokens: Iterator[torch.Tensor], steps: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(steps):
-        trainer.step(next(tokens))
-    trainer.finish()
-    return (time.perf_counter() - begin) / steps
-
-
 def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, Any]:
     """The start-up without the wait for other rows, which fell between two warm-up steps."""
     startup = about.get("startup")
@@ -185,7 +137,9 @@ def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, An
     return {**about, "startup": {**startup, **counted}}
 
 
-def _looked_into(model: nn.Module, trainer: Trainer, tokens: Iterator[torch.Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
+def _looked_into(
+    model: nn.Module, trainer: Trainer[torch.Tensor], tokens: Iterator[torch.Tensor], arguments: argparse.Namespace
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def step() -> torch.Tensor:

@@ -1,12 +1,11 @@
-"""One way of training, ready to step; what every mode has in common."""
+"""What every mode has in common: precision, clipping, accumulation, packages that are needed."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +14,6 @@ from torch import nn
 from benchmarks.case import NEVER_REACHED, CannotRun, Case
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """
-    step     one training step on tokens [batch, sequence]; returns the loss, and does not wait for
-             the device
-    finish   returns when everything of the steps so far is done, on every device
-    about    what the mode has to tell about itself once its steps are timed, as JSON
-    plans    how many plans it has made: steps are timed when it makes no more of them
-    """
-
-    step: Step
-    finish: Callable[[], None]
-    about: Callable[[], Mapping[str, Any]] = dict
-    plans: Callable[[], int] = int
-
-
-def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def precision(case: Case, device: torch.device) -> AbstractContextManager[object]:

@@ -25,8 +25,9 @@ from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import Launch, measure, run_case
-from benchmarks.trainer import Trainer
 from docs import draw_figures
+from hytrain_fx.bench.loops import Trainer
+from hytrain_fx.bench.windows import MOST_CALMING_STEPS, warm_up
 from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.forecast.named_devices import find_device
@@ -405,7 +406,7 @@ def test_commands_have_the_arguments_that_run_rows() -> None:
 
 
 @pytest.mark.parametrize(("with_plans", "warmup", "ran"), [
-    ((), 20, 20), ((3,), 20, 20), ((16, 25), 20, 35), (range(1000), 20, 20 + steps.MOST_CALMING_STEPS), ((), 0, 0),
+    ((), 20, 20), ((3,), 20, 20), ((16, 25), 20, 35), (range(1000), 20, 20 + MOST_CALMING_STEPS), ((), 0, 0),
 ])
 def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], warmup: int, ran: int) -> None:
     """The warm-up goes on until ten steps have passed without a new plan.
@@ -419,4 +420,4 @@ def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], 
         return tokens
 
     trainer = Trainer(step, lambda: None, plans=lambda: len(set(done) & set(with_plans)))
-    assert steps._warm_up(trainer, itertools.repeat(torch.zeros(1)), warmup) == ran == len(done)
+    assert warm_up(trainer, itertools.repeat(torch.zeros(1)), warmup) == ran == len(done)

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.case import Case
-from benchmarks.energy import energy_fields
 from benchmarks.markdown import energy_table
 from benchmarks.results import Results
+from hytrain_fx.bench.energy import energy_fields
 from hytrain_fx.runtime.energy import Counter, EnergyTotals, Meter, meter_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

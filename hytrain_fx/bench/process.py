@@ -1,0 +1,58 @@
+"""A row in a process of its own: it leaves no memory behind, and its failure is a line of text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CANNOT_RUN = "cannot run: "
+
+
+def run_to_end(command: Sequence[str], output: int, limit_s: float, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> int | None:
+    """The exit status of a command whose output goes to the descriptor `output`.
+
+    None where the time was up. The processes it started end with it.
+    """
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True, pass_fds=pass_fds)
+    try:
+        with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+        return process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and all it started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def row_in(printed: str) -> dict[str, Any] | None:
+    """The last line that is a row; packages print more before and after it."""
+    for line in reversed(printed.splitlines()):
+        if line.startswith("{"):
+            try:
+                found: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            if "step_s" in found:
+                return found
+    return None
+
+
+def why_none(status: int | None, printed: str, limit_s: float) -> str:
+    """Why there is no row: the error's own line."""
+    if status is None:
+        return f"took longer than {limit_s:g} s"
+    if status == -signal.SIGKILL:
+        return "killed (by the system: it does so when host memory is used up)"
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith(CANNOT_RUN) or re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)\b", line)]
+    last = (told or lines or ["nothing was printed"])[-1]
+    return last.removeprefix(CANNOT_RUN)[:400] if status > 0 else f"ended by signal {-status}: {last[:400]}"

@@ -1,0 +1,65 @@
+"""Step time: wall time over windows of consecutive steps, each ended by a full drain.
+
+Within a window nothing waits for the device. The warm-up goes on while plans are still made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hytrain_fx.bench.energy import energy_fields
+from hytrain_fx.bench.loops import B, Trainer
+from hytrain_fx.runtime.energy import Meter
+
+WINDOWS = 3
+OUR_WARMUP_STEPS = 30  # measures, plans and looks again twice
+OTHER_WARMUP_STEPS = 3  # fills caches
+CALM_STEPS, MOST_CALMING_STEPS = 10, 60  # without a new plan, before the first window; and how long that is waited for
+
+
+def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, device: torch.device, meter: Meter,
+          step_tokens: int) -> dict[str, Any]:
+    """Three windows of `window` steps: the median, each, and the spread over the median.
+
+    Peaks of device memory are the peaks in the windows. Energy is summed over all three windows
+    and given for each step and each of its `step_tokens`.
+    """
+    warmup = warm_up(trainer, batches, warmup)
+    plans = trainer.plans()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = meter.read()
+    seconds = [_window_s(trainer, batches, window) for _ in range(WINDOWS)]
+    energy = energy_fields(meter, before, meter.read(), WINDOWS * window, step_tokens)
+    median = statistics.median(seconds)
+    return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
+            "warmup_steps": warmup, "plans_in_windows": trainer.plans() - plans,
+            "spread": round((max(seconds) - min(seconds)) / median, 4), **energy}
+
+
+def warm_up(trainer: Trainer[B], batches: Iterator[B], steps: int) -> int:
+    """Run `steps`, and more while plans are still made; the number of steps run.
+
+    Making a plan holds up a step.
+    """
+    ran = calm = 0
+    plans = trainer.plans()
+    while ran < steps or (calm < min(CALM_STEPS, steps) and ran < steps + MOST_CALMING_STEPS):
+        trainer.step(next(batches))
+        calm, plans = (calm + 1 if trainer.plans() == plans else 0), trainer.plans()
+        ran += 1
+    trainer.finish()
+    return ran
+
+
+def _window_s(trainer: Trainer[B], batches: Iterator[B], steps: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(steps):
+        trainer.step(next(batches))
+    trainer.finish()
+    return (time.perf_counter() - begin) / steps
