@@ -24,6 +24,7 @@ from benchmarks.machine import machine
 from benchmarks.results import Results, Row
 from benchmarks.turns import Ask, Memory, Seat, entered, on_cores
 from hytrain_fx.bench.process import row_in, run_to_end, why_none
+from hytrain_fx.progress import stage
 from hytrain_fx.runtime.memory import available_host_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +101,7 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
             tell(f"{name}: there already")
             return True
         left_s = math.inf if launch.total_s is None else launch.total_s - (time.monotonic() - began_s)
+        show(case.key, done=number - 1, total=len(cases))
         limited = replace(launch, limit_s=min(launch.limit_s, left_s), extra=(*launch.extra, *ask.extra))
         row = run_case(case, limited, seat, turn) if left_s > 0 else None
         if row is None or ("error" in row and launch.total_s is not None and time.monotonic() - began_s >= launch.total_s):
@@ -110,15 +112,16 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
         tell(f"{name}: {row.get('error') or str(row['step_s']) + ' s a step'} ({row['wall_s']} s in all)")
         return True
 
-    if not launch.seats:
-        return run_rows(None)
-    with ThreadPoolExecutor(len(launch.seats)) as pool:
-        try:
-            list(pool.map(run_rows, launch.seats))
-        except BaseException:  # interrupted: rows in other threads would go on to their end
-            for child in psutil.Process().children():
-                child.kill()
-            raise
+    with stage("rows") as show:
+        if not launch.seats:
+            return run_rows(None)
+        with ThreadPoolExecutor(len(launch.seats)) as pool:
+            try:
+                list(pool.map(run_rows, launch.seats))
+            except BaseException:  # interrupted: rows in other threads would go on to their end
+                for child in psutil.Process().children():
+                    child.kill()
+                raise
 
 
 def _place(seat: Seat | None, launch: Launch) -> contextlib.AbstractContextManager[int | None]:

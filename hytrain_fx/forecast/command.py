@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.named_files import require_writable
 from hytrain_fx.ir.plan import Plan
+from hytrain_fx.progress import stage
 
 if TYPE_CHECKING:
     from hytrain_fx.forecast.report import Report
@@ -107,8 +108,9 @@ def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
     if args.host is not None:
         device = device.on_host_of(find_device(args.host))
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
-    return report(args.model, device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
-                  autocast=args.autocast, sweep=sweep)
+    with stage("predicting") as tell:
+        return report(args.model, device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
+                      autocast=args.autocast, sweep=sweep, tell=tell)
 
 
 def _bytes(gb: float) -> int:
@@ -118,24 +120,20 @@ def _bytes(gb: float) -> int:
 
 
 def _profile(args: argparse.Namespace) -> str:
-    from rich.console import Console
-
     from hytrain_fx.forecast.machine import measure_machine
 
     require_writable(args.out)
-    with Console(stderr=True).status("measuring this machine") as status:  # nothing where stderr is no terminal
-        measured = measure_machine(args.name, args.seconds, args.megabytes << 20, args.workers, tell=status.update)
+    with stage("measuring this machine") as tell:
+        measured = measure_machine(args.name, args.seconds, args.megabytes << 20, args.workers, tell)
     return _written(measured.to_json(), args.out)
 
 
 def _doctor(args: argparse.Namespace) -> Answer:
-    from rich.console import Console
-
     from hytrain_fx.forecast.doctor import examine
     from hytrain_fx.forecast.doctor_table import findings_json, findings_text
 
-    with Console(stderr=True).status("looking at this machine") as status:
-        findings = examine(tell=status.update)
+    with stage("looking at this machine") as tell:
+        findings = examine(tell)
     text = findings_json(findings) if args.json else findings_text(findings)
     return Answer(text, status=int(any(found.is_bad for found in findings)))
 

@@ -34,6 +34,7 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.loads import HOST_BYTES_PER_PARAM, Calls, Copies, KernelUpdates, together
 from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
+from hytrain_fx.progress import untold
 from hytrain_fx.runtime.launch import default_workers, make_engine
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.probe import UpdateProbe
@@ -59,12 +60,8 @@ class _Figures:
         self.tell(f"measured {name.replace('_', ' ')}")
 
 
-def _untold(_text: str) -> None:
-    """Nobody wants to know how far it is."""
-
-
 def measure_machine(
-    name: str | None, seconds: float, host_bytes: int, workers: int | None = None, tell: Callable[[str], object] = _untold
+    name: str | None, seconds: float, host_bytes: int, workers: int | None = None, tell: Callable[[str], object] = untold
 ) -> DeviceSpec:
     """Measure for about ten times `seconds`, on `host_bytes` of host memory.
 

@@ -26,6 +26,7 @@ from hytrain_fx.forecast.sweep import Sweep, sweep_of
 from hytrain_fx.forecast.systems import OURS, SYSTEMS, Case, Row
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.progress import Tell, untold
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def report(
     budget_bytes: int | None = None,
     sweep: bool = True,
     autocast: bool = False,
+    tell: Tell = untold,
 ) -> Report:
     """Compare the systems for one micro-batch of `tokens` tokens.
 
@@ -89,6 +91,7 @@ def report(
     sweep         with other micro-batches and sizes
     autocast      the weights are fp32 and run under autocast to bf16 (`autocast_copies`), instead
                   of 16-bit ones with fp32 masters
+    tell          is told how far the sweep is
 
     Raises ConfigError for an unknown model or device, PlanError for a negative budget.
     """
@@ -108,7 +111,7 @@ def report(
         _hidden_from_tokens(profile, spec, recompute),
         largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast),
         capacities(shape, spec, tokens, sequence, recompute), _equal_layers(profile), changes(case), plans[OURS], profile,
-        sweep_of(case) if sweep else Sweep())
+        sweep_of(case, tell) if sweep else Sweep())
 
 
 def _hidden_from_tokens(profile: Profile, device: DeviceSpec, recompute: bool) -> dict[str, float]:

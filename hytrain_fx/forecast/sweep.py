@@ -7,12 +7,16 @@ Played in coarser pieces than the report's own case, so that a sweep takes a sec
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hytrain_fx.forecast.systems import OUR_SYSTEM, SYSTEMS, Case
+from hytrain_fx.progress import Tell, untold
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _MOST_KS = 33
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +60,26 @@ class Sweep:
     ks: tuple[KPoint, ...] = ()
 
 
-def sweep_of(case: Case) -> Sweep:
+def sweep_of(case: Case, tell: Tell = untold) -> Sweep:
     """Micro-batches and numbers of layers around the case by `FACTORS`.
 
-    Whole sequences where there are several.
+    Whole sequences where there are several. `tell` is told how far it is.
     """
     coarse = replace(case, coarse=True)
     least = case.sequence if case.tokens >= case.sequence else 1
     batches = sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS})
     layers = case.shape.layers
     counts = sorted({max(1, round(factor * layers)) for factor in FACTORS}) if layers else []
-    return Sweep(tuple(_point(coarse.remade(tokens=batch)) for batch in batches),
-                 tuple(_point(coarse.remade(shape=case.shape.with_layers(count))) for count in counts),
-                 tuple(_k_point(coarse, k) for k in _ks(len(case.shape.units))))
+    ks = _ks(len(case.shape.units))
+    played = itertools.count(1)
+
+    def done(point: P) -> P:
+        tell("the sweep", done=next(played), total=len(batches) + len(counts) + len(ks))
+        return point
+
+    return Sweep(tuple(done(_point(coarse.remade(tokens=batch))) for batch in batches),
+                 tuple(done(_point(coarse.remade(shape=case.shape.with_layers(count)))) for count in counts),
+                 tuple(done(_k_point(coarse, k)) for k in ks))
 
 
 def _ks(units: int) -> list[int]:

@@ -28,7 +28,7 @@ from hytrain_fx.capture.units import group_units
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.plan import Plan
-from hytrain_fx.ir.startup import Phase, Startup, StartupClock
+from hytrain_fx.ir.startup import Phase, Startup
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.passes.pipeline import chosen_passes
 from hytrain_fx.planning.marks import Mark, StepMarks
@@ -45,6 +45,7 @@ from hytrain_fx.session.graphs import SessionGraphs
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.resources import Resources
+from hytrain_fx.session.shown_clock import ShownClock
 from hytrain_fx.session.turns import Turns, in_turn
 from hytrain_fx.session.update import OptimizerUpdate
 from hytrain_fx.torch_private.tensors import increment_versions, set_grad, without_torch_function
@@ -60,7 +61,7 @@ class Session:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
-        self.clock = StartupClock()
+        self.clock = ShownClock()
         self.turns = Turns()
         self._passes = chosen_passes(config.passes)
         self.table: ParameterTable = build_table(model, optimizer)
