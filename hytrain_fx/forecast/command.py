@@ -108,7 +108,7 @@ def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
     if args.host is not None:
         device = device.on_host_of(find_device(args.host))
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
-    with stage("predicting") as tell:
+    with stage("predicting", quiet=True) as tell:  # what is wrong is told in one line
         return report(args.model, device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
                       autocast=args.autocast, sweep=sweep, tell=tell)
 

@@ -8,8 +8,8 @@ cache does not have it, one of its small files is compiled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import Final
@@ -48,7 +48,8 @@ class State(StrEnum):
 class Finding:
     """One thing that was looked at.
 
-    todo    the line to write or to run, where there is one
+    todo       the line to write or to run, where there is one
+    figures    what was counted or measured, by name with the unit
     """
 
     what: str
@@ -56,6 +57,7 @@ class Finding:
     meaning: str
     state: State = State.GOOD
     todo: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_bad(self) -> bool:
@@ -128,20 +130,23 @@ def _cores(device: torch.device) -> Iterator[Finding]:
     few = cpus < 4
     yield Finding("CPU", f"{_counted(cpus, 'logical CPU')}, {_counted(workers, 'update thread')}",
                   "update threads share cores with the launching thread, so updates hold it up" if few else
-                  "updates by the CPU run on cores of their own", State.NOTE if few else State.GOOD)
+                  "updates by the CPU run on cores of their own", State.NOTE if few else State.GOOD,
+                  figures={"cpus": cpus, "update_threads": workers})
 
 
 def _host_memory(device: torch.device) -> Iterator[Finding]:
     available = available_host_bytes()
     params = available / HOST_BYTES_PER_PARAM
     yield Finding("host memory", f"{bytes_text(available)} available",
-                  f"holds the AdamW states of about {count_text(params)} parameters ({STATE_BYTES_PER_PARAM} bytes each, and a slot)")
+                  f"holds the AdamW states of about {count_text(params)} parameters ({STATE_BYTES_PER_PARAM} bytes each, and a slot)",
+                  figures={"host_available_bytes": available})
     threads = default_workers(device)
     nbytes = min(_COPIED_BYTES, available // (4 * threads))
     copies = [Copies(torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(threads)]
     rate = 2 * sum(of.per_s for of in together(copies, _HOST_SECONDS))  # read and written
     yield Finding("its bandwidth", f"{bytes_text(rate)}/s, copied by {_counted(threads, 'thread')}",
-                  f"the CPU updates at most {count_text(rate / UPDATE_BYTES_PER_PARAM)} parameters a second")
+                  f"the CPU updates at most {count_text(rate / UPDATE_BYTES_PER_PARAM)} parameters a second",
+                  figures={"host_memory_bytes_per_s": rate})
 
 
 def _gpu(device: torch.device) -> Iterator[Finding]:
@@ -152,7 +157,8 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
     free, total = torch.cuda.mem_get_info(device)
     major, minor = torch.cuda.get_device_capability(device)
     yield Finding("GPU", f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {bytes_text(free)} of {bytes_text(total)} free",
-                  "weights, gradients and activations have to fit there, states need not")
+                  "weights, gradients and activations have to fit there, states need not",
+                  figures={"gpu_memory_bytes": total, "gpu_free_bytes": free})
     if length_asked_for() is None:
         yield Finding("queue of launches", "its usual length", "step() would come late in the backward of models of many layers",
                       State.NOTE, "import hytrain_fx at the top, before CUDA is used")
@@ -174,7 +180,8 @@ def _link(device: torch.device) -> Iterator[Finding]:
     to_gpu, to_host = (of.per_s for of in together([Copies(on_gpu[0], hosts[0]), Copies(hosts[1], on_gpu[1])], _LINK_SECONDS))
     slab.unpin()
     yield Finding("link to the GPU", f"{bytes_text(to_gpu)}/s to it and {bytes_text(to_host)}/s from it, both at once",
-                  f"gradients leave and weights come at {count_text(min(to_gpu, to_host) / 2)} 16-bit parameters a second")
+                  f"gradients leave and weights come at {count_text(min(to_gpu, to_host) / 2)} 16-bit parameters a second",
+                  figures={"h2d_bytes_per_s": to_gpu, "d2h_bytes_per_s": to_host})
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:

@@ -20,18 +20,25 @@ _WIDTH = 120  # where nobody says how wide: a file, a pipe
 
 def findings_text(findings: Sequence[Finding]) -> str:
     """A table, then the verdict, with the lines to do."""
-    to_terminal = sys.stdout.isatty()
-    written = StringIO()
-    console = Console(file=written, force_terminal=to_terminal, width=Console().width if to_terminal else _WIDTH)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "", "found", "what it means"):
         table.add_column(head, overflow="fold")
     for found in findings:
         table.add_row(Text(found.state, _STYLES[found.state]), Text(found.what), Text(found.found), Text(found.meaning))
-    console.print(table)
-    console.print()
-    console.print(Text("\n".join(_verdict(findings))), soft_wrap=True)
-    return written.getvalue().rstrip("\n")
+    return printed(table, "", Text("\n".join(_verdict(findings))))
+
+
+def printed(*parts: Table | Text | str) -> str:
+    """The parts as rich prints them: in colour where stdout is a terminal, whose width they get.
+
+    Text is not wrapped: lines to run can be copied.
+    """
+    to_terminal = sys.stdout.isatty()
+    written = StringIO()
+    console = Console(file=written, force_terminal=to_terminal, width=Console().width if to_terminal else _WIDTH)
+    for part in parts:
+        console.print(part, soft_wrap=not isinstance(part, Table))
+    return "\n".join(line.rstrip() for line in written.getvalue().rstrip().splitlines())
 
 
 def _verdict(findings: Sequence[Finding]) -> list[str]:

@@ -65,13 +65,21 @@ def shape_of_factory(path: str) -> ModelShape:
     The package is searched for in the current directory, too. Raises ConfigError where there is no
     such function or it returns anything else.
     """
+    model, inputs = made_by(path, torch.device("meta"))
+    return shape_of(model, path.partition(":")[2], inputs)
+
+
+def made_by(path: str, device: torch.device) -> tuple[nn.Module, Any]:
+    """The model that `package.module:factory` makes on a device, and its example inputs or None.
+
+    Raises ConfigError as `shape_of_factory`.
+    """
     module_name, _, name = path.partition(":")
-    factory = _factory(path, module_name, name)
-    made = _called(factory, path)
+    made = _called(_factory(path, module_name, name), path, device)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{path} returned {type(made).__name__}, expected a torch.nn.Module, or a pair of one and its example inputs")
-    return shape_of(model, name, inputs)
+    return model, inputs
 
 
 def shape_of(model: nn.Module, name: str, inputs: Any = None, *, counted: Counted | None = None) -> ModelShape:
@@ -93,8 +101,8 @@ def shape_of(model: nn.Module, name: str, inputs: Any = None, *, counted: Counte
     if inputs is None:
         work = _guessed(model, {names[row]: unit.name for unit in units for row in unit.rows})
     else:
-        args, kwargs = _arguments(inputs)
-        tokens, sequence = (1, 0) if counted == "samples" else _tokens(args, kwargs)
+        args, kwargs = arguments_of(inputs)
+        tokens, sequence = (1, 0) if counted == "samples" else tokens_of(args, kwargs)
         work = _observed(model, paths, args, kwargs)
     shapes = []
     for unit in units:
@@ -122,9 +130,9 @@ def _factory(path: str, module_name: str, name: str) -> Callable[[], Any]:
     return function
 
 
-def _called(factory: Callable[[], Any], path: str) -> Any:
+def _called(factory: Callable[[], Any], path: str, device: torch.device) -> Any:
     try:
-        with torch.device("meta"):
+        with device:
             return factory()
     except TypeError as error:
         raise ConfigError(f"{path} could not be called: {error}; expected a function without arguments") from error
@@ -139,13 +147,14 @@ def _current_directory() -> Iterator[None]:
         sys.path.remove("")
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as positional arguments and those by name."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
 
 
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     """Tokens and the length of a sequence.
 
     Of ids [batch, sequence] and vectors [batch, sequence, width] all count; of other inputs

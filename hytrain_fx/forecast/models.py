@@ -14,6 +14,11 @@ from hytrain_fx.forecast.shapes import ModelShape, read_config, read_shape
 _PYTHON_PATH = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
+def is_factory(source: str) -> bool:
+    """Whether it names a function, as `package.module:factory`."""
+    return _PYTHON_PATH.match(source) is not None and not os.path.exists(source)
+
+
 def find_model(source: str | Path | Mapping[str, Any]) -> ModelShape:
     """The shape of `package.module:factory`, a registered name, or a `config.json`.
 
@@ -22,7 +27,7 @@ def find_model(source: str | Path | Mapping[str, Any]) -> ModelShape:
 
     Raises ConfigError where there is no such model, UnsupportedError where nothing knows it.
     """
-    if isinstance(source, str) and _PYTHON_PATH.match(source) and not os.path.exists(source):
+    if isinstance(source, str) and is_factory(source):
         from hytrain_fx.forecast.meta_model import shape_of_factory
 
         return shape_of_factory(source)

@@ -136,33 +136,33 @@ def read_shape(source: str | Path | Mapping[str, Any]) -> ModelShape:
     Raises ConfigError when the name or file is not known or a needed key is missing,
     UnsupportedError for another family.
     """
-    registered = registered_shapes()
-    if not isinstance(source, Mapping) and str(source) in registered:
-        return registered[str(source)]
     return _from_config(*read_config(source))
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The content of a `config.json`, and what to call its model.
+    """The content of a `config.json` or of a registered name, and what to call its model.
 
     Raises ConfigError where there is no such file, or it is none.
     """
     if isinstance(source, Mapping):
         return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
+    if str(source) in (registered := registered_configs()):
+        return registered[str(source)], str(source)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        names = ", ".join(sorted(registered_shapes()))
+        names = ", ".join(sorted(registered))
         raise ConfigError(f"found neither a file {str(source)!r} nor a shape of that name; the names are {names}")
     try:
         config = json_object(read_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not a model's config.json: {error}") from error
-    return config, str(config.get("_name_or_path") or path.parent.name or path.stem)
+    named = path.parent.name if path.name == "config.json" else path.stem
+    return config, str(config.get("_name_or_path") or named or path.stem)
 
 
-def registered_shapes() -> dict[str, ModelShape]:
-    """Shapes known by name.
+def registered_configs() -> dict[str, Mapping[str, Any]]:
+    """Configs known by name.
 
     `llama-3.1b` and `llama-7b` are the models measured with 4 x 2048 tokens.
     """
@@ -175,7 +175,7 @@ def registered_shapes() -> dict[str, ModelShape]:
     }
     keys = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     common = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
-    return {name: _from_config({**common, **dict(zip(keys, width, strict=True))}, name) for name, width in widths.items()}
+    return {name: {**common, **dict(zip(keys, width, strict=True))} for name, width in widths.items()}
 
 
 def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:

@@ -1,8 +1,8 @@
 """The shape of any model that transformers knows, from its config alone.
 
 It is built on the meta device and run once on fake tensors: no weight is allocated, nothing is
-downloaded. The class is the config's architecture, or the first of the automatic classes that takes
-the config. Example inputs go by what the model reads:
+downloaded. (`bench` builds it on a real device.) The class is the config's architecture, or the
+first of the automatic classes that takes the config. Example inputs go by what the model reads:
 
     text                  token ids; counted in tokens
     text to text          the same for the decoder, as many tokens as the encoder reads
@@ -42,20 +42,27 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises UnsupportedError where transformers is not installed or does not know the model_type,
     ConfigError where the model cannot be built or run.
     """
-    with _quiet():
-        known = _config(config, name)
-        model = _built(known, name)
-        inputs, sampled = _example(model, known)
+    with quiet():
+        known = known_config(config, name)
+        model = build(known, name, torch.device("meta"))
+        inputs, sampled = example(model, known, torch.device("meta"))
         try:
             shape = shape_of(model, name, inputs, counted="samples" if sampled else "tokens")
         except ConfigError as error:
             raise ConfigError(f"{name} was built, but not run: {error}. {WAY_OUT}") from error
-    text = getattr(known, "get_text_config", lambda: known)()
+    context = context_of(known)
+    return shape if sampled or context is None else replace(shape, context=context)
+
+
+def context_of(config: Any) -> int | None:
+    """The longest sequence of its text, in tokens, where the config has one."""
+    text = getattr(config, "get_text_config", lambda: config)()
     context = getattr(text, "max_position_embeddings", None)
-    return shape if sampled or not isinstance(context, int) else replace(shape, context=context)
+    return context if isinstance(context, int) else None
 
 
-def _config(config: Mapping[str, Any], name: str) -> Any:
+def known_config(config: Mapping[str, Any], name: str) -> Any:
+    """The config as transformers has it. Raises as `shape_of_config`."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
@@ -73,8 +80,11 @@ def _config(config: Mapping[str, Any], name: str) -> Any:
         raise ConfigError(f"the config of {name!r} is not one of model_type {family!r}: {_line(error)}") from error
 
 
-def _built(config: Any, name: str) -> nn.Module:
-    """The model on the meta device: of its architecture, or of the first class that takes it."""
+def build(config: Any, name: str, device: torch.device) -> nn.Module:
+    """The model in bf16: of its architecture, or of the first class that takes it.
+
+    On a real device its weights are drawn there. Raises ConfigError where no class takes it.
+    """
     import transformers
 
     order = sorted(_AUTO, key=lambda auto: "Seq2Seq" not in auto) if config.is_encoder_decoder else _AUTO
@@ -84,36 +94,44 @@ def _built(config: Any, name: str) -> nn.Module:
     last: Exception | None = None
     for make in makers:
         try:
-            with torch.device("meta"):
+            with device:
                 model: nn.Module = make(config, dtype=_DTYPE)
             return model
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # a model's constructor may raise anything: the next class may take it
             last = error
     told = f"transformers has no model for {type(config).__name__}" if last is None else _line(last)
     raise ConfigError(f"the model of {name!r} cannot be built from its config: {told}; {WAY_OUT}") from last
 
 
-def _example(model: nn.Module, config: Any) -> tuple[dict[str, Any], bool]:
-    """Inputs by name for one sample, and whether it is counted in samples."""
+def example(
+    model: nn.Module, config: Any, device: torch.device, samples: int = 1, length: int | None = None
+) -> tuple[dict[str, Any], bool]:
+    """Inputs by name, all zero, and whether they are counted in samples.
+
+    `length` is of the text in tokens, None = a length that shows what a token takes.
+    """
     takes = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {}
-    with torch.device("meta"):
+    with device:
         if "pixel_values" in takes:
-            inputs["pixel_values"] = torch.zeros(1, _found(config, "num_channels", 3), *_image(config), dtype=_DTYPE)
+            inputs["pixel_values"] = torch.zeros(samples, _found(config, "num_channels", 3), *_image(config), dtype=_DTYPE)
         if "input_features" in takes:
             frames = 2 * _found(config, "max_source_positions", 1500)
-            inputs["input_features"] = torch.zeros(1, _found(config, "num_mel_bins", 80), frames, dtype=_DTYPE)
+            inputs["input_features"] = torch.zeros(samples, _found(config, "num_mel_bins", 80), frames, dtype=_DTYPE)
         if "input_values" in takes:
-            inputs["input_values"] = torch.zeros(1, _RECORDED, dtype=_DTYPE)
+            inputs["input_values"] = torch.zeros(samples, _RECORDED, dtype=_DTYPE)
         sampled = bool(inputs)
         text = config.get_text_config()
-        longest = _LONGEST if _found(text, "num_attention_heads", 0) else _RECURRENT
-        length = min(longest, _found(text, "max_position_embeddings", _found(text, "n_positions", _LONGEST)))
+        if length is None:
+            longest = _LONGEST if _found(text, "num_attention_heads", 0) else _RECURRENT
+            length = min(longest, _found(text, "max_position_embeddings", _found(text, "n_positions", _LONGEST)))
         if "input_ids" in takes and not {"input_features", "input_values"} & set(inputs):
-            inputs["input_ids"] = torch.zeros(1, length, dtype=torch.long)
+            inputs["input_ids"] = torch.zeros(samples, length, dtype=torch.long)
         if "decoder_input_ids" in takes:
             target = min(length, _found(config, "max_target_positions", length))
-            inputs["decoder_input_ids"] = torch.zeros(1, target, dtype=torch.long)
+            inputs["decoder_input_ids"] = torch.zeros(samples, target, dtype=torch.long)
     if "use_cache" in takes:
         inputs["use_cache"] = False
     return inputs, sampled
@@ -138,8 +156,8 @@ def _line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers tells of missing kernels and generation is not about the forecast."""
+def quiet() -> Iterator[None]:
+    """What transformers tells of missing kernels and generation is not about training."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -6,6 +6,7 @@ from hytrain_fx.forecast.changes import LEAST_GAIN, Change, first_changes
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE, Footprint
 from hytrain_fx.forecast.report import Report
+from hytrain_fx.forecast.shapes import Counted
 from hytrain_fx.forecast.systems import ALL_ON_DEVICE, Row
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 
@@ -21,9 +22,14 @@ def verdict(report: Report) -> tuple[str, ...]:
 def _fits(report: Report) -> str:
     memory, device = report.ours.memory, report.device
     if report.ours.fits:
-        return (f"It fits: our plan takes {bytes_text(memory.device_bytes)} of {bytes_text(device.memory_bytes)} on the GPU and "
-                f"{bytes_text(memory.host_bytes)} of {bytes_text(device.host_memory_bytes)} on the host.")
+        return fits_line(memory.device_bytes, device.memory_bytes, memory.host_bytes, device.host_memory_bytes)
     return f"It does not fit: our plan takes {_over(memory, device)}."
+
+
+def fits_line(gpu_bytes: float, of_gpu_bytes: float, host_bytes: float, of_host_bytes: float) -> str:
+    """What our plan takes of both memories that hold it."""
+    return (f"It fits: our plan takes {bytes_text(gpu_bytes)} of {bytes_text(of_gpu_bytes)} on the GPU and "
+            f"{bytes_text(host_bytes)} of {bytes_text(of_host_bytes)} on the host.")
 
 
 def _over(memory: Footprint, device: DeviceSpec) -> str:
@@ -35,22 +41,38 @@ def _over(memory: Footprint, device: DeviceSpec) -> str:
 
 def _all_on_device(report: Report) -> str:
     row = next(row for row in report.rows if row.system == ALL_ON_DEVICE)
+    pace = _pace(report, row)
     if row.fits:
-        fits = "it fits too" if report.ours.fits else "it fits"
-        return f"With everything on the GPU {fits}, in {bytes_text(row.memory.device_bytes)}: {_pace(report, row)}."
-    return (f"With everything on the GPU it does not fit: it would take {_over(row.memory, report.device)}. It would be "
-            f"{_pace(report, row)}.")
+        return everything_fits_line(row.memory.device_bytes, pace, too=report.ours.fits)
+    return f"With everything on the GPU it does not fit: it would take {_over(row.memory, report.device)}. It would be {pace}."
+
+
+def everything_fits_line(gpu_bytes: float | None, pace: str, *, too: bool, tier: str = "the GPU") -> str:
+    """What a step takes with everything on the GPU; `too`: our plan fits as well."""
+    taken = "" if gpu_bytes is None else f", in {bytes_text(gpu_bytes)}"
+    return f"With everything on {tier} it fits{' too' if too else ''}{taken}: {pace}."
 
 
 def _ours(report: Report) -> str:
-    row, units = report.ours, len(report.profile.units)
-    streamed = f", {row.stream_share:.0%} of the others' visit it" if row.stream_share else ""
-    return (f"Our plan: {_pace(report, row)}, {row.step_us / report.compute_us:.2f} times forward and backward alone. The states of "
-            f"{row.k} of {units} units rest on the GPU{streamed}. Predicted, not measured.")
+    row = report.ours
+    return our_line(_pace(report, row), row.step_us / report.compute_us, row.k, len(report.profile.units), row.stream_share,
+                    "Predicted, not measured.")
+
+
+def our_line(pace: str, over_compute: float, k: int, units: int, stream_share: float, source: str, tier: str = "the GPU") -> str:
+    """What a step takes by our plan, and where it has the states."""
+    streamed = f", {stream_share:.0%} of the others' visit it" if stream_share else ""
+    return (f"Our plan: {pace}, {over_compute:.2f} times forward and backward alone. The states of "
+            f"{k} of {units} units rest on {tier}{streamed}. {source}")
 
 
 def _pace(report: Report, row: Row) -> str:
-    return f"{time_text(row.step_us)} a step, {count_text(1e6 * report.tokens / row.step_us)} {report.counted} a second"
+    return pace_text(row.step_us, report.tokens, report.counted)
+
+
+def pace_text(step_us: float, tokens: int, counted: Counted) -> str:
+    """A step's time, and what it gets through."""
+    return f"{time_text(step_us)} a step, {count_text(1e6 * tokens / step_us)} {counted} a second"
 
 
 def _binds(report: Report) -> str:

@@ -20,7 +20,7 @@ H200 = json.loads(find_device("h200").to_json())
 PLAN = json.loads(Plan((PlanRow(0, "layer", 0, 8, Placement.CPU, "no room"),), 0, "windowed", predicted={"step_us": 1.0}).to_json())
 TEXTS: dict[str, bytes | str] = {
     "binary": b"\xff\xfe\x00{", "broken": "{", "list": "[1, 2]", "number": "3", "null": "null", "deep": "[" * 100_000, "empty": "{}",
-    "script.py": "print('nothing is compiled')",
+    "script.py": "print('nothing is compiled')", "llama": json.dumps({**LLAMA, "max_position_embeddings": 2048}),
 }
 
 
@@ -51,6 +51,7 @@ PLANS = {
     "null as unit": with_(PLAN, rows=[{**PLAN["rows"][0], "unit_name": None}]),
     "text as rank": with_(PLAN, rows=[{**PLAN["rows"][0], "rank": "x"}]),
 }
+BENCH = ["bench", "--model", "{tmp}/llama"]
 REPORT = ["report", "--model", "llama-1.3b", "--device", "h200", "--tokens", "4096"]
 
 
@@ -86,6 +87,16 @@ CASES: dict[str, tuple[list[str], str]] = {
     "profile of much memory": (["profile", "--megabytes", "1" + "0" * 30], "smaller --megabytes"),
     "profile by nobody": (["profile", "--workers", "0"], "one worker"),
     "profile into nowhere": (["profile", "--out", "{tmp}/missing/x"], "cannot be written"),
+    "bench of nothing": (["bench", "--model", "{tmp}/missing"], "missing.*llama-70b"),
+    "bench of an unknown family": (["bench", "--model", "{tmp}/config/other family"], "no-such"),
+    "bench of a model alone": (["bench", "--model", "torch.nn:Identity"], "expected a pair"),
+    "bench of a function and a batch": (["bench", "--model", "torch.nn:Identity", "--batch", "2"], "expected none"),
+    "bench of uneven tokens": ([*BENCH, "--tokens", "100", "--sequence", "64"], "--tokens 100 as 1 sequences of 64"),
+    "bench of no sequences": ([*BENCH, "--batch", "0"], "expected at least 1"),
+    "bench above the context": ([*BENCH, "--sequence", "4096"], "at most 2048"),
+    "bench of no steps": ([*BENCH, "--steps", "0"], "at least one step"),
+    "bench of no time": ([*BENCH, "--limit-s", "nan"], "more than 0 s"),
+    "bench into nowhere": ([*BENCH, "--json", "{tmp}/missing/x"], "cannot be written"),
     "missing script": (["inspect", "{tmp}/missing.py"], "neither a script nor a folder .*missing.py"),
     "folder without texts": (["inspect", "{tmp}/folder"], "no graph texts"),
     "script without a model": (["inspect", "{tmp}/script.py"], "compiled no model"),

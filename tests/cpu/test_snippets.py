@@ -6,8 +6,9 @@ and in one empty folder, run
     ```python blocks        what a reader sees
     <!-- python ... -->     what a page takes as given (a tiny model, a file), and what must
                             hold after a block
-    python -m hytrain_fx    in an indented or fenced block: run; a page's `python -m benchmarks` and
-                            `python -m docs.draw_figures` are read by their own parsers, not run
+    python -m hytrain_fx    in an indented or fenced block: run; `bench`, and a page's
+                            `python -m benchmarks` and `python -m docs.draw_figures`, are read by
+                            their own parsers, not run
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks import __main__ as benchmarks_line
 from docs import draw_figures
 from hytrain_fx import errors
 from hytrain_fx.__main__ import main
+from hytrain_fx.bench import command as bench_line
 
 ROOT = Path(__file__).resolve().parents[2]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
@@ -72,6 +74,7 @@ def test_the_snippets_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     for _, module, _ in benchmarks_line.COMMANDS:
         monkeypatch.setattr(module, "run", lambda arguments: {})
+    monkeypatch.setattr(bench_line, "_bench", lambda arguments: "")
     monkeypatch.setattr(draw_figures, "record", lambda *_: None)
     monkeypatch.setattr(draw_figures, "FIGURES", dict.fromkeys(draw_figures.FIGURES, lambda *_: None))
     torch._dynamo.reset()
@@ -128,24 +131,53 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     """
     texts = list(strings_of_the_library())
     wrong = []
-    for table in re.findall(r"^\| message \|.*\n\|---.*\n((?:\|.*\n)+)", TROUBLESHOOTING.read_text(), re.MULTILINE):
-        for row in table.splitlines():
-            messages = re.findall(r"`([^`]+)`", row.split("|")[1])
-            assert messages, row
-            patterns = [re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL) for message in messages]
-            if not re.search("(torch|Python)'s own", row) and not all(any(pattern.search(text) for text in texts) for pattern in patterns):
-                wrong.append(row)
+    for row in message_rows():
+        messages = re.findall(r"`([^`]+)`", row.split("|")[1])
+        assert messages, row
+        patterns = [re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL) for message in messages]
+        if not re.search("(torch|Python)'s own", row) and not all(any(pattern.search(text) for text in texts) for pattern in patterns):
+            wrong.append(row)
     assert wrong == []
 
 
-def test_every_kind_of_error_is_on_the_page() -> None:
-    """Troubleshooting speaks of each class of `hytrain_fx.errors`.
+def message_rows() -> Iterator[str]:
+    """The rows of all tables headed `message`."""
+    for table in re.findall(r"^\| message \|.*\n\|---.*\n((?:\|.*\n)+)", TROUBLESHOOTING.read_text(), re.MULTILINE):
+        yield from table.splitlines()
 
-    It gives the name, or a message that only this class has.
+
+def test_every_kind_of_error_and_warning_is_on_the_page() -> None:
+    """Troubleshooting names each class of `hytrain_fx.errors`."""
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert "HytrainWarning" in kinds
+    assert {name for name in kinds if f"`{name}`" not in TROUBLESHOOTING.read_text()} == set()
+
+
+# Where messages for users come from; others are about values that they do not make.
+ROOMS = ("api.py", "bench", "capture", "gradients", "integrations", "session", "torch_private/names.py", "weights")
+KINDS = ("ConfigError", "HostMemoryError", "HytrainWarning", "StatesError", "UnsupportedError")
+
+
+def test_every_refusal_and_warning_is_on_the_page() -> None:
+    """Each that these rooms raise or warn of has a message in a table, or its kind has.
+
+    `GradientConsumedError` and the like are one message each.
     """
-    said_by_message = {"ConfigError", "UnsupportedError", "EngineError", "PlanError"}
-    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.HytrainError)}
-    assert {name for name in kinds - said_by_message if name not in TROUBLESHOOTING.read_text()} == set()
+    patterns = [re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+                for row in message_rows() for message in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    told = [(path, texts) for path in (ROOT / "hytrain_fx").rglob("*.py") for texts in refusals_in(path)
+            if path.relative_to(ROOT / "hytrain_fx").as_posix().startswith(ROOMS)]
+    assert len(told) > 40
+    assert [(path.name, texts) for path, texts in told if not any(pattern.search(text) for pattern in patterns for text in texts)] == []
+
+
+def refusals_in(path: Path) -> Iterator[list[str]]:
+    """The strings of each call that makes an error or a warning of `KINDS`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            made = ast.unparse(node.func)
+            if made in KINDS or (made == "warnings.warn" and "HytrainWarning" in map(ast.unparse, node.args)):
+                yield [text for part in node.args for inner in ast.walk(part) if (text := text_of(inner)) is not None]
 
 
 def strings_of_the_library() -> Iterator[str]:
@@ -154,10 +186,13 @@ def strings_of_the_library() -> Iterator[str]:
     An expression inside a string is a space.
     """
     for path in (ROOT / "hytrain_fx").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-            elif isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else " " for part in node.values)
+        yield from (text for node in ast.walk(ast.parse(path.read_text())) if (text := text_of(node)) is not None)
     for path in (ROOT / "hytrain_fx" / "runtime" / "csrc").iterdir():
         yield from path.read_text().splitlines()
+
+
+def text_of(node: ast.AST) -> str | None:
+    """The string that a node is; an expression inside it is a space."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else " " for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

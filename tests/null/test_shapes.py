@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hytrain_fx.errors import ConfigError, UnsupportedError
-from hytrain_fx.forecast.shapes import read_shape, registered_shapes
+from hytrain_fx.forecast.shapes import read_shape, registered_configs
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 100}
@@ -54,7 +54,7 @@ def test_registered_sizes(name: str, billions: float) -> None:
     """A registered shape has the size its name says."""
     assert read_shape(name).params / 1e9 == pytest.approx(billions, rel=1e-3)
     assert read_shape(name).name == name
-    assert name in registered_shapes()
+    assert name in registered_configs()
 
 
 def test_files_and_folders(tmp_path: Path) -> None:

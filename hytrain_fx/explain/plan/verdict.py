@@ -85,7 +85,7 @@ class Verdict:
         """One to five lines of at most 100 columns."""
         if self.step_us is None and self.predicted_step_us is None:
             return [f"{params_text(self.params)} parameters; no step is measured yet, so nothing is predicted either"]
-        found = [self._step_line(), self._ends_line(), self._memory_line(), self._binds_line(), self._change_line()]
+        found = [self._step_line(), self._ends_line(), self._memory_line(), self.binds_line(), self.change_line()]
         return [line for line in found if line]
 
     def _step_line(self) -> str:
@@ -121,7 +121,8 @@ class Verdict:
         return (f"{bytes_text(self.saved_bytes)} saved on the device (counted): of {bytes_text(self.all_states_bytes)} of states "
                 f"{bytes_text(self.device_states_bytes)} rest there")
 
-    def _binds_line(self) -> str:
+    def binds_line(self) -> str:
+        """What binds; empty where it is not known."""
         if (found := self.binding) is None:
             return ""
         cost = time_text(found.cost_us)
@@ -133,7 +134,8 @@ class Verdict:
         hides = f"not even {MOST_TOKENS:g}x the tokens hide it" if times is None else f"{times:g}x the tokens would hide it"
         return f"predicted: {_BINDS[found.what]}, the forward waits {cost}; {hides}"
 
-    def _change_line(self) -> str:
+    def change_line(self) -> str:
+        """What to change first; empty where nothing was tried."""
         help = self.first_help
         gain_us = help.gain_us if help else 0.0
         if self.loop_us is not None and self.step_us and self.loop_us > max(_MUCH * self.step_us, gain_us):
