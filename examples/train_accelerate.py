@@ -61,12 +61,13 @@ def train(
     data: TensorDataset,
     updates: int,
     *,
-    save: tuple[int, str] | None = None,
+    after_update: Callable[[int], None] | None = None,
     resume: tuple[int, str] | None = None,
 ) -> list[torch.Tensor]:
     """The user's loop; gives the loss of each batch.
 
-    `save` and `resume`: after how many updates, and the checkpoint's folder.
+    after_update    called with the number of updates: to evaluate, or to save
+    resume          after how many updates, and the checkpoint's folder
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     loader = DataLoader(data, batch_size=BATCH, shuffle=False)
@@ -88,8 +89,8 @@ def train(
             scheduler.step()
             optimizer.zero_grad()
         losses.append(loss.detach())  # not .item(): on a GPU the loop would wait for the device at every batch
-        if save is not None and accelerator.sync_gradients and done == save[0]:
-            accelerator.save_state(save[1])
+        if after_update is not None and accelerator.sync_gradients:
+            after_update(done)
         if done == updates:
             break
     return losses

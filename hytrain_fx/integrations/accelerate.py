@@ -24,10 +24,10 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     `others` are loaders and schedulers; a scheduler may have been made on the given optimizer.
     `options` are those of `hytrain_fx.compile`.
 
-    A checkpoint is loaded after it. Raises UnsupportedError where Accelerate would wrap the model,
-    and what `hytrain_fx.compile` raises.
+    A checkpoint is loaded after it. Raises UnsupportedError where Accelerate would wrap, convert or
+    compile the model its own way, and what `hytrain_fx.compile` raises.
     """
-    require_one_device(accelerator)
+    require_plain(accelerator)
     if accelerator.device_placement:
         model.to(accelerator.device)  # compile() numbers what is on the device
     model, offloaded = hytrain_fx.compile(model, optimizer, **options)
@@ -35,11 +35,34 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     return prepared
 
 
-def require_one_device(accelerator: Any) -> None:
-    """Raise UnsupportedError where `accelerator.prepare` would wrap the model (DDP, FSDP...)."""
+def require_plain(accelerator: Any) -> None:
+    """Raise UnsupportedError where `accelerator.prepare` would make another model of the given one.
+
+    It wraps one for several processes, replaces layers for fp8, and compiles. A torch.compile with
+    its defaults, around the whole model, leaves our graphs inside, so it is let through.
+    """
     found = accelerator.distributed_type.value
+    if found == "DEEPSPEED":
+        raise UnsupportedError(
+            "Accelerate is set up for DEEPSPEED; expected no DeepSpeed: hytrain_fx offloads the optimizer itself. Leave deepspeed= out of "
+            "the TrainingArguments, or the plugin out of the Accelerator, and start the script without `accelerate launch`"
+        )
     if found != "NO":
         raise UnsupportedError(
             f"Accelerate is set up for {found}; expected one process on one device. Start the script without `accelerate launch`, "
             "torchrun or a plugin for several devices"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError('Accelerate\'s mixed_precision is fp8, which replaces layers; expected "no", "bf16" or "fp16"')
+    _require_no_other_compilation(accelerator.state.dynamo_plugin)
+
+
+def _require_no_other_compilation(dynamo: Any) -> None:
+    regional = getattr(dynamo, "use_regional_compilation", False)
+    asked = {"backend": dynamo.backend.value.lower(), "mode": dynamo.mode, "regional": regional}
+    if asked["backend"] not in ("no", "inductor") or (asked["backend"] == "inductor" and (asked["mode"] != "default" or regional)):
+        raise UnsupportedError(
+            f"Accelerate is set up to compile the model with {asked}; expected nothing of it: hytrain_fx compiles the model. Leave "
+            "torch_compile_backend and torch_compile_mode out of the TrainingArguments, dynamo_backend and dynamo_plugin out of the "
+            "Accelerator. `mode` and Inductor's `options` are options of hytrain_fx.compile"
         )

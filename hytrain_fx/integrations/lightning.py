@@ -35,7 +35,7 @@ class Offload(lightning.Callback):  # type: ignore[misc]
         self._compiled: list[nn.Module] = []
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Put offloaded optimizers in the place of the trainer's.
+        """Give the trainer offloaded optimizers instead of its own.
 
         Raises UnsupportedError where the trainer uses several devices, and what
         `hytrain_fx.compile` raises.
@@ -77,5 +77,6 @@ def trained_module(whole: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Mod
 def _require_one_device(trainer: lightning.Trainer) -> None:
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         raise UnsupportedError(
-            f"the Trainer's strategy is {type(trainer.strategy).__name__}; expected one process on one device. Give it devices=1"
+            f"the Trainer's strategy is {type(trainer.strategy).__name__}; expected one process on one device. "
+            "Give it devices=1 and no strategy"
         )

@@ -22,8 +22,10 @@ from transformers import Trainer
 
 import hytrain_fx
 from hytrain_fx.errors import HytrainWarning, UnsupportedError
-from hytrain_fx.integrations.accelerate import require_one_device
+from hytrain_fx.integrations.accelerate import require_plain
 from hytrain_fx.session.optimizer import OffloadedOptimizer
+
+TRIED = "adamw_torch, adamw_torch_fused, adafactor, adagrad, rmsprop and sgd"
 
 
 class OffloadMixin:
@@ -50,17 +52,23 @@ class OffloadMixin:
         A second `train()` goes on with it. With `model_init` each `train()` has a model and an
         optimizer of its own. Raises UnsupportedError where the Trainer would wrap the model.
         """
+        self._require_one_device()
+        given = self.optimizer is not None
         optimizer = super().create_optimizer(model)  # type: ignore[misc]  # the Trainer's
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper is there from the second train() on
         if isinstance(inner, OffloadedOptimizer):
             return optimizer
-        self._require_one_device()
         self._warn_of_waits()
-        _, self.optimizer = hytrain_fx.compile(self.model, optimizer, **self.compile_options)
+        try:
+            _, self.optimizer = hytrain_fx.compile(self.model, optimizer, **self.compile_options)
+        except UnsupportedError as error:
+            if not given:
+                error.add_note(f"the Trainer made its {type(optimizer).__name__} for optim={self.args.optim.value!r}; tried are {TRIED}")
+            raise
         return self.optimizer
 
     def _require_one_device(self) -> None:
-        require_one_device(self.accelerator)
+        require_plain(self.accelerator)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 f"the Trainer would wrap the model in DataParallel, for {self.args.n_gpu} GPUs; expected one device. "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,122 +12,128 @@ import hytrain_fx
 from hytrain_fx.errors import ConfigError, HytrainWarning, UnsupportedError
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 
-from .framework_runs import example, nodes_ran, once
+from .framework_runs import Run, Runs, Tiny, each_once, example, not_offloaded, require_same, rounded_root, with_states
 from .loops import assert_same, weights
 from .models import mlp
 
-STEPS, STOP = 4, 2
+STEPS, STOP, LAST = 6, 2, 4
 MAX_NORM = 0.5
-PRECISIONS = ["fp32", pytest.param("bf16", marks=pytest.mark.sample(0))]
+KEYS = ["loss", "grad_norm", "learning_rate", "eval_loss"]
+CASES = ["fp32", *(pytest.param(case, marks=pytest.mark.sample(0)) for case in ("bf16", "Llama"))]
 at = example("train_trainer", "transformers", "accelerate")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What is left of a training: weights, what was logged, and its folder."""
+def train(ours: bool, case: str, folder: Path, start: Path | None) -> Run:
+    """Updates of two batches each: warm-up, decay groups, clipping; every second one is evaluated.
 
-    weights: dict[str, torch.Tensor]
-    log: list[dict[str, float]]
-    folder: Path
-    nodes_ran: bool
+    The checkpoint with the *highest* loss counts as the best. So the second evaluation stops the
+    training early, at `LAST` of `STEPS`, and the first checkpoint is loaded at the end.
 
-    def logged(self, key: str) -> list[float]:
-        return [entry[key] for entry in self.log if key in entry]
-
-    def saved(self, step: int) -> dict[str, torch.Tensor]:
-        from safetensors.torch import load_file
-
-        return load_file(self.folder / f"checkpoint-{step}" / "model.safetensors")
-
-
-def train(kind: str, precision: str, folder: Path, resume: Path | None = None) -> Run:
-    """Four updates of two batches each: warm-up, decay groups, clipping, two evaluations.
-
-    The checkpoint whose loss is the *highest* is loaded at the end, so not the last.
+    Ours has the Trainer's defaults besides: fused AdamW, the filter of losses. And
+    `torch_compile=True`, which compiles around the model, changes nothing.
     """
-    model = at.new_model(1, 16)
-    if kind == "Trainer":
+    from transformers import EarlyStoppingCallback
+
+    model = at.new_model(1, 16) if case == "Llama" else Tiny()
+    if not ours:
         model.compile()
     data = at.Windows(16)
     arguments = at.arguments(
-        str(folder), STEPS, bf16=precision == "bf16", warmup_steps=2, max_grad_norm=MAX_NORM, logging_steps=1, use_cpu=True,
+        str(folder), STEPS, bf16=case == "bf16", warmup_steps=2, max_grad_norm=MAX_NORM, logging_steps=1, use_cpu=True,
         eval_strategy="steps", eval_steps=STOP, save_strategy="steps", save_steps=STOP, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", greater_is_better=True,
-        **({"optim": "adamw_torch_fused", "logging_nan_inf_filter": True, "torch_compile": True} if kind == "HyTrainer" else {}),
+        **({"optim": "adamw_torch_fused", "logging_nan_inf_filter": True, "torch_compile": True} if ours else {}),
     )  # fmt: skip
-    trainer = getattr(at, kind)(model=model, args=arguments, train_dataset=data, eval_dataset=torch.utils.data.Subset(data, range(8)))
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    ran = kind == "HyTrainer" and nodes_ran(model)
-    found = Run(weights(model), trainer.state.log_history, folder, ran)
-    if kind == "HyTrainer":
+    trainer = (at.HyTrainer if ours else at.Trainer)(
+        model=model, args=arguments, train_dataset=data, eval_dataset=torch.utils.data.Subset(data, range(8)),
+        callbacks=[EarlyStoppingCallback(1)],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=None if start is None else str(start / f"checkpoint-{STOP}"))
+    left = not_offloaded(model) if ours else frozenset[str]()
+    numbers = {key: [entry[key] for entry in trainer.state.log_history if key in entry] for key in KEYS}
+    steps = (STOP, LAST) if start is None else (LAST,)
+    found = Run(weights(model), numbers, {step: saved(folder / f"checkpoint-{step}") for step in steps}, folder, left)
+    if ours:
         hytrain_fx.close(model)
     return found
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """`run(kind, precision)`; "resumed" goes on from HyTrainer's checkpoint half-way."""
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
 
-    @once
-    def run(kind: str, precision: str) -> Run:
-        folder = tmp_path_factory.mktemp(kind)
-        if kind == "resumed":
-            return train("HyTrainer", precision, folder, run("HyTrainer", precision).folder / f"checkpoint-{STOP}")
-        return train(kind, precision, folder)
-
-    return run
+    states = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
+    return with_states(load_file(folder / "model.safetensors"), states)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("key", ["loss", "grad_norm", "learning_rate", "eval_loss"])
-def test_the_log_is_the_trainers(run: Callable[..., Run], key: str, precision: str) -> None:
-    """Losses, norms before clipping, rates and evaluations are logged with the same bits.
-
-    HyTrainer has the Trainer's defaults besides: fused AdamW, the filter of losses. And
-    `torch_compile=True`, which compiles around the model, changes nothing.
-    """
-    plain, ours = run("Trainer", precision), run("HyTrainer", precision)
-    assert ours.logged(key) == plain.logged(key)
-    assert len(set(plain.logged(key))) > 1
-    assert max(plain.logged("grad_norm")) > MAX_NORM
+run = each_once(train)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("step", [STOP, STEPS])
-def test_checkpoints_hold_the_trainers_weights(run: Callable[..., Run], step: int, precision: str) -> None:
-    """Saved weights have the Trainer's bits, and every gradient went through inserted nodes."""
-    plain, ours = run("Trainer", precision), run("HyTrainer", precision)
-    assert ours.nodes_ran
-    assert_same(ours.saved(step), plain.saved(step))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["ours", "resumed"])
+def test_training_has_the_trainers_bits(run: Runs, kind: str, case: str) -> None:
+    """Logged numbers, weights and checkpoints, whole and resumed from the Trainer's checkpoint."""
+    plain, found = run("plain", case), run(kind, case)
+    assert not found.not_offloaded
+    require_same(found, plain)
+    assert len(set(plain.numbers["loss"])) == len(found.numbers["loss"]) == LAST
+    assert max(plain.numbers["grad_norm"]) > MAX_NORM
 
 
-def test_the_best_checkpoint_is_loaded_at_the_end(run: Callable[..., Run]) -> None:
+def test_the_best_checkpoint_is_loaded_at_the_end(run: Runs) -> None:
     """load_best_model_at_end gives the weights of the best checkpoint, not the last."""
-    ours = run("HyTrainer", "fp32")
-    best, last = ours.saved(STOP), ours.saved(STEPS)
-    assert_same({name: ours.weights[name] for name in best}, best)
-    assert any(not torch.equal(best[name], last[name]) for name in best)
-    assert_same(ours.weights, run("Trainer", "fp32").weights)
-
-
-def test_resuming_has_the_bits_of_never_having_stopped(run: Callable[..., Run]) -> None:
-    """From the checkpoint half-way the Trainer's last weights and losses are met."""
-    plain, resumed = run("Trainer", "fp32"), run("resumed", "fp32")
-    assert resumed.nodes_ran
-    assert_same(resumed.saved(STEPS), plain.saved(STEPS))
-    assert resumed.logged("loss") == plain.logged("loss")
+    ours = run("ours", "fp32")
+    best, last = ours.checkpoints[STOP], ours.checkpoints[LAST]
+    assert_same({name: best[name] for name in ours.weights}, dict(ours.weights))
+    assert any(not torch.equal(best[name], last[name]) for name in ours.weights)
 
 
 # --- what is not trained
 
 
-def trainer_of(folder: Path, **others: Any) -> Any:
-    return at.HyTrainer(model=at.new_model(1, 16), args=at.arguments(str(folder), 1, use_cpu=True), **others)
+def trainer_of(folder: Path, *, ours: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    return at.HyTrainer(model=Tiny(), args=at.arguments(str(folder), 1, use_cpu=True, **arguments), **(ours or {}))
+
+
+OPTIMIZERS = ["adafactor", "adagrad", "rmsprop", "sgd"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_optimizers_that_the_trainer_makes_keep_their_bits(tmp_path: Path, optim: str) -> None:
+    """`optim=` of other optimizers trains to the Trainer's weights."""
+    found = []
+    for kind in (at.Trainer, at.HyTrainer):
+        torch._dynamo.reset()
+        model = Tiny()
+        if kind is at.Trainer:
+            model.compile()
+        trainer = kind(model=model, args=at.arguments(str(tmp_path), 3, use_cpu=True, optim=optim), train_dataset=at.Windows(16))
+        with rounded_root():
+            trainer.train()
+        found.append(weights(model))
+    assert not not_offloaded(model)
+    hytrain_fx.close(model)
+    assert_same(found[1], found[0])
+
+
+def test_the_note_of_a_refused_optimizer_names_optim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer that the Trainer makes and we cannot take: the error says what to set."""
+
+    class Quantised(torch.optim.AdamW):
+        def __init__(self, *args: Any, **others: Any) -> None:
+            super().__init__(*args, **others)
+            self.table = torch.zeros(256)
+
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setattr(trainer, "get_optimizer_cls_and_kwargs", lambda *_: (Quantised, {}))
+    with pytest.raises(UnsupportedError, match="Quantised keeps a Tensor") as refused:
+        trainer.create_optimizer()
+    assert "for optim='adamw_torch'; tried are adamw_torch, " in refused.value.__notes__[0]
 
 
 def test_an_optimizer_that_was_given_is_offloaded(tmp_path: Path) -> None:
     """`optimizers=(optimizer, None)` is offloaded, once; a second train() finds the same."""
-    model = at.new_model(1, 16)
+    model = Tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
     trainer = at.HyTrainer(model=model, args=at.arguments(str(tmp_path), 1, use_cpu=True), optimizers=(optimizer, None))
     found = trainer.create_optimizer()
@@ -144,7 +148,7 @@ def test_an_optimizer_that_was_given_is_offloaded(tmp_path: Path) -> None:
 def test_options_reach_compile(tmp_path: Path) -> None:
     """`compile_options` are those of `hytrain_fx.compile`."""
     with pytest.raises(ConfigError, match="unknown option"):
-        trainer_of(tmp_path, compile_options={"no_such": 1}).create_optimizer()
+        trainer_of(tmp_path, ours={"compile_options": {"no_such": 1}}).create_optimizer()
 
 
 def test_several_gpus_are_refused(tmp_path: Path) -> None:
@@ -155,10 +159,17 @@ def test_several_gpus_are_refused(tmp_path: Path) -> None:
         trainer.create_optimizer()
 
 
+@pytest.mark.parametrize("arguments", [{"torch_compile_mode": "reduce-overhead"}, {"torch_compile_backend": "eager"}], ids=str)
+def test_other_ways_to_compile_are_refused(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """A mode or a backend of TrainingArguments would not be ours: the error names the option."""
+    with pytest.raises(UnsupportedError, match="torch_compile_mode out of the TrainingArguments") as refused:
+        trainer_of(tmp_path, **arguments).create_optimizer()
+    assert next(iter(arguments.values())) in str(refused.value)
+
+
 def test_a_filter_that_waits_for_the_gpu_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, `logging_nan_inf_filter=True` costs most of the overlap."""
-    trainer = trainer_of(tmp_path)
-    trainer.args.logging_nan_inf_filter = True
+    trainer = trainer_of(tmp_path, logging_nan_inf_filter=True)
     monkeypatch.setattr(type(trainer.args), "device", property(lambda self: torch.device("cuda")))
     with pytest.warns(HytrainWarning, match="logging_nan_inf_filter=False"):
         trainer.create_optimizer()
@@ -168,8 +179,8 @@ def test_a_filter_that_waits_for_the_gpu_is_warned_of(tmp_path: Path, monkeypatc
 def test_a_torch_compile_around_the_model_keeps_our_graphs() -> None:
     """torch.compile(model) of a compiled model keeps the plain bits, and inserted nodes run."""
 
-    @once
     def trained(ours: bool) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
         torch.manual_seed(0)
         model, batches = mlp()
         optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -184,8 +195,9 @@ def test_a_torch_compile_around_the_model_keeps_our_graphs() -> None:
             optimizer.zero_grad()
         found = weights(model)
         if ours:
-            assert nodes_ran(model)
+            assert not not_offloaded(model)
             hytrain_fx.close(model)
         return found
 
-    assert_same(trained(True), trained(False))
+    with rounded_root():
+        assert_same(trained(True), trained(False))
