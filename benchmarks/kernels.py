@@ -25,7 +25,7 @@ import torch
 from hytrain_fx.ir.states import ADAMW_DEFAULT, UPDATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
-from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native import libraries
 from hytrain_fx.runtime.native.engine import NativeEngine
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -68,7 +68,7 @@ def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1) -> R
 
     `calls` is the number of passes in one repeat.
     """
-    function = build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk
+    function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
     struct = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=False).c_struct
     per_thread = parameters // threads
     operands = [(torch.full((per_thread,), 0.01, dtype=torch.bfloat16), *states(per_thread, "cpu")) for _ in range(threads)]

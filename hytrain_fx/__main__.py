@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="the plan as JSON, checked")
     explain.set_defaults(run=_explain)
     add_inspect(commands)
-    build = commands.add_parser("build", help="compile the native engine")
+    build = commands.add_parser("build", help="compile the native engine, where no wheel brought it")
     build.add_argument("--json", action="store_true", help="the path as JSON")
     build.set_defaults(run=_build)
     return parser
@@ -110,10 +110,9 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _build(args: argparse.Namespace) -> str:
-    from hytrain_fx.runtime.native import build
-    from hytrain_fx.runtime.native.engine import SOURCES
+    from hytrain_fx.runtime.native import libraries
 
-    path = str(build.library(SOURCES, tells=True))
+    path = str(libraries.library(libraries.SOURCES, tells=True).path)
     return json.dumps({"library": path}) if args.json else path
 
 

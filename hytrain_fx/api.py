@@ -203,6 +203,7 @@ def _explanation(session: Session) -> Explanation:
         memory=session.resources.in_use(guesses.shadow_bytes),
         startup=session.startup,
         engine=session.engine.name,
+        library=session.engine.library_origin,
         workers=session.engine.workers,
         steps_done=session.steps_done,
         device=torch.cuda.get_device_name(device) if cuda else THE_CPU,

@@ -24,8 +24,7 @@ from hytrain_fx.runtime.affinity import allowed_cpus
 from hytrain_fx.runtime.launch import default_workers
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.runtime.memory import available_host_bytes
-from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.engine import SOURCES
+from hytrain_fx.runtime.native import build, libraries
 from hytrain_fx.runtime.states.slabs import HostSlab
 from hytrain_fx.torch_private.names import require_release
 
@@ -34,6 +33,7 @@ _HOST_SECONDS, _LINK_SECONDS = 0.7, 0.5
 _COPIED_BYTES: Final = 128 << 20  # of each thread, far more than caches hold
 _PINNED_BYTES: Final = 256 << 20
 _BUILD: Final = "hytrain-fx build"
+_OP_BY_OP: Final = 'options={"fallback_by_default": True}'
 
 
 class State(StrEnum):
@@ -99,30 +99,35 @@ def _torch(_device: torch.device) -> Iterator[Finding]:
 
 def _engine(_device: torch.device) -> Iterator[Finding]:
     try:
-        yield Finding("C++ compiler", build.find_compiler(), "torch.compile and the native engine build with it")
-    except EngineError as error:
-        yield Finding("C++ compiler", "none", str(error), State.BAD, "apt install g++")
-        return
+        yield Finding("C++ compiler", build.find_compiler(), "torch.compile and a native engine that no wheel brought build with it")
+    except EngineError:
+        yield Finding("C++ compiler", "none", f"torch.compile makes its kernels with it; without, only compile(..., {_OP_BY_OP}) works",
+                      State.BAD, "apt install g++")
     try:
         folder = build.cache_dir()
     except EngineError as error:
         yield Finding("cache folder", "cannot be written", str(error), State.BAD, "export HYTRAIN_FX_CACHE=/a/folder/of/yours")
         return
-    try:
-        built = build.is_built(SOURCES)
-        build.load(SOURCES if built else _SMALL_SOURCE)
-    except EngineError as error:
-        yield Finding("native engine", f"does not build: {str(error).splitlines()[0]}",
-                      "the torch engine would be used, whose updates are about 30 times slower", State.BAD, _BUILD)
-        return
-    if built:
-        yield Finding("native engine", "built, and it loads", "compile() starts at once")
-    else:
-        yield Finding("native engine", "not built yet; a part of it compiles and loads", "the first compile() builds it once", State.NOTE,
-                      _BUILD)
+    yield _native_engine()
     files = [file for file in folder.iterdir() if file.is_file()]
     yield Finding("cache folder", f"{folder}: {_counted(len(files), 'file')}, {bytes_text(sum(file.stat().st_size for file in files))}",
                   "builds are kept there; HYTRAIN_FX_CACHE names another folder")
+
+
+def _native_engine() -> Finding:
+    try:
+        there = libraries.existing(libraries.SOURCES)
+        if there is None:
+            build.load(_SMALL_SOURCE)
+        else:
+            there.load()
+    except EngineError as error:
+        return Finding("native engine", f"does not build: {str(error).splitlines()[0]}",
+                       "the torch engine would be used, whose updates are about 30 times slower", State.BAD, _BUILD)
+    if there is None:
+        return Finding("native engine", "not built yet; a part of it compiles and loads", "the first compile() builds it once", State.NOTE,
+                       _BUILD)
+    return Finding("native engine", f"{there.origin}, and it loads", "compile() starts at once")
 
 
 def _cores(device: torch.device) -> Iterator[Finding]:

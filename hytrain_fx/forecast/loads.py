@@ -21,7 +21,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, HALF_BYTES, TIMED_COPY_BYTES
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.arithmetic import AdamScalars
-from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native import libraries
 
 _BF16 = 1  # Dtype of csrc/adamw.h
 _GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -60,7 +60,7 @@ class KernelUpdates:
     """
 
     def __init__(self, params: int) -> None:
-        self._function = build.load(("kernels_c.cpp",)).hytrain_fx_update_chunk
+        self._function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
         self._scalars = AdamScalars.of(_GROUP, 10, decoupled=True, torch_cuda=True).c_struct
         self._states = [torch.rand(params).mul_(1e-3) for _ in range(3)]
         self._slot = torch.full((params,), 1e-3, dtype=torch.bfloat16)

@@ -266,6 +266,7 @@ class Engine(Protocol):
     """
 
     name: str
+    library_origin: str | None  # where its library comes from, in words; None for an engine without one
     workers: int
     can_stream: bool  # whether rows may be placed with place_streamed
     splits_masters: bool  # whether bf16 rows on the host have masters in halves

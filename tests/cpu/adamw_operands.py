@@ -10,10 +10,15 @@ import torch
 
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native.libraries import BASELINES
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# The wheel's, as far as this CPU can run them, and one without vectors.
+VARIANTS = {baseline.name: (f"-march={baseline.name}",) for baseline in BASELINES if baseline.needs <= build.instruction_sets()} | {
+    "scalar": ("-march=x86-64", "-fno-tree-vectorize"),
+}
 
 
 @dataclass

@@ -18,12 +18,8 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateFlag
 
-from .adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
+from .adamw_operands import GROUP, VARIANTS, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 
-VARIANTS = {
-    "avx2": ("-march=x86-64-v3",),
-    "scalar": ("-march=x86-64", "-fno-tree-vectorize"),
-}
 needs_torch_fma = pytest.mark.skipif(
     platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="torch's kernels for CPUs without AVX2 have no fused multiply-add",
@@ -201,7 +197,7 @@ def test_chunks_do_not_show(n: int, cut: int, dtype: torch.dtype, torch_cuda: bo
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("torch_cuda", [False, True])
 def test_instruction_set_does_not_show(variant: str, torch_cuda: bool) -> None:
-    """AVX2 and scalar builds give the native build's bits.
+    """The wheel's builds and a scalar one give the native build's bits.
 
     All 65536 values of either 16-bit gradient format are tried.
     """

@@ -80,7 +80,7 @@ def test_changed_text_is_built_again(csrc: Path, changed: str) -> None:
 def test_flags_and_cpu_are_part_of_the_name(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other flags, or another CPU over a shared home directory, give another library."""
     names = {build.library(("answer.cpp",)), build.library(("answer.cpp",), flags=(*build.FLAGS, "-DOTHER"))}
-    monkeypatch.setattr(build, "_cpu_flags", lambda: "flags: of another machine")
+    monkeypatch.setattr(build, "_cpu", lambda: "flags: of another machine")
     names.add(build.library(("answer.cpp",)))
     assert len(names) == 3
 

@@ -15,7 +15,7 @@ from hytrain_fx.forecast import doctor
 from hytrain_fx.forecast.doctor import State, examine
 from hytrain_fx.forecast.doctor_table import findings_text
 from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.engine import SOURCES
+from hytrain_fx.runtime.native.libraries import SOURCES
 
 
 @pytest.fixture(autouse=True)

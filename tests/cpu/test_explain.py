@@ -80,6 +80,8 @@ def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
         assert min(found.measured.forward_us) > 0
         assert min(found.measured.backward_us) > 0
         assert found.guesses == session.engine.guess_counts()
+        assert "native engine (built here), CPU workers" in str(found)
+        assert found.to_dict()["engine"] == {"name": "native", "library": "built here", "workers": session.engine.workers}
         assert found.measured.finish is not None
         assert found.node_runs["wait"] == len(session.table) * (WARMUP + 5)
         on_host = [row for row, place in session.states.placement.items() if place is Placement.CPU]

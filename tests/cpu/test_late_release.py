@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.engine import SOURCES
+from hytrain_fx.runtime.native.libraries import SOURCES
 
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 

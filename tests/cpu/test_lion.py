@@ -24,13 +24,12 @@ from hytrain_fx.runtime.lion import Lion, LionScalars
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.engine import NativeEngine
 
-from .adamw_operands import Operands, assert_same_bits, kernel_, operands
+from .adamw_operands import VARIANTS, Operands, assert_same_bits, kernel_, operands
 from .adamw_rows import row_of
 from .engine_loop import host_states
 from .loops import TorchAdam, assert_same, weights
 from .models import Batches
 from .saved import through_a_file
-from .test_adamw_bits import VARIANTS
 from .test_cuda_kernel_on_cpu import Run, run_rows
 from .test_guess import SLOT_BYTES, ClippedLoop
 from .test_placements import plan_of

@@ -15,7 +15,7 @@ from hytrain_fx.forecast.page import markdown
 from hytrain_fx.forecast.report import report
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.engine import SOURCES
+from hytrain_fx.runtime.native.libraries import SOURCES
 
 MODEL = ["--model", "llama-1.3b", "--device", "h200", "--tokens", "4096"]
 

@@ -19,7 +19,7 @@ from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.scalars import UpdateFlag
 from hytrain_fx.runtime.states.split_master import copy_states, join, split, whole_states
 
-from .adamw_operands import DTYPE_CODES, GROUP, Operands, different_bits, kernel_, operands
+from .adamw_operands import DTYPE_CODES, GROUP, VARIANTS, Operands, different_bits, kernel_, operands
 
 CPU = torch.device("cpu")
 HIGH = st.integers(0, 0xFFFF)
@@ -108,10 +108,10 @@ def test_the_update_is_that_of_whole_masters(
 
 
 def test_vector_widths_do_not_change_a_bit() -> None:
-    """AVX2 and scalar builds give the bits of this machine's own."""
+    """The wheel's builds and a scalar one give the bits of this machine's own."""
     scalars = AdamScalars.of(GROUP, 7, decoupled=True, torch_cuda=True)
     results = []
-    for flags in (build.FLAGS, (*build.FLAGS, "-march=x86-64-v3"), (*build.FLAGS, "-march=x86-64", "-fno-tree-vectorize")):
+    for flags in (build.FLAGS, *((*build.FLAGS, *variant) for variant in VARIANTS.values())):
         o = operands(5003, 5, "wide", torch.bfloat16, torch.bfloat16)
         high, low, marked = split(o.master, o.v.abs())
         o = replace(o, v=marked, vmax=None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.engine import SOURCES
+from hytrain_fx.runtime.native.libraries import SOURCES
 
 NATIVE = Path(__file__).resolve().parents[1] / "native"
 

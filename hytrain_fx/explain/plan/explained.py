@@ -86,6 +86,7 @@ class Explained:
     profile          what was measured before the plan was solved, None before that
     measured         times under the plan in force, None before a step has run under it
     planning         what planning does now and why
+    library          where the engine's library comes from, None for an engine without one
     discipline       how updates are ordered and gated in what is predicted
     node_runs        rows that each kind of inserted node was run for (`backward_end`: runs)
     not_offloaded    parameter name -> why its gradient does not go to the host inside a graph
@@ -115,6 +116,7 @@ class Explained:
     workers: int
     steps_done: int
     device: str
+    library: str | None = None
     discipline: Discipline = field(default_factory=Discipline)
     node_runs: Mapping[str, int] = field(default_factory=dict)
     not_offloaded: Mapping[str, str] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Explanation(Explained):
 
         verdict            the figures of the first lines (`Verdict`), and `lines`
         plan, history      the plan in force; all so far, oldest first
-        device, engine     names, and the CPU workers
+        device, engine     names, where the engine's library comes from, and the CPU workers
         optimizer, copies, nonfinite, outside, troubles, launch_queue    notes
         planning           what planning does now, since which step, and why
         steps_done         steps so far
@@ -106,7 +106,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "plan": asdict(e.plan),
         "history": [{"source": plan.source, "k": plan.k, "predicted": plan.predicted} for plan in e.history],
         "device": e.device,
-        "engine": {"name": e.engine, "workers": e.workers},
+        "engine": {"name": e.engine, "library": e.library, "workers": e.workers},
         "optimizer": e.optimizer,
         "copies": e.copies,
         "nonfinite": e.nonfinite,

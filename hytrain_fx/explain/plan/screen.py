@@ -51,7 +51,8 @@ def _verdict(e: Explained) -> list[str]:
 
 def _plan(e: Explained) -> list[str]:
     standing = f"; planning: {e.planning.state} since step {e.planning.since}" if e.planning else ""
-    runs = f"on {e.device}; {e.engine} engine, CPU workers: {e.workers}; steps done: {e.steps_done}{standing}"
+    engine = f"{e.engine} engine" + (f" ({e.library})" if e.library else "")
+    runs = f"on {e.device}; {engine}, CPU workers: {e.workers}; steps done: {e.steps_done}{standing}"
     return [*_wrapped(headline(e.plan), 2), *_wrapped(runs, 2)]
 
 

@@ -54,6 +54,7 @@ class TorchEngine:
     DeepSpeedCPUAdam cannot be had.
     """
 
+    library_origin: str | None = None
     workers = 1
     can_stream = False
     splits_masters = False

@@ -2,6 +2,8 @@
 
     build.load(("engine.cpp", "engine_c.cpp"))  ->  ctypes.CDLL
 
+Whether a library is built at all, or was brought by a wheel: libraries.py.
+
 No build tool: the machine's g++ or clang++, all sources side by side, a few
 seconds. The library lands in `$HYTRAIN_FX_CACHE`, else `$XDG_CACHE_HOME/hytrain_fx`, else
 `~/.cache/hytrain_fx`, under a name that hashes everything it depends on: source text, headers,
@@ -62,7 +64,11 @@ def load(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tupl
 
     Raises EngineError like `library`.
     """
-    path = library(sources, flags=flags, link=link)
+    return opened(library(sources, flags=flags, link=link))
+
+
+def opened(path: Path) -> ctypes.CDLL:
+    """The library in a file. Raises EngineError where it does not load."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -81,21 +87,19 @@ def library(
 
     Raises EngineError without a compiler, when it fails, or when the cache cannot be written.
     """
-    compiler = find_compiler()
-    path = _path_of(sources, (*flags, *link), compiler)
+    path = path_of(sources, flags=flags, link=link)
     if not path.exists():
         with _telling(path, len(sources), on_stderr=sys.stderr.isatty() if tells is None else tells):
-            _compile(compiler, sources, flags, link, path)
+            _compile(find_compiler(), sources, flags, link, path)
     return path
 
 
-def is_built(sources: tuple[str, ...]) -> bool:
-    """Whether the cache has the library of `sources`. Raises EngineError like `library`."""
-    return _path_of(sources, FLAGS, find_compiler()).exists()
+def path_of(sources: tuple[str, ...], *, flags: tuple[str, ...] = FLAGS, link: tuple[str, ...] = ()) -> Path:
+    """Where the library of `sources` is kept once it is built.
 
-
-def _path_of(sources: tuple[str, ...], flags: tuple[str, ...], compiler: str) -> Path:
-    return cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, flags, compiler)}.so"
+    Raises EngineError without a compiler.
+    """
+    return cache_dir() / f"{Path(sources[0]).stem}-{_key(sources, (*flags, *link), find_compiler())}.so"
 
 
 @contextlib.contextmanager
@@ -176,8 +180,13 @@ def _run(command: Sequence[str], what: str) -> None:
 
 
 def _key(sources: tuple[str, ...], flags: tuple[str, ...], compiler: str) -> str:
+    return text_key(sources, (*flags, *LINK, _version(compiler), platform.machine(), _cpu()))
+
+
+def text_key(sources: tuple[str, ...], parts: tuple[str, ...]) -> str:
+    """A hash of the text of sources and headers, and of `parts`."""
     digest = hashlib.sha256()
-    for part in (*sources, *flags, *LINK, _version(compiler), platform.machine(), _cpu_flags()):
+    for part in (*sources, *parts):
         digest.update(part.encode() + b"\0")
     for path in (*(CSRC / source for source in sources), *sorted(CSRC.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -191,7 +200,13 @@ def _version(compiler: str) -> str:
         raise EngineError(f"the compiler {compiler} does not run: {error}. {ELSE}") from error
 
 
-def _cpu_flags() -> str:
+def instruction_sets() -> frozenset[str]:
+    """Those of the first CPU, as /proc/cpuinfo names them; none where it does not tell."""
+    told = (line.partition(":")[2].split() for line in _cpu().splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next(told, ()))
+
+
+def _cpu() -> str:
     """What -march=native depends on: the instruction sets and model of the first CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

@@ -33,7 +33,7 @@ from hytrain_fx.runtime.engine import (
     staging_shape,
 )
 from hytrain_fx.runtime.memory import available_host_bytes
-from hytrain_fx.runtime.native import build
+from hytrain_fx.runtime.native import libraries
 from hytrain_fx.runtime.native.structs import (
     FACTOR_CAPACITY,
     CEarlyCounts,
@@ -54,10 +54,6 @@ from hytrain_fx.runtime.native.structs import (
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
 
-SOURCES = ("engine_c.cpp", "engine.cpp", "engine_state.cpp", "row.cpp", "guess.cpp", "step_clock.cpp", "records.cpp", "shadow_arena.cpp",
-           "staging_area.cpp", "factor_slots.cpp", "host_update.cpp", "updates.cpp", "guesses.cpp", "early_updates.cpp", "homeward.cpp",
-           "flagged_tail.cpp", "streamed_visits.cpp", "device_updates.cpp", "lander.cpp", "workers.cpp", "uploader.cpp", "grad_offload.cpp",
-           "grad_fetches.cpp", "commit.cpp", "waits.cpp", "cpu_device.cpp", "cuda_device.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # nothing is in flight in a child
 _SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")
@@ -100,7 +96,9 @@ class NativeEngine:
         self.workers = workers
         self._device = device
         self._stream_handle = current_stream_of(device) if device.type == "cuda" else lambda: None
-        self._library = build.load(SOURCES)
+        chosen = libraries.library(libraries.SOURCES)
+        self.library_origin: str | None = chosen.origin
+        self._library = chosen.load()
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
         self._factors = HostSlab(slab_bytes(2 * FACTOR_CAPACITY, torch.float32))
