@@ -1,7 +1,8 @@
 """The engine as the rest of the library sees it, and what is handed to it.
 
 Two engines implement this Protocol: `native` (C++ threads that never take the GIL) and `fallback`
-(one Python thread and plain torch ops, where there is no compiler). Both give the same bits.
+(one Python thread and plain torch ops, where the native one cannot be had). Both give the same
+bits.
 """
 
 from __future__ import annotations

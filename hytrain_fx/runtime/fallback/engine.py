@@ -1,4 +1,4 @@
-"""The engine in plain torch, for machines without a C++ compiler.
+"""The engine in plain torch, for machines without a C++ compiler and without a wheel.
 
 It has the rules of csrc/engine.h, three Python threads, no build.
 
