@@ -11,7 +11,9 @@ taken, if it was made of the text that is here. Else the library is built for th
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -108,6 +110,9 @@ def build_ahead(folder: Path) -> None:
     Raises EngineError like `build.library`.
     """
     folder.mkdir(parents=True)
-    for sources in SHIPPED:
-        for baseline in BASELINES:
-            shutil.copy(build.library(sources, flags=baseline.flags, link=_LINK), folder / _file_name(sources, baseline))
+
+    def put(sources: tuple[str, ...], baseline: Baseline) -> None:
+        shutil.copy(build.library(sources, flags=baseline.flags, link=_LINK), folder / _file_name(sources, baseline))
+
+    with ThreadPoolExecutor() as pool:  # one's link beside another's files
+        list(pool.map(put, *zip(*itertools.product(SHIPPED, BASELINES), strict=True)))
