@@ -87,7 +87,8 @@ class _Shown:
             self._progress.stop()
 
     def _text(self) -> str:
-        return f"{self._what}: {self._detail}" if self._detail else self._what
+        detail = f": {self._detail}" if self._detail else ""
+        return f"{self._what}{detail}" + (f" ({self._done} of {self._total})" if self._total else "")
 
     def _show_later(self) -> None:
         if self._ended.wait(self._after_s):
@@ -103,9 +104,15 @@ class _Shown:
 
 def _spinner(redirect: bool) -> Progress:
     """On stderr; its line goes when it stops. With `redirect` what is printed stands above it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress_bar import ProgressBar
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
-               TimeElapsedColumn())
+    class Bar(ProgressColumn):
+        """Where the number of parts is known."""
+
+        def render(self, task: Task) -> RenderableType:
+            return ProgressBar(total=task.total, completed=task.completed, width=20) if task.total else ""
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), Bar(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=redirect, redirect_stderr=redirect)

@@ -55,8 +55,8 @@ def test_a_terminal_has_a_bar_that_goes(quiet: bool) -> None:
     """It names the work and how much is done; its line is erased and the cursor shown again."""
     printed, shown = on_a_terminal(LONG.replace("QUIET", str(quiet)))
     assert printed == "the end\n"
-    assert "reading the tea leaves: leaf" in shown
-    assert "4/17" in shown
+    assert "reading the tea leaves: leaf (4 of 17)" in shown
+    assert "━" in shown
     assert shown.rstrip("\r\n").endswith("\x1b[2K")
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
