@@ -94,6 +94,37 @@ def trainer_of(folder: Path, *, ours: dict[str, Any] | None = None, **arguments:
     return at.HyTrainer(model=Tiny(), args=at.arguments(str(folder), 1, use_cpu=True, **arguments), **(ours or {}))
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("made", ["model", "model_init"])
+def test_a_second_training_has_the_trainers_bits(tmp_path: Path, made: str) -> None:
+    """It goes on with the model and its states; with `model_init` it begins with new ones."""
+
+    def trained(kind: Any) -> list[dict[str, torch.Tensor]]:
+        def model() -> Tiny:
+            model = Tiny()
+            if kind is at.Trainer:
+                model.compile()
+            return model
+
+        torch._dynamo.reset()
+        arguments = at.arguments(str(tmp_path), 2, use_cpu=True)
+        trainer = kind(args=arguments, train_dataset=at.Windows(16), **{made: model() if made == "model" else model})
+        found = []
+        for _ in range(2):
+            trainer.train()
+            found.append(weights(trainer.model))
+            assert kind is at.Trainer or not not_offloaded(trainer.model)
+        if kind is at.HyTrainer:
+            hytrain_fx.close(trainer.model)
+        return found
+
+    with rounded_root():
+        plain, ours = trained(at.Trainer), trained(at.HyTrainer)
+    for found, expected in zip(ours, plain, strict=True):
+        assert_same(found, expected)
+    assert torch.equal(ours[0]["head.weight"], ours[1]["head.weight"]) == (made == "model_init")
+
+
 OPTIMIZERS = ["adafactor", "adagrad", "rmsprop", "sgd"]
 
 
