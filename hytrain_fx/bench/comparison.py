@@ -22,6 +22,7 @@ from hytrain_fx.ir.figures import bytes_text, count_text, params_text, time_text
 
 _MACHINE = ("CPU", "host memory", "its bandwidth", "GPU", "link to the GPU")
 _AS_FAST = 1.02  # times the other's step
+_ROUGH = 0.1  # of a row's median: its windows differ by more
 NO_GPU = "There is no GPU here: the device is the CPU itself. The times show that all of it runs, and say nothing of a GPU."
 
 Row = Mapping[str, Any]
@@ -72,6 +73,8 @@ class Comparison:
         row, tier = self.rows["solved"], self.tier
         if not self.has_gpu:
             yield NO_GPU
+        if (spread := max(of.get("spread", 0.0) for of in self.rows.values())) > _ROUGH:
+            yield f"The times are rough: windows of one row differ by {spread:.0%}. Other work is on the machine, or --steps is small."
         if ours is None:
             yield f"It does not fit: with our plan: {row['error']}"
         elif self.has_gpu:

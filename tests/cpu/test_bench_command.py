@@ -155,6 +155,14 @@ def test_without_a_gpu_the_times_are_said_to_be_no_sign() -> None:
     assert not [line for line in found.verdict()[1:] if "GPU" in line or "Use it" in line]
 
 
+def test_windows_that_differ_are_told() -> None:
+    """Then no figure is worth much."""
+    found = compared(floor=0.30, all_on_device=0.34, all_on_host=0.51, solved=0.34)
+    assert not [line for line in found.verdict() if "rough" in line]
+    rows = {**found.rows, "floor": {**found.rows["floor"], "spread": 0.4}}
+    assert "windows of one row differ by 40%" in replace(found, rows=rows).verdict()[0]
+
+
 # ---- the command ----
 
 STARTED = """
