@@ -28,7 +28,7 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     compile the model its own way, and what `hytrain_fx.compile` raises.
     """
     require_plain(accelerator)
-    if accelerator.device_placement:
+    if accelerator.device_placement and isinstance(model, nn.Module):
         model.to(accelerator.device)  # compile() numbers what is on the device
     model, offloaded = hytrain_fx.compile(model, optimizer, **options)
     prepared: tuple[Any, ...] = accelerator.prepare(model, offloaded, *others)
@@ -41,6 +41,10 @@ def require_plain(accelerator: Any) -> None:
     It wraps one for several processes, replaces layers for fp8, and compiles. A torch.compile with
     its defaults, around the whole model, leaves our graphs inside, so it is let through.
     """
+    if not hasattr(accelerator, "distributed_type"):
+        raise UnsupportedError(
+            f"the accelerator is a {type(accelerator).__name__}; expected accelerate's Accelerator, then the model and its optimizer"
+        )
     found = accelerator.distributed_type.value
     if found == "DEEPSPEED":
         raise UnsupportedError(

@@ -45,7 +45,7 @@ def train(ours: bool, case: str, folder: Path, start: Path | None) -> Run:
     its best, and evaluates that. There is no dropout: a loader that starts draws a random number,
     so a resumed loop would have other ones, also without us.
     """
-    accelerator = accelerator_of(gradient_accumulation_steps=at.ACCUMULATION, mixed_precision="bf16" if case == "bf16" else "no")
+    accelerator = accelerator_of(gradient_accumulation_steps=at.ACCUMULATION, mixed_precision="no" if case == "Llama" else case)
     model, data = at.new_model(1, 16) if case == "Llama" else Tiny(dropout=0.0), at.windows(16)
     tokens = data[:4][0]
     evaluations: list[float] = []
@@ -125,6 +125,16 @@ def test_options_reach_compile() -> None:
     """Options of `prepare` are those of `hytrain_fx.compile`."""
     with pytest.raises(ConfigError, match="unknown option"):
         prepared(no_such=1)
+
+
+def test_objects_in_another_order_are_refused() -> None:
+    """The accelerator comes first, then the model: the error says what was found instead."""
+    model = torch.nn.Linear(4, 4)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError, match="the accelerator is a Linear; expected"):
+        at.prepare(model, optimizer, accelerator_of())
+    with pytest.raises(UnsupportedError, match=r"AdamW.*; expected a torch\.nn\.Module"):
+        at.prepare(accelerator_of(), optimizer, model)
 
 
 @pytest.mark.parametrize(("kind", "says"), [("MULTI_GPU", "torchrun"), ("FSDP", "torchrun"), ("DEEPSPEED", "Leave deepspeed= out")])
