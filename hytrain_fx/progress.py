@@ -46,7 +46,7 @@ def stage(what: str, *, quiet: bool = False, after_s: float = LONG_S) -> Iterato
                program's own prints are not touched
     after_s    seconds before anything is shown
     """
-    shown = None if quiet and not sys.stderr.isatty() else _Shown(what, quiet, after_s)
+    shown = None if quiet and not _on_terminal() else _Shown(what, quiet, after_s)
     began_s = time.perf_counter()
     try:
         yield untold if shown is None else shown.tell
@@ -55,6 +55,14 @@ def stage(what: str, *, quiet: bool = False, after_s: float = LONG_S) -> Iterato
             shown.end()
         if not quiet:  # of compile() the log has the start-up by phase
             _log.info("%s: %.1f s", what, time.perf_counter() - began_s)
+
+
+def _on_terminal() -> bool:
+    """Whether stderr is one; a program may have closed it, or have none."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:
+        return False
 
 
 class _Shown:
@@ -94,7 +102,7 @@ class _Shown:
         if self._ended.wait(self._after_s):
             return
         with self._lock:
-            if not sys.stderr.isatty():
+            if not _on_terminal():
                 print(f"hytrain_fx: {self._what} ...", file=sys.stderr, flush=True)
                 return
             self._progress = _spinner(redirect=not self._quiet)

@@ -6,12 +6,14 @@ The process of the command itself never uses the GPU: a row has all of its memor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ _ITSELF = (sys.executable, "-m", "hytrain_fx")
 _ABOUT = """Times steps of a model on this machine, without any of its weights.
 
     hytrain-fx bench --model path/to/config.json --tokens 8192 --sequence 2048
-    hytrain-fx bench --model gpt2 --batch 1 --sequence 64 --steps 2      # also without a GPU
+    hytrain-fx bench --model small.json --batch 1 --sequence 64 --steps 2      # also without a GPU
 
 Rows: forward and backward alone; a compiled loop with everything on the device, where it fits; ours
 with all states on the host; ours with the plan that it solves.
@@ -62,10 +64,21 @@ def _bench(args: argparse.Namespace) -> Answer:
     require_writable(args.json)
     if args.steps < 1 or not args.limit_s > 0:
         raise ConfigError(f"found --steps {args.steps} --limit-s {args.limit_s:g}, expected at least one step and more than 0 s")
-    found = compare(asked, args.steps, args.limit_s)
+    with _ended_by_sigterm():
+        found = compare(asked, args.steps, args.limit_s)
     if args.json is not None:
         args.json.write_text(found.to_json(), encoding="utf-8")
     return Answer(found.text(), status=int(found.step_us("floor") is None))
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """As an exception it passes the code that ends the running row, which would outlive this."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def compare(asked: Asked, steps: int, limit_s: float) -> Comparison:

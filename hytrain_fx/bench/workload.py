@@ -8,6 +8,7 @@ example inputs that it returns as the batch. Nothing is downloaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +105,9 @@ def _of_config(asked: Asked, device: torch.device) -> Workload:
         batch, sequence = asked.sizes(context_of(config))
         model = build(config, name, device)
         inputs, sampled = example(model, config, device, batch, sequence)
+        inputs = {key: _drawn(value, config) for key, value in inputs.items()}
     if sampled and asked.tokens is not None:
         raise ConfigError(f"found --tokens for {name}, which is counted in samples; expected --batch")
-    inputs = {key: _drawn(value, config) for key, value in inputs.items()}
     loss = _own_or_square
     if type(model).__name__.endswith(_LABELLED):
         inputs["labels"] = inputs.get("decoder_input_ids", inputs.get("input_ids"))
@@ -120,10 +121,11 @@ def _config_of(source: str) -> tuple[Mapping[str, Any], str]:
     try:
         return read_config(source)
     except ConfigError:
-        from transformers import CONFIG_MAPPING
+        with suppress(ImportError):
+            from transformers import CONFIG_MAPPING
 
-        if source in CONFIG_MAPPING:
-            return {"model_type": source}, source
+            if source in CONFIG_MAPPING:
+                return {"model_type": source}, source
         raise
 
 

@@ -12,10 +12,11 @@ first of the automatic classes that takes the config. Example inputs go by what 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +159,8 @@ def _line(error: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """What transformers tells of missing kernels and generation is not about training."""
+    with suppress(ImportError):
+        importlib.import_module("transformers.utils.logging").get_logger()  # sets its level, once
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)

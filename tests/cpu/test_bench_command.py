@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -215,6 +218,23 @@ def test_a_machine_that_cannot_train_is_not_timed(
     monkeypatch.setattr(command, "_ITSELF", started(tmp_path, state="bad"))
     assert main(["bench", "--model", config_file(tmp_path)]) == 2
     assert "would not work here: GPU: a card; hytrain-fx doctor" in capsys.readouterr().err
+
+
+def test_a_command_that_is_ended_ends_its_row(tmp_path: Path) -> None:
+    """The row has a session of its own, and would keep its GPU."""
+    ours, row = started(tmp_path), tmp_path / "row"
+    script = Path(ours[1])
+    script.write_text(script.read_text().replace("way = ", f"open({str(row)!r}, 'w').write(str(__import__('os').getpid()))\n"
+                                                 "__import__('time').sleep(600)\nway = "))
+    code = (f"from hytrain_fx.bench import command\nfrom hytrain_fx.__main__ import main\ncommand._ITSELF = {ours!r}\n"
+            f"main(['bench', '--model', {config_file(tmp_path)!r}])")
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as running:
+        while not row.exists() or not row.read_text():
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.terminate()
+        assert running.wait() == 143
+    assert not psutil.pid_exists(int(row.read_text()))
 
 
 def test_a_row_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

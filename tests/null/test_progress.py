@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -80,6 +81,16 @@ def test_a_quiet_stage_tells_a_terminal_alone(capfd: pytest.CaptureFixture[str])
         tell("leaf")
         assert threading.active_count() == before
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_program_may_have_closed_its_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or have none: the work goes on."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with stage("reading", quiet=True, after_s=0.0) as tell:
+            tell("leaf")
 
 
 def test_a_short_stage_tells_nothing(capfd: pytest.CaptureFixture[str]) -> None:
