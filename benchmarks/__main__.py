@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from benchmarks import contention, figures, largest, rows, steps, sweep, table
+from benchmarks import contention, figures, largest, rows, steps, sweep, table, zoo
 from benchmarks.case import PEER_MODES, CannotRun
 
 COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -19,6 +19,7 @@ COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
     ("rows", rows, "rows listed in a file, each in a process of its own"),
     ("sweep", sweep, "one model over more and more tokens, predicted beside measured"),
     ("figures", figures, "throughput, largest model and GPU idle time, from results"),
+    ("zoo", zoo, "families of models side by side, and the limit of each"),
     ("largest", largest, "the largest model that trains, by trial"),
     ("contention", contention, "what host memory and the link give together"),
 )

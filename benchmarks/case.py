@@ -31,9 +31,10 @@ class Case:
     """One row.
 
     mode        one of MODES
-    size        a name of `llama.SHAPES`, or `wN` of the family in `llama.family_shape`
-    batch       sequences in one step
-    sequence    tokens in one sequence
+    size        a name of `llama.SHAPES`, `wN` of the family in `llama.family_shape`, or a family of
+                the zoo (`families`)
+    batch       sequences, or other samples, in one step
+    sequence    tokens in one sequence, or what is long about another sample
     clip        clip the global gradient norm to this, None = no clipping
     autocast    fp32 parameters under bf16 autocast, not bf16 parameters with fp32 masters
     options     `NAME=VALUE` options of `hytrain_fx.compile`

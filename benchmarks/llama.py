@@ -79,9 +79,10 @@ def _draw_weights(model: nn.Module) -> None:
             parameter.fill_(1.0)
 
 
-def batches(size: str, batch: int, sequence: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Random tokens [batch, sequence], the same ones for every mode."""
+def batches(size: str, batch: int, sequence: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Random tokens [batch, sequence] that are their own labels, the same ones for every mode."""
     generator = torch.Generator(device=device).manual_seed(1)
     vocabulary = shape_of(size)["vocab_size"]
     while True:
-        yield torch.randint(0, vocabulary, (batch, sequence), device=device, generator=generator)
+        tokens = torch.randint(0, vocabulary, (batch, sequence), device=device, generator=generator)
+        yield {"input_ids": tokens, "labels": tokens}

@@ -9,27 +9,28 @@ import torch
 from torch import nn
 
 from benchmarks.case import Case
+from benchmarks.models import Batch
 from benchmarks.trainer import backward_of
 from hytrain_fx.bench import loops
 from hytrain_fx.bench.loops import Trainer
 
 
-def floor(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
+def floor(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
     """Compiled forward and backward, no optimizer."""
     return loops.floor(model, backward_of(case, model, device))
 
 
-def all_gpu(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
+def all_gpu(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
     """Compiled, everything on the device, with fused AdamW."""
     return loops.on_device(model, backward_of(case, model, device), fused=True)
 
 
-def reference(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
+def reference(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
     """As `all_gpu`, with AdamW(foreach=True), whose bits are those of hytrain_fx."""
     return loops.on_device(model, backward_of(case, model, device), foreach=True)
 
 
-def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = False) -> Trainer[torch.Tensor]:
+def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = False) -> Trainer[Batch]:
     """hytrain_fx with the case's options."""
     return loops.ours(model, backward_of(case, model, device), dict(option_of(text) for text in case.options), barrier=barrier)
 

@@ -13,23 +13,24 @@ import torch
 from torch import nn
 
 from benchmarks.case import CannotRun, Case
+from benchmarks.models import Batch, blocks, loss_of, trained
 from benchmarks.trainer import precision, require
 from hytrain_fx.bench.loops import ADAMW, Trainer, synchronize
 
 ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
+def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
     """DeepSpeed ZeRO-2 with the optimizer on the CPU, bf16 parameters, compiled."""
     for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
         os.environ.setdefault(name, value)
     deepspeed = require("deepspeed", "deepspeed", case.mode)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=zero_offload_config(case))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=zero_offload_config(case))
     engine.compile()
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
+    def step(batch: Batch) -> torch.Tensor:
         for _ in range(case.micro_batches):
-            loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(engine, batch)
             engine.backward(loss)
             engine.step()
         return loss.detach()
@@ -65,7 +66,7 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
     }
 
 
-def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch.Tensor]:
+def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
     """torchao's CPUOffloadOptimizer, with gradients offloaded too and each block compiled.
 
     That is its fastest form on the measured H200.
@@ -75,13 +76,13 @@ def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[torch
     optim = require("torchao", "torchao.optim", case.mode)
     if device.type != "cuda":
         raise CannotRun("mode torchao needs a CUDA device: its optimizer copies on CUDA streams")
-    for block in model.model.layers:  # type: ignore[union-attr]
+    for block in blocks(case.size, model):
         block.compile()
-    optimizer = optim.CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAMW)
+    optimizer = optim.CPUOffloadOptimizer(trained(model), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAMW)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
+    def step(batch: Batch) -> torch.Tensor:
         with precision(case, device):
-            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,26 +7,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import CannotRun, Case
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.device import DeviceSpec
 
 Row = dict[str, Any]  # what `steps` prints, or the case's fields, the machine where known, and "error"
 
 
 class Results:
-    """The rows of `path` by the key of their case, in the order they were measured."""
+    """The rows of `path` by the key of their case, in the order they were measured.
+
+    Beside them are the rates of the machines they ran on, where these were measured.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read `path`, where it exists. Raises CannotRun where it is no result file."""
         self.path = path
         self._rows: dict[str, Row] = {}
+        self._devices: dict[str, DeviceSpec] = {}
         if path.exists():
             try:
-                rows = json.loads(path.read_text())["rows"]
-            except (ValueError, KeyError, TypeError) as error:
+                read = json.loads(path.read_text())
+                rows = read["rows"]
+                self._devices = {name: DeviceSpec.from_figures(figures) for name, figures in read.get("devices", {}).items()}
+            except (ValueError, KeyError, TypeError, ConfigError) as error:
                 raise CannotRun(f"{path} is not a result file ({error}); choose another --out") from error
             self._rows = {Case.of_row(row).key: row for row in rows}
 
@@ -34,9 +42,22 @@ class Results:
         """Take a row, instead of an earlier one of the same case, and write the file."""
         self._rows.pop(case.key, None)
         self._rows[case.key] = row
+        self._write()
+
+    def put_device(self, machine: Mapping[str, Any], device: DeviceSpec) -> None:
+        """Take the measured rates of a machine, and write the file."""
+        self._devices[_booted(machine)] = device
+        self._write()
+
+    def device_of(self, machine: Mapping[str, Any]) -> DeviceSpec | None:
+        """The rates of a machine as it was booted; None where they were not measured."""
+        return self._devices.get(_booted(machine))
+
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps({"rows": list(self._rows.values())}, indent=1))
+        devices = {name: asdict(device) for name, device in self._devices.items()}
+        part.write_text(json.dumps({"rows": list(self._rows.values()), **({"devices": devices} if devices else {})}, indent=1))
         part.replace(self.path)
 
     def get(self, case: Case) -> Row | None:
@@ -67,6 +88,10 @@ class Results:
         if row is None or against is None or row["machine"] != against["machine"]:
             return None
         return float(row["step_s"] / against["step_s"])
+
+
+def _booted(machine: Mapping[str, Any]) -> str:
+    return f"{machine['gpu']}, boot {machine['boot']}"
 
 
 def floor_of(case: Case) -> Case:

@@ -26,15 +26,15 @@ from torch import nn
 from benchmarks import own_modes, peers
 from benchmarks.case import MODES, CannotRun, Case
 from benchmarks.idle import idle_share, kernel_time
-from benchmarks.llama import batches, build
 from benchmarks.machine import machine
+from benchmarks.models import Batch, batches, build, trained
 from benchmarks.turns import Turn
 from hytrain_fx.bench.loops import Trainer
 from hytrain_fx.bench.memory import memory
 from hytrain_fx.bench.windows import OTHER_WARMUP_STEPS, OUR_WARMUP_STEPS, timed
 from hytrain_fx.runtime.energy import meter_of
 
-TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer[torch.Tensor]]] = {
+TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer[Batch]]] = {
     "floor": own_modes.floor, "all_gpu": own_modes.all_gpu, "reference": own_modes.reference, "ours": own_modes.ours,
     "zero_offload": peers.zero_offload, "torchao": peers.torchao,
 }
@@ -48,9 +48,9 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     Rows that agree in them are one.
     """
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, or wN: N layers of N heads of 128")
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
-    parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence")
+    parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, wN (N layers of N heads of 128), or of the zoo: gpt2, gpt2.small, ...")
+    parser.add_argument("--batch", type=int, default=4, help="sequences (or other samples) in a step")
+    parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence, or what is long about another sample")
     parser.add_argument("--micro-batches", type=int, default=1, help="backwards in one step, each over --batch sequences")
     parser.add_argument("--clip", type=float, default=None, help="clip_grad_norm_ to this")
     parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="with --clip: only every N-th step's gradients are scaled")
@@ -97,35 +97,36 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
     turn = Turn(arguments.turn)
     began_s = time.perf_counter()
-    model = build(case.size, case.sequence, device, torch.float32 if case.autocast else torch.bfloat16, case.checkpointing)
+    dtype = torch.float32 if case.autocast else torch.bfloat16
+    model = build(case.size, case.sequence, device, dtype, case.checkpointing)
     built_s = time.perf_counter()
     make = partial(own_modes.ours, barrier=True) if arguments.barrier else TRAINERS[case.mode]
     trainer = make(case, model, device)
-    tokens = batches(case.size, case.batch, case.sequence, device)
+    data = batches(case.size, case.batch, case.sequence, device, dtype)
     barrier = {"barrier": True} if arguments.barrier else {}
-    row: dict[str, Any] = {**case.values(), **barrier, "params": sum(p.numel() for p in model.parameters()), "machine": machine()}
+    row: dict[str, Any] = {**case.values(), **barrier, "params": sum(p.numel() for p in trained(model)), "machine": machine()}
     if arguments.losses:
-        row["losses"] = torch.stack([trainer.step(next(tokens)) for _ in range(arguments.losses)]).tolist()
+        row["losses"] = torch.stack([trainer.step(next(data)) for _ in range(arguments.losses)]).tolist()
         trainer.finish()
         return row | {"checksum": checksum(model)}
-    trainer.step(next(tokens))
+    trainer.step(next(data))
     trainer.finish()
     row["build_s"], row["first_step_s"] = round(built_s - began_s, 2), round(time.perf_counter() - built_s, 2)
     compiled_s = time.perf_counter()
     turn.wait_to_be_alone(case.mode, arguments.shares_gpu)
     waited_us = (time.perf_counter() - compiled_s) * 1e6
     warmup = (OUR_WARMUP_STEPS if case.mode == "ours" else OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
-    row |= timed(trainer, tokens, warmup, arguments.window, device, meter_of(device), case.tokens)
+    row |= timed(trainer, data, warmup, arguments.window, device, meter_of(device), case.tokens)
     about = _without_waiting(trainer.about(), waited_us)
     in_use = about.get("memory_in_use", {})
     row |= memory(device, in_use.get("pinned_bytes", in_use.get("host_bytes", 0))) | about
     if arguments.idle:
-        row |= kernel_time(lambda: trainer.step(next(tokens)), trainer.finish)
+        row |= kernel_time(lambda: trainer.step(next(data)), trainer.finish)
         row["idle_share"] = idle_share(row["kernel_busy_s"], row["step_s"])
     if not any(getattr(arguments, name) for name in LOOKS):
         return row
     print(json.dumps(row), flush=True)  # what follows may outlast a time limit, and the row is made
-    return row | _looked_into(model, trainer, tokens, arguments)
+    return row | _looked_into(model, trainer, data, arguments)
 
 
 def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, Any]:
@@ -138,12 +139,12 @@ def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, An
 
 
 def _looked_into(
-    model: nn.Module, trainer: Trainer[torch.Tensor], tokens: Iterator[torch.Tensor], arguments: argparse.Namespace
+    model: nn.Module, trainer: Trainer[Batch], data: Iterator[Batch], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def step() -> torch.Tensor:
-        return trainer.step(next(tokens))
+        return trainer.step(next(data))
 
     if arguments.trace:
         from benchmarks.overlap import traced

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from benchmarks.case import NEVER_REACHED, CannotRun, Case
+from benchmarks.models import Batch, loss_of
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+Step = Callable[[Batch], torch.Tensor]
 
 
 def precision(case: Case, device: torch.device) -> AbstractContextManager[object]:
@@ -24,15 +25,15 @@ def precision(case: Case, device: torch.device) -> AbstractContextManager[object
 def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
     """Forward, backward and clipping, as a plain loop has them; gradients stay in `.grad`.
 
-    Every micro-batch has the same tokens.
+    Every micro-batch is the same.
     """
 
     number = itertools.count(1)
 
-    def backward(tokens: torch.Tensor) -> torch.Tensor:
+    def backward(batch: Batch) -> torch.Tensor:
         for _ in range(case.micro_batches):
             with precision(case, device):
-                loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+                loss = loss_of(model, batch)
             loss.backward()
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), NEVER_REACHED if next(number) % case.scaled_every else case.clip)
