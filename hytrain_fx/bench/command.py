@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hytrain_fx.errors import ConfigError, HytrainError
+from hytrain_fx.errors import ConfigError, HostMemoryError, HytrainError, PlanError
 from hytrain_fx.forecast.command import Answer
 from hytrain_fx.ir.named_files import require_writable
 from hytrain_fx.progress import stage
@@ -132,13 +132,15 @@ def _row(asked: Asked, way: str, steps: int) -> Answer:
     """One row as a line of JSON, or why there is none."""
     import torch
 
-    from hytrain_fx.bench.process import CANNOT_RUN
+    from hytrain_fx.bench.process import CANNOT_RUN, NO_MEMORY
     from hytrain_fx.bench.row import measured
 
     try:
         return Answer(json.dumps(measured(asked, way, steps)))
     except torch.OutOfMemoryError as error:
-        told = f"out of memory: {'. '.join(str(error).split('. ')[1:3])}"
+        told = NO_MEMORY + ". ".join(str(error).split(". ")[1:3])
+    except (HostMemoryError, PlanError) as error:
+        told = NO_MEMORY + str(error)
     except HytrainError as error:
         told = " ".join(str(error).split())
     return Answer(f"{CANNOT_RUN}{told}", status=2)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from hytrain_fx.bench.process import lacked_memory
 from hytrain_fx.bench.row import WAYS
 from hytrain_fx.forecast.doctor import Finding
 from hytrain_fx.forecast.doctor_table import printed
@@ -68,7 +69,7 @@ class Comparison:
     def _lines(self) -> Iterator[str]:
         floor, plain, ours = (self.step_us(way) for way in ("floor", "all_on_device", "solved"))
         if floor is None:
-            yield f"It does not train here at all: forward and backward alone: {self.rows['floor']['error']}"
+            yield self._failed("Forward and backward alone: it", "floor")
             return
         row, tier = self.rows["solved"], self.tier
         if not self.has_gpu:
@@ -76,12 +77,12 @@ class Comparison:
         if (spread := max(of.get("spread", 0.0) for of in self.rows.values())) > _ROUGH:
             yield f"The times are rough: windows of one row differ by {spread:.0%}. Other work is on the machine, or --steps is small."
         if ours is None:
-            yield f"It does not fit: with our plan: {row['error']}"
+            yield self._failed("With our plan it", "solved")
         elif self.has_gpu:
             yield fits_line(1e9 * row["gpu_peak_allocated_gb"], self.figures["gpu_memory_bytes"], row["memory_in_use"]["host_bytes"],
                             self.figures["host_available_bytes"])
         if plain is None:
-            yield f"With everything on {tier} it does not fit: {self.rows['all_on_device']['error']}"
+            yield self._failed(f"With everything on {tier} it", "all_on_device")
         else:
             gb = self.rows["all_on_device"]["gpu_peak_allocated_gb"]
             yield everything_fits_line(None if gb is None else 1e9 * gb, self._pace(plain), too=ours is not None, tier=tier)
@@ -94,10 +95,16 @@ class Comparison:
             if self.has_gpu:
                 yield self._advice(floor, plain, ours)
 
+    def _failed(self, what: str, way: str) -> str:
+        why = str(self.rows[way]["error"])
+        return f"{what} {'does not fit' if lacked_memory(why) else 'did not run'}: {why}"
+
     def _pace(self, step_us: float) -> str:
         return pace_text(step_us, self.count, self.counted)
 
     def _advice(self, floor: float, plain: float | None, ours: float) -> str:
+        if plain is None and not lacked_memory(self.rows["all_on_device"]["error"]):
+            return ""
         if plain is None:
             return f"Use it: the model does not train here otherwise, and a step is {ours / floor:.2f} times forward and backward alone."
         host = self.step_us("all_on_host")

@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 CANNOT_RUN = "cannot run: "
+NO_MEMORY = "out of memory: "
+_KILLED = "killed (by the system"
+
+
+def lacked_memory(why: str) -> bool:
+    """Whether a row ended for want of memory, and not for another reason."""
+    return why.startswith((NO_MEMORY, _KILLED))
 
 
 def run_to_end(command: Sequence[str], output: int, limit_s: float, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> int | None:
@@ -51,7 +58,7 @@ def why_none(status: int | None, printed: str, limit_s: float) -> str:
     if status is None:
         return f"took longer than {limit_s:g} s"
     if status == -signal.SIGKILL:
-        return "killed (by the system: it does so when host memory is used up)"
+        return f"{_KILLED}: it does so when host memory is used up)"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(CANNOT_RUN) or re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)\b", line)]
     last = (told or lines or ["nothing was printed"])[-1]

@@ -144,10 +144,17 @@ def test_the_verdict_where_a_plain_loop_does_not_fit() -> None:
 
 def test_the_verdict_where_nothing_fits() -> None:
     """What could not run is told with its reason."""
-    assert compared(floor="out of memory: 3 GB").verdict() == [
-        "It does not train here at all: forward and backward alone: out of memory: 3 GB"]
-    lines = compared(floor=0.3, all_on_device="out of memory", all_on_host="too large", solved="too large").verdict()
-    assert lines == ["It does not fit: with our plan: too large", "With everything on the GPU it does not fit: out of memory"]
+    assert compared(floor="out of memory: 3 GB").verdict() == ["Forward and backward alone: it does not fit: out of memory: 3 GB"]
+    killed = "killed (by the system: ...)"
+    lines = compared(floor=0.3, all_on_device=killed, all_on_host="too large", solved="out of memory: 9 GB").verdict()
+    assert lines == ["With our plan it does not fit: out of memory: 9 GB", f"With everything on the GPU it does not fit: {killed}"]
+
+
+def test_a_row_that_fails_otherwise_is_not_said_not_to_fit() -> None:
+    """And nothing is recommended for want of a plain loop's time."""
+    lines = compared(floor=0.30, all_on_device="took longer than 9 s", all_on_host=0.51, solved=0.36).verdict()
+    assert lines[1] == "With everything on the GPU it did not run: took longer than 9 s"
+    assert lines[-1] == "Change it."
 
 
 def test_without_a_gpu_the_times_are_said_to_be_no_sign() -> None:
@@ -241,4 +248,4 @@ def test_a_row_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.Monk
     """One line, and status 2; without room for its states on the CPU it does not begin."""
     monkeypatch.setattr("hytrain_fx.bench.row.available_host_bytes", lambda: 1000)
     assert main(["bench", "--model", config_file(tmp_path), "--batch", "1", "--sequence", "8", "--row", "all_on_device"]) == 2
-    assert capsys.readouterr().out.startswith("cannot run: its states take ")
+    assert capsys.readouterr().out.startswith("cannot run: out of memory: its states take ")
