@@ -5,7 +5,6 @@ What they are captured into is counted on the way: graphs, breaks, units, waits 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -93,8 +92,9 @@ def plain(name: str) -> Trained:
 def test_a_family_trains_with_the_plain_models_bits(name: str, plan: str) -> None:
     """Four steps, dropout where the model has it.
 
-    There is one forward graph and one backward graph, except where transformers warns in the middle
-    of the forward. Every unit is waited for once a step, and has at most one node of each kind.
+    There is one forward graph and one backward graph. Only GPT-2 may have more of them, because
+    transformers warns in the middle of its forward. Every unit is waited for once a step, and has
+    at most one node of each kind.
     """
     found, expected = train(name, plan), plain(name)
     assert found.losses == expected.losses
@@ -102,10 +102,8 @@ def test_a_family_trains_with_the_plain_models_bits(name: str, plan: str) -> Non
     counts = found.counts
     assert counts is not None
     assert counts.params <= 200_000
-    if name == "gpt2":
-        assert [re.sub(r".*/|:\d+", "", place) for place in counts.breaks] == ["modeling_gpt2.py in forward: step_unsupported"]
-    else:
-        assert (counts.graphs, counts.breaks) == (2, ())
+    assert counts.graphs == 2 * (1 + len(counts.breaks))
+    assert all(name == "gpt2" and "modeling_gpt2.py" in place for place in counts.breaks)
     assert counts.units.count == counts.waits
     assert counts.inserted <= NODES_A_UNIT * counts.units.count + counts.graphs
 
