@@ -111,7 +111,9 @@ class Comparison:
         saved = self.rows["all_on_device"]["gpu_peak_allocated_gb"] - self.rows.get("all_on_host", {}).get("gpu_peak_allocated_gb", 0.0)
         room = "" if host is None else (f" With all states on the host {bytes_text(1e9 * saved)} more are free, at {host / plain:.2f} "
                                         "times a plain step: room for a larger batch.")
-        fast = "a plain compiled loop is as fast" if plain <= _AS_FAST * ours else f"our plan takes {ours / plain:.2f} times a plain step"
+        times = f"our plan takes {ours / plain:.2f} times its step"
+        fast = "a plain compiled loop is " + (f"faster: {times}" if ours > _AS_FAST * plain else "as fast" if plain <= _AS_FAST * ours
+                                              else f"slower: {times}")
         return f"Everything fits here, and {fast}.{room}"
 
     def text(self) -> str:
@@ -125,10 +127,11 @@ class Comparison:
         return printed(machine, "", Text(head, "bold"), "", self._table(), *failed, "", Text("\n".join(self.verdict())))
 
     def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 2, 0, 0))
+        table = Table(box=None, padding=(0, 1, 0, 0))
         table.add_column("", no_wrap=True)
-        for head in ("step", "spread", "times the first", f"{self.counted} a second", "GPU memory", f"states on {self.tier}", "streamed"):
-            table.add_column(head, justify="right")
+        on = self.tier.replace(" ", "\n")
+        for head in ("step", "spread", "times\nfirst", f"{self.counted}\na second", "GPU\nmemory", f"states on\n{on}", "states\nstreamed"):
+            table.add_column(head, justify="right", no_wrap=True)
         floor = self.step_us("floor")
         for way, row in self.rows.items():
             if (step_us := self.step_us(way)) is None:

@@ -38,9 +38,9 @@ def _all_on_device(of: Workload) -> Trainer[Batch]:
 
 
 WAYS: Final[Mapping[str, Way]] = {
-    "floor": Way("forward and backward alone", lambda of: loops.floor(of.model, of.backward)),
-    "all_on_device": Way("compiled, all on the device", _all_on_device),
-    "all_on_host": Way("hytrain_fx, all states on the host", lambda of: loops.ours(of.model, of.backward, {"gpu_states": 0.0}),
+    "floor": Way("forward and backward", lambda of: loops.floor(of.model, of.backward)),
+    "all_on_device": Way("plain, all on device", _all_on_device),
+    "all_on_host": Way("hytrain_fx, all on host", lambda of: loops.ours(of.model, of.backward, {"gpu_states": 0.0}),
                        OUR_WARMUP_STEPS),
     "solved": Way("hytrain_fx, plan solved", lambda of: loops.ours(of.model, of.backward, {}), OUR_WARMUP_STEPS),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from hytrain_fx.__main__ import main
@@ -133,13 +135,23 @@ def test_the_verdict_where_everything_fits() -> None:
     ]
 
 
+@pytest.mark.parametrize(("solved", "words"), [
+    (0.34, "as fast."), (0.345, "as fast."), (0.51, "faster: our plan takes 1.50 times its step."),
+    (0.17, "slower: our plan takes 0.50 times its step."),
+])
+def test_the_verdict_says_which_is_faster(solved: float, words: str) -> None:
+    """Within 2% they are equally fast."""
+    line = compared(floor=0.1, all_on_device=0.34, all_on_host=0.51, solved=solved).verdict()[-1]
+    assert line.startswith(f"Everything fits here, and a plain compiled loop is {words}")
+
+
 def test_the_verdict_where_a_plain_loop_does_not_fit() -> None:
     """Then there is nothing to compare with."""
     found = compared(floor=0.30, all_on_device="out of memory: 3 GB", all_on_host=0.51, solved=0.36)
     lines = found.verdict()
     assert lines[1] == "With everything on the GPU it does not fit: out of memory: 3 GB"
     assert lines[-1] == "Use it: the model does not train here otherwise, and a step is 1.20 times forward and backward alone."
-    assert "compiled, all on the device: out of memory: 3 GB" in found.text()
+    assert "plain, all on device: out of memory: 3 GB" in found.text()
 
 
 def test_the_verdict_where_nothing_fits() -> None:
@@ -163,6 +175,17 @@ def test_without_a_gpu_the_times_are_said_to_be_no_sign() -> None:
     found = replace(compared(floor=1.0), machine=MACHINE[:2], rows=rows)
     assert found.verdict()[0] == NO_GPU
     assert not [line for line in found.verdict()[1:] if "GPU" in line or "Use it" in line]
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    """Heads and figures are whole; sentences may be longer."""
+    table = Console(file=io.StringIO(), width=80)
+    found = compared(floor=0.123, all_on_device=0.123, all_on_host=0.567, solved=0.345)
+    table.print(found._table())
+    printed = table.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in printed
+    assert all(way.title in printed for way in WAYS.values())
+    assert len(printed.splitlines()) == 3 + len(WAYS)
 
 
 def test_windows_that_differ_are_told() -> None:
@@ -209,7 +232,7 @@ def test_the_command_shows_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "llama: " in printed
     assert "4 x 16 tokens a step, median of three windows of 2 steps" in printed
     assert all(way.title in printed for way in WAYS.values())
-    assert "compiled, all on the device: out of memory: 3 GB" in printed
+    assert "plain, all on device: out of memory: 3 GB" in printed
     assert found["verdict"][-1].startswith("Use it")
     assert found["verdict"][-1] in printed
     assert set(found["rows"]) == set(WAYS)
