@@ -362,12 +362,11 @@ class SessionGradients:
         """
         norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.slots.norms_wanted]
         self.slots.send(part.rows, grads)
-        make, fresh = self.standins.make, self._fresh
-        for i, (row, parameter) in enumerate(zip(part.rows, part.parameters, strict=True)):
-            own = {norm: values[i] for norm, values in norms} if norms else None
-            standin = make(row, parameter, RowGradient(self.slots, row, own))
+        own = [{norm: values[i] for norm, values in norms} if norms else None for i in range(len(part.rows))]
+        standins = self.standins.in_slots(part.rows, part.parameters, self.slots, own)
+        for parameter, standin in zip(part.parameters, standins, strict=True):
             set_grad(parameter, standin)
-            fresh[row] = standin.grad_state
+        self._fresh.update((row, standin.grad_state) for row, standin in zip(part.rows, standins, strict=True))
         self.on_sent(part.rows)
 
     def _keep_on_device(self, part: Part, grads: Sequence[torch.Tensor]) -> None:

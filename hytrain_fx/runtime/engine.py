@@ -11,9 +11,9 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -94,8 +94,7 @@ class RowStep(Protocol):
     def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Sequence[float], out: torch.Tensor | None) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CommitItem:
+class CommitItem(NamedTuple):
     """One row's part of a `step()`.
 
     grad     the real gradient of a row updated on the device (its states rest there or are
@@ -111,7 +110,7 @@ class CommitItem:
     scalars: UpdateScalars
     grad: torch.Tensor | None = None
     at_end: bool = False
-    factors: tuple[float | torch.Tensor, ...] = field(default=())
+    factors: tuple[float | torch.Tensor, ...] = ()
     step: RowStep | None = None
 
 

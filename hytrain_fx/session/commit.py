@@ -14,7 +14,6 @@ One item for each row that has a gradient, one for each piece where it is cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,7 +89,8 @@ class CommitBuilder:
         gradient.
         """
         items: list[CommitItem] = []
-        row_of, states, steps = self._table.row_of, self._states, self.steps
+        row_of, cut, leaving, steps = self._table.row_of, self._states.pieces.cut, self._states.leaving(), self.steps
+        leave = self._gradients.standins.leave
         self._cut_grads = {}
         for group in groups:
             by_step: dict[int, UpdateScalars] = {}  # rows of a group usually agree
@@ -104,19 +104,19 @@ class CommitBuilder:
                         continue
                     raise _unmanaged(parameter)
                 step = steps[row] + 1
-                if step not in by_step:
-                    by_step[step] = self._scalars(group, step)
-                if row in states.pieces.cut:
-                    items += self._items_of_pieces(row, grad, by_step[step])
-                    continue
-                on_host = states.gradient_leaves(row)
+                scalars = by_step.get(step)
+                if scalars is None:
+                    scalars = by_step[step] = self._scalars(group, step)
+                on_host = row in leaving
                 if on_host and type(grad) is GradStandIn and is_in_slot(grad):
-                    items.append(CommitItem(row, by_step[step], None, row in touched, grad.grad_state.factors))
-                    self._gradients.standins.leave(row, grad)
+                    items.append(CommitItem(row, scalars, None, row in touched, grad.grad_state.factors))
+                    leave(row, grad)
+                elif row in cut:
+                    items += self._items_of_pieces(row, grad, scalars)
                 elif not on_host and self._gradients.is_untouched(row, grad):
-                    items.append(CommitItem(row, by_step[step], grad, row in touched))
+                    items.append(CommitItem(row, scalars, grad, row in touched))
                 else:
-                    items.append(self._item(row, grad, by_step[step], row in touched))
+                    items.append(self._item(row, grad, scalars, row in touched))
         return items
 
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
@@ -245,4 +245,4 @@ class RuleCommitBuilder(CommitBuilder):
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
         """With what each row's update runs; the groups have then what the step sets there."""
         steps = self._rule.steps(list(groups), {item.row: self._states[item.row] for item in items})
-        return [replace(item, step=steps[item.row]) for item in items]
+        return [item._replace(step=steps[item.row]) for item in items]

@@ -16,10 +16,11 @@ Guards and hooks hold an `EagerAccess` weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
@@ -32,6 +33,7 @@ from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.turns import Turns
+from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
 from hytrain_fx.weights.guard import GuardedParameter, guard_type
 from hytrain_fx.weights.held import HeldWeights
@@ -80,6 +82,7 @@ class EagerAccess:
         self._outside = outside
         self._is_over = is_over
         self._all_rows = tuple(range(len(table)))
+        self._hooks: dict[int, RemovableHandle] = {}  # by row
         self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
 
     # ---- what guards and hooks call ----
@@ -116,7 +119,7 @@ class EagerAccess:
         self.touched.add(row)
         self._outside.touched()
         if torch.is_grad_enabled():
-            self._gradients.parts.used_eagerly.add(row)
+            self._uses_eagerly([row])
 
     def may_lose_memory(self, parameter: nn.Parameter) -> bool:
         """Whether its fp32 memory may be given back.
@@ -125,7 +128,23 @@ class EagerAccess:
         """
         return not self._is_over() and self.copies.may_give_back(self._table.row_of[id(parameter)])
 
-    def gradient_hook(self, row: int) -> Callable[[torch.Tensor], None]:
+    def _uses_eagerly(self, rows: Collection[int]) -> None:
+        """Eager code has read these weights where gradients are on: some may come from it."""
+        self._gradients.parts.used_eagerly.update(rows)
+        self._listen(rows)
+
+    def _listen(self, rows: Iterable[int]) -> None:
+        """From now on autograd tells when it has added to these rows' `.grad`.
+
+        That takes 4 us a row and backward, so the rows of graphs alone have no such hook.
+        """
+        for row in rows:
+            if row not in self._hooks:
+                with without_torch_function():
+                    hook = self._table.parameters[row].register_post_accumulate_grad_hook(self._gradient_hook(row))
+                self._hooks[row] = hook
+
+    def _gradient_hook(self, row: int) -> Callable[[torch.Tensor], None]:
         """What autograd is to call when it has added to this parameter's `.grad`."""
         of = weakref.ref(self)
 
@@ -136,6 +155,11 @@ class EagerAccess:
                 found._gradients.parts.several.add(row)
 
         return on_gradient
+
+    def close(self) -> None:
+        """Autograd tells of no gradient any more."""
+        for hook in self._hooks.values():
+            hook.remove()
 
     # ---- what the session calls ----
 
@@ -166,6 +190,8 @@ class EagerAccess:
         self._gradients.held.let_go_of_all()
         self.writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
+        if torch.is_grad_enabled():
+            self._listen(self._all_rows)
 
     @whole()
     def _wait_in_forward(self, rows: Sequence[int], elsewhere: bool) -> None:
@@ -182,7 +208,7 @@ class EagerAccess:
         self.writes.watch(rows)
         self.touched.update(rows)
         if torch.is_grad_enabled():
-            self._gradients.parts.used_eagerly.update(rows)
+            self._uses_eagerly(rows)
             self._gradients.parts.used_in_forward.update(rows)
 
     def leave_forward(self) -> None:

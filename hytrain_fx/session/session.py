@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hytrain_fx.capture.parameters import ParameterTable, build_table
 from hytrain_fx.capture.units import group_units
@@ -77,7 +76,6 @@ class Session:
         self.in_step_us = 0.0  # how long the last call of step() took
         self._depth = 0
         self._last_step_s: float | None = None
-        self._hooks: list[RemovableHandle] = []
         self.closed = False
         self.held = HeldWeights(self.table.parameters, self.table.names)
         with self.clock.phase(Phase.ENGINE):
@@ -122,8 +120,6 @@ class Session:
             for row in rows:
                 self.nodes.unit_of[row] = number
         self.places = ParameterPlaces(model, self.table)
-        for row, parameter in enumerate(self.table.parameters):
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self.eager.gradient_hook(row)))
         self.plain.guard()
         self.turns.keep_whole_in_forks(settling(self.engine))
         # Not a reference to the session: it must not be kept alive by its own end.
@@ -229,7 +225,8 @@ class Session:
             self.foresight.stepped(items)
             rows = self.builder.parameters_of(items)
             self.nodes.committed(rows)
-            self.nodes.gradients.slots.taken.update(item.row for item in items if item.grad is None and item.row < len(self.table))
+            count = len(self.table)
+            self.nodes.gradients.slots.taken.update([item.row for item in items if item.grad is None and item.row < count])
             increment_versions([self.table.parameters[row] for row in rows])
             self.eager.stepped(rows, held)
         self.turns.stepped()
@@ -357,6 +354,5 @@ class Session:
             self.nodes.gradients.end()
             self.marks.clear()
             self.capture.graphs.clear()
-            for hook in self._hooks:
-                hook.remove()
+            self.eager.close()
             unguard_all(self.table.parameters)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import GradientConsumedError
-from hytrain_fx.gradients.sources import StandIns
+from hytrain_fx.gradients.sources import StandIns, is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 
 from .held_gradient import HeldGradient, gradient, standin_of
@@ -70,6 +70,54 @@ def test_what_the_user_keeps_is_not_used_again(kept: str) -> None:
     assert id(again) != address or not isinstance(holder, (GradStandIn, list, nn.Parameter))
     assert not hasattr(again, "seen_by_me")
     assert not isinstance(holder, weakref.ref) or holder() is not again
+
+
+class Slots:
+    """What a source asks of the slots."""
+
+    def __init__(self) -> None:
+        self.generation, self.taken, self.gone = [0, 0], set[int](), set[int]()
+
+    def name(self, row: int) -> str:
+        return str(row)
+
+
+KEPT_OF_SLOTS: dict[str, Callable[[GradStandIn, nn.Parameter], object]] = {
+    **KEPT,
+    "its state": lambda standin, parameter: standin.grad_state,
+    "its source": lambda standin, parameter: standin.grad_state.source,
+    "a detached twin": lambda standin, parameter: standin.detach(),
+}
+
+
+@pytest.mark.parametrize("kept", [None, *KEPT_OF_SLOTS])
+def test_stand_ins_of_slots_are_given_again_together_or_not_at_all(kept: str | None) -> None:
+    """Clean and of the newest gradient. Where the user keeps something of one, all are new."""
+    standins, slots, parameters = StandIns(), Slots(), [nn.Parameter(torch.zeros(3, 4)) for _ in range(2)]
+
+    def given() -> list[GradStandIn]:
+        slots.generation = [count + 1 for count in slots.generation]
+        return standins.in_slots((0, 1), parameters, slots, [None, None])  # type: ignore[arg-type]
+
+    first = given()
+    for row, standin in enumerate(first):
+        parameters[row].grad = standin
+        standin.grad_state.log(2.0)
+        standins.leave(row, standin)
+    holder = KEPT_OF_SLOTS[kept](first[1], parameters[1]) if kept else None
+    addresses = [(id(standin), id(standin.grad_state)) for standin in first]
+    del first, standin
+    for parameter in parameters:
+        if holder is not parameter:
+            parameter.grad = None
+    again = given()
+    if kept is None:
+        assert [(id(standin), id(standin.grad_state)) for standin in again] == addresses
+    assert all(standin.factors == () and is_in_slot(standin) for standin in again)
+    of_second = (again[1], again[1].grad_state, again[1].grad_state.source)
+    held = holder() if isinstance(holder, weakref.ref) else holder.grad_state if kept == "a detached twin" else holder  # type: ignore[attr-defined]
+    assert held is None or not any(each is held for each in of_second)
+    assert not hasattr(again[1], "seen_by_me")
 
 
 def test_a_detached_twin_keeps_its_own_gradient() -> None:

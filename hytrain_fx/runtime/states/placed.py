@@ -59,6 +59,7 @@ class PlacedStates:
         self.pieces = PieceRows(weights, names or [""] * len(self._weights), unit_of, engine)
         self.placement: dict[int, Placement] = dict.fromkeys(range(len(self._weights)), Placement.CPU)
         self.arrangement = 0
+        self._leaving: tuple[int, frozenset[int]] = (-1, frozenset())  # and the arrangement it is of
         self._tables = tuple(tables)
         self._engine = engine
         self._states: dict[int, RowStates] = {}
@@ -99,6 +100,12 @@ class PlacedStates:
     def gradient_leaves(self, parameter: int) -> bool:
         """Whether its whole gradient goes to a slot on the host."""
         return parameter not in self.pieces.cut and self.placement[parameter].updates_on_cpu
+
+    def leaving(self) -> frozenset[int]:
+        """All parameters of which `gradient_leaves` is true."""
+        if self._leaving[0] != self.arrangement:
+            self._leaving = self.arrangement, frozenset(filter(self.gradient_leaves, range(len(self._weights))))
+        return self._leaving[1]
 
     def host_pieces(self, parameter: int) -> dict[int, Piece]:
         """By row: the pieces of a parameter that is cut whose updates the CPU does."""
