@@ -227,6 +227,8 @@ class StandIns:
         if not all(map(left.__contains__, rows)):
             return None
         standins = [left[row] for row in rows]
+        if not all("grad_state" in vars(standin) for standin in standins):  # a loan has ended
+            return None
         states = [standin.grad_state for standin in standins]
         sources = [state.source for state in states]
         if not _all_free(standins, states, sources):

@@ -120,6 +120,15 @@ def test_stand_ins_of_slots_are_given_again_together_or_not_at_all(kept: str | N
     assert not hasattr(again[1], "seen_by_me")
 
 
+def test_a_stand_in_whose_loan_has_ended_is_given_for_a_slot() -> None:
+    """It has no state left; its row's states have moved from the device to the host since."""
+    standins, slots, parameter = StandIns(), Slots(), nn.Parameter(torch.zeros(3, 4))
+    standins.lend(0, standins.make(0, parameter, HeldGradient(gradient())))
+    standins.end_loan(0)
+    (given,) = standins.in_slots((0,), [parameter], slots, [None])  # type: ignore[arg-type]
+    assert is_in_slot(given)
+
+
 def test_a_detached_twin_keeps_its_own_gradient() -> None:
     """The stand-in goes to another gradient; what was detached from it before does not."""
     standins = StandIns()
