@@ -234,7 +234,7 @@ class StandIns:
         if not _all_free(standins, states, sources):
             return None
         for row, state, source, own in zip(rows, states, cast(list[RowGradient], sources), norms, strict=True):
-            state.factors, state.real = (), None
+            state.factors, state.real, state.added = (), None, False
             source.renew(own)
             del left[row]
         return standins

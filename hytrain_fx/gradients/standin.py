@@ -131,9 +131,11 @@ def run_on_real(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         return standins.get(id(value), value)
 
     result = func(*[real_of(arg) for arg in args], **{key: real_of(arg) for key, arg in kwargs.items()})
-    if into_parameter:
-        for standin in standins.values():
+    for standin in standins.values():
+        if into_parameter:
             standin.grad_state.become_parameter_grad()
+        else:
+            standin.grad_state.added = True
     return standin_of(result)
 
 

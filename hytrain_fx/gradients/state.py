@@ -77,14 +77,17 @@ class GradState:
     """The state of one gradient, in one of the four forms above.
 
     Shared by a stand-in and those detached from it.
+
+    added   whether C++ has reached the values without Python's knowing: autograd adds to them so
     """
 
-    __slots__ = ("__weakref__", "factors", "parameter", "real", "source")
+    __slots__ = ("__weakref__", "added", "factors", "parameter", "real", "source")
 
     def __init__(self, parameter: Tensor, source: GradSource) -> None:
         self.source = source
         self.factors: tuple[Factor, ...] = ()
         self.real: Tensor | None = None
+        self.added = False
         self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
 
     def copy_out(self) -> Tensor:

@@ -64,6 +64,7 @@ class SessionGradients:
         self.held = HeldGradients(table, engine, states, self.standins)
         self.parts = BackwardParts(self.end_sums)
         self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
+        self.on_eager_parts: Callable[[Sequence[int]], None] = _nobody_waits  # with rows that have had them, of which nobody was told
         self._engine = engine
         self._states = states
         self._earlier = EarlierGradients(self.slots.reader, self.groups, self.parts)
@@ -92,7 +93,8 @@ class SessionGradients:
 
         Where it ends in an error, `.grad` is as before the backward.
         """
-        self._before.graph_begins(running_backward())
+        if self._before.graph_begins(running_backward()):
+            self._look_for_eager_parts()
         try:
             yield
         except BaseException:
@@ -100,6 +102,18 @@ class SessionGradients:
                 for row in rows:
                     self._undo(row)
             raise
+
+    def _look_for_eager_parts(self) -> None:
+        """Autograd may have added to gradients of earlier backwards, and nobody was told.
+
+        A graph that hands on a view of a weight has it make a part.
+        """
+        with without_torch_function():
+            grads = enumerate(map(get_grad, self.table.parameters))
+            added = [row for row, grad in grads if type(grad) is GradStandIn and grad.grad_state.added]
+        if added:
+            self.parts.several.update(added)
+            self.on_eager_parts(added)
 
     def _undo(self, row: int) -> None:
         parameter, had = self.table.parameters[row], self._before.had(row)
@@ -136,6 +150,22 @@ class SessionGradients:
         """
         self.slots.send([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
         self._arm_late(row)
+
+    def offload_eager(self, row: int) -> None:
+        """Offload the `.grad` that autograd has just made of a row, for a stand-in.
+
+        One that the update reads on the device stays there. So does one of another form than the
+        parameter's (sparse, of another dtype, part of a graph).
+        """
+        with torch.no_grad(), without_torch_function():
+            parameter = self.table.parameters[row]
+            grad, group = get_grad(parameter), self.groups[[row]]
+            group.place(self._states)
+            if not group.on_host or type(grad) is not torch.Tensor or grad.requires_grad or not group.fits([grad]):
+                return
+            set_grad(parameter, None)
+            self._take_late(row, grad)
+            del self._fresh[row]  # autograd has told of this one
 
     def offload_pieces(self, row: int, grad: torch.Tensor) -> None:
         """As `offload_real`, what the CPU updates of a parameter that is cut.

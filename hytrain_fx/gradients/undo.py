@@ -50,12 +50,14 @@ class BeforeBackward:
         self._had_none: set[int] = set()
         self._had: dict[int, Had] = {}
 
-    def graph_begins(self, backward: int) -> None:
-        """`backward`: number of the one that runs."""
-        if backward != self._backward:
-            self._backward = backward
-            self._had_none.clear()
-            self._had.clear()
+    def graph_begins(self, backward: int) -> bool:
+        """`backward`: number of the one that runs. Whether this is the first graph of it."""
+        if backward == self._backward:
+            return False
+        self._backward = backward
+        self._had_none.clear()
+        self._had.clear()
+        return True
 
     def note(
         self, rows: Sequence[int], held: Sequence[torch.Tensor | None], again: Collection[int], generation: Sequence[int]

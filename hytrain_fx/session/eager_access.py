@@ -83,6 +83,9 @@ class EagerAccess:
         self._is_over = is_over
         self._all_rows = tuple(range(len(table)))
         self._hooks: dict[int, RemovableHandle] = {}  # by row
+        self._several_a_step = False  # whether a row has had gradients of several backwards since the last step()
+        self._accumulates = False  # and before it
+        nodes.gradients.on_eager_parts = weakly(self._listen)
         self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
 
     # ---- what guards and hooks call ----
@@ -133,10 +136,18 @@ class EagerAccess:
         self._gradients.parts.used_eagerly.update(rows)
         self._listen(rows)
 
+    def follow_placement(self) -> None:
+        """States rest elsewhere. Gradients that stay on the device are real tensors.
+
+        What autograd adds to one cannot be told from what user code writes there.
+        """
+        self._listen(set(self._all_rows) - self._states.leaving())
+
     def _listen(self, rows: Iterable[int]) -> None:
         """From now on autograd tells when it has added to these rows' `.grad`.
 
-        That takes 4 us a row and backward, so the rows of graphs alone have no such hook.
+        That takes 4 us a row and backward, so it does not tell of others, most of which graphs
+        alone read.
         """
         for row in rows:
             if row not in self._hooks:
@@ -151,10 +162,22 @@ class EagerAccess:
         def on_gradient(parameter: torch.Tensor) -> None:
             found = of()
             if found is not None and found._gradients.is_eager(row):  # torch calls it for the graphs' None gradients too
-                found.gradient_rows.add(row)
-                found._gradients.parts.several.add(row)
+                found._gradient_came(row)
 
         return on_gradient
+
+    @whole()
+    def _gradient_came(self, row: int) -> None:
+        """Autograd has added what eager code makes of this row's gradient, the whole of a backward.
+
+        It goes to the host at once where no graph makes a part of it, and no later backward adds to
+        it: that would bring it back.
+        """
+        self._several_a_step |= row in self.gradient_rows
+        self.gradient_rows.add(row)
+        self._gradients.parts.several.add(row)
+        if not (self._accumulates or self._several_a_step or row in self._nodes.captured_rows or self._is_over()):
+            self._gradients.offload_eager(row)
 
     def close(self) -> None:
         """Autograd tells of no gradient any more."""
@@ -243,6 +266,7 @@ class EagerAccess:
         self._settle_held(held)
         self.touched = set(held)  # whoever holds them may write to them at any time
         self.last_gradient_rows, self.gradient_rows = self.gradient_rows, set()
+        self._accumulates, self._several_a_step = self._several_a_step, False
         self._gradients.parts.used_eagerly.clear()
         self._gradients.parts.used_in_forward.clear()
 

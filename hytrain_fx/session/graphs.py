@@ -85,6 +85,7 @@ class SessionGraphs:
         record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
         if graph.kind is GraphKind.BACKWARD:
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
+            self._nodes.captured_rows |= frozenset(graph.grads)
             self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)
             self._grads[graph.index] = graph.grads
             self._kept.update((row, self._table.parameters[row]) for row in graph.grads)

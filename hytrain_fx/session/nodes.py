@@ -35,6 +35,7 @@ class SessionNodes:
         self.gradients = SessionGradients(table, engine, states)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
+        self.captured_rows: frozenset[int] = frozenset()  # rows that any backward graph offloads
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)

@@ -120,6 +120,7 @@ class Session:
             for row in rows:
                 self.nodes.unit_of[row] = number
         self.places = ParameterPlaces(model, self.table)
+        self.eager.follow_placement()
         self.plain.guard()
         self.turns.keep_whole_in_forks(settling(self.engine))
         # Not a reference to the session: it must not be kept alive by its own end.
@@ -315,6 +316,7 @@ class Session:
         with self.held.ours(), without_torch_function():
             self.resources.move(wanted)
         self.copies.moved()
+        self.eager.follow_placement()
 
     def probe_device_update_us_per_param(self) -> float:
         """Microseconds a parameter that the update on the device takes.

@@ -52,7 +52,7 @@ def test_refused_at_compile(name: str) -> None:
     threads = native_threads()
     with pytest.raises(errors.ConfigError, match=message):
         hytrain_fx.compile(model, optimizer, **options)
-    assert native_threads() == threads
+    assert native_threads() <= threads  # of an earlier test some may have ended since
     assert all(type(p) is nn.Parameter for p in model.parameters())
     plain_loop(1)(model, optimizer, batches)
 
