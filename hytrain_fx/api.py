@@ -356,8 +356,8 @@ def _outside(session: Session) -> Iterator[str]:
         why = ("its gradients came from elsewhere (another method than the model's call, which hytrain_fx.compile(model.method, optimizer) "
                "captures, torch.func, gradients written by hand)"
                if session.capture.graphs else "torch.compile captured no graph (TORCH_LOGS=graph_breaks tells why)")
-        yield (f"{done - captured} of {done} steps ran outside captured graphs: {why}. There updates begin at step() and the next forward "
-               f"waits for all of them, so nothing is hidden; step() itself took {time_text(session.in_step_us)} in the last step"
+        yield (f"{done - captured} of {done} steps ran outside captured graphs: {why}. There updates begin at step(), and the next forward "
+               f"waits for each where it reads the weight; step() itself took {time_text(session.in_step_us)} in the last step"
                + ("" if session.planning.profile else ", and no times could be measured to plan with"))
     if breaks := list(session.capture.breaks):
         yield f"the forward is not one graph; torch.compile ends graphs at {_first_of(breaks, '; ')}"

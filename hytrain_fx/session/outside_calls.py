@@ -4,7 +4,7 @@
     loss.backward()                     autograd's own gradients, from no graph of ours
     optimizer.step()                    warns: hytrain_fx.compile(model.training_step, optimizer)
 
-The training is right, and nothing is hidden.
+The training is right, and little is hidden.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OutsideCalls:
         elif eager and not self._called and not self._settled:
             self._settled = True
             warnings.warn(f"the gradients of this step come from code that ran outside the compiled call, so its updates begin at step() "
-                          f"and nothing is hidden. {self._advice()}", HytrainWarning, stacklevel=loop_level())
+                          f"and little of them is hidden. {self._advice()}", HytrainWarning, stacklevel=loop_level())
         self._called = False
 
     def _advice(self) -> str:
