@@ -135,7 +135,12 @@ def test_they_have_left_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) 
     """All of a model without a graph; `step()` sends none."""
     late: list[int] = []
     send = SessionGradients.offload_real
-    monkeypatch.setattr(SessionGradients, "offload_real", lambda self, row, grad: (late.append(row), send(self, row, grad)))
+
+    def counted(gradients: SessionGradients, row: int, grad: torch.Tensor) -> None:
+        late.append(row)
+        send(gradients, row, grad)
+
+    monkeypatch.setattr(SessionGradients, "offload_real", counted)
     with compiled(Uncaptured) as (model, optimizer):
         for _ in range(3):
             backward(model)
