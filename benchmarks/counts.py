@@ -16,8 +16,8 @@ from benchmarks.families import SMALL, family_of
 from benchmarks.markdown import table
 from benchmarks.models import batches, build, loss_of, trained
 from hytrain_fx.api import session_of
-from hytrain_fx.bench.loops import ADAMW
 from hytrain_fx.capture.units import Unit, group_units
+from hytrain_fx.forecast.bench.loops import ADAMW
 from hytrain_fx.session.session import Session
 
 HEAD = ("family", "parameters", "graphs", "breaks", "units", "largest unit", "waits a step", "nodes a unit", "large: units", "largest unit",

@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.case import Case
 from benchmarks.models import Batch
 from benchmarks.trainer import backward_of
-from hytrain_fx.bench import loops
-from hytrain_fx.bench.loops import Trainer
+from hytrain_fx.forecast.bench import loops
+from hytrain_fx.forecast.bench.loops import Trainer
 
 
 def floor(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:

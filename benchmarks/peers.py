@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.case import CannotRun, Case
 from benchmarks.models import Batch, blocks, loss_of, trained
 from benchmarks.trainer import precision, require
-from hytrain_fx.bench.loops import ADAMW, Trainer, synchronize
+from hytrain_fx.forecast.bench.loops import ADAMW, Trainer, synchronize
 
 ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 

@@ -23,7 +23,7 @@ from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
 from benchmarks.turns import Ask, Memory, Seat, entered, on_cores
-from hytrain_fx.bench.process import row_in, run_to_end, why_none
+from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
 from hytrain_fx.progress import stage
 from hytrain_fx.runtime.memory import available_host_bytes
 

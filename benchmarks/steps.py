@@ -29,9 +29,9 @@ from benchmarks.idle import idle_share, kernel_time
 from benchmarks.machine import machine
 from benchmarks.models import Batch, batches, build, trained
 from benchmarks.turns import Turn
-from hytrain_fx.bench.loops import Trainer
-from hytrain_fx.bench.memory import memory
-from hytrain_fx.bench.windows import OTHER_WARMUP_STEPS, OUR_WARMUP_STEPS, timed
+from hytrain_fx.forecast.bench.loops import Trainer
+from hytrain_fx.forecast.bench.memory import memory
+from hytrain_fx.forecast.bench.windows import OTHER_WARMUP_STEPS, OUR_WARMUP_STEPS, timed
 from hytrain_fx.runtime.energy import meter_of
 
 TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer[Batch]]] = {

@@ -23,8 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hytrain_fx.bench.command import add_bench
 from hytrain_fx.errors import ConfigError, EngineError, HytrainError
+from hytrain_fx.forecast.bench.command import add_bench
 from hytrain_fx.forecast.command import Answer, add_doctor, add_plan, add_profile, add_report, plan_of
 from hytrain_fx.ir.named_files import read_text, require_writable
 

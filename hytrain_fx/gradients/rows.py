@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.names import private_function
 from hytrain_fx.torch_private.tensors import property_reader, without_torch_function
@@ -143,3 +144,10 @@ def like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -
     if not copy and grad.stride() == parameter.stride() and grad.dtype == parameter.dtype:
         return grad
     return torch.empty_like(parameter.detach()).copy_(grad)
+
+
+def require_strided(grad: torch.Tensor, name: str) -> None:
+    """Raises UnsupportedError for a sparse gradient. `name`: the parameter's."""
+    if grad.layout != torch.strided:
+        raise UnsupportedError(f"the gradient of {name} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: "
+                               "make the embedding with sparse=False")

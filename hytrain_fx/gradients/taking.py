@@ -14,7 +14,6 @@ handled at once where they are alike.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final
@@ -22,11 +21,11 @@ from typing import Final
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.ahead import EarlierGradients
 from hytrain_fx.gradients.held import HeldGradients
+from hytrain_fx.gradients.noted import Noted, is_as_noted
 from hytrain_fx.gradients.parts import BackwardParts
-from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each
+from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each, require_strided
 from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import (
     KeptGradient,
@@ -50,7 +49,6 @@ from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_f
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 _foreach_add_: Final = private_function("_foreach_add_")
-_Noted = tuple[weakref.ref[torch.Tensor], int]
 
 
 class SessionGradients:
@@ -69,9 +67,9 @@ class SessionGradients:
         self._states = states
         self._earlier = EarlierGradients(self.slots.reader, self.groups, self.parts)
         self._before = BeforeBackward()
-        self._own: dict[int, _Noted] = {}  # real gradients made here, with their version
+        self._own: dict[int, Noted] = {}  # real gradients made here
         self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
-        self._summed: dict[int, _Noted] = {}  # and real ones of others that the graph has added to, with their version
+        self._summed: dict[int, Noted] = {}  # and real ones of others that the graph has added to
 
     # ---- around a backward ----
 
@@ -104,10 +102,7 @@ class SessionGradients:
             raise
 
     def _look_for_eager_parts(self) -> None:
-        """Autograd may have added to gradients of earlier backwards, and nobody was told.
-
-        A graph that hands on a view of a weight has it make a part.
-        """
+        """Autograd adds to earlier gradients untold where a graph hands on a view of a weight."""
         with without_torch_function():
             grads = enumerate(map(get_grad, self.table.parameters))
             added = [row for row, grad in grads if type(grad) is GradStandIn and grad.grad_state.added]
@@ -188,28 +183,17 @@ class SessionGradients:
             return state.real is not None  # added to a stand-in, it brings the real gradient back
         with without_torch_function():
             grad = get_grad(self.table.parameters[row])
-        if grad is None:
-            return False
         if isinstance(grad, GradStandIn):
             return grad.materialized is not None
-        return not (self.is_untouched(row, grad) or _is_as_noted(grad, self._summed.get(row)))
-
-    def require_strided(self, row: int, grad: torch.Tensor) -> None:
-        """Raises UnsupportedError for a sparse gradient."""
-        if grad.layout != torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {self.table.names[row]} is sparse ({grad.layout}); torch's Adam and AdamW refuse it too: "
-                "make the embedding with sparse=False"
-            )
+        return grad is not None and not (self.is_untouched(row, grad) or is_as_noted(grad, self._summed.get(row)))
 
     def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
         """A real gradient in the parameter's order of memory, for an update to read later.
 
         A copy of a tensor that user code made.
         """
-        made, _ = self._own.get(row, (None, 0))
-        own = made is not None and made() is grad
-        return like_parameter(grad, self.table.parameters[row], copy=not own)
+        made = self._own.get(row)
+        return like_parameter(grad, self.table.parameters[row], copy=made is None or not made.is_of(grad))
 
     def before_move(self) -> None:
         """Slots are about to be other memory.
@@ -230,7 +214,7 @@ class SessionGradients:
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
-        return _is_as_noted(grad, self._own.get(row))
+        return is_as_noted(grad, self._own.get(row))
 
     def any_in_place(self) -> bool:
         """Whether a gradient that `step()` may take rests where the present placement has it.
@@ -316,7 +300,7 @@ class SessionGradients:
             real[row] = grad
         if real:
             _foreach_add_(list(real.values()), group.on_device.of(grads))
-            self._own.update((row, _noted(grad)) for row, grad in real.items())
+            self._own.update((row, Noted.now(grad)) for row, grad in real.items())
         if group.on_host:
             sums = [earlier[row] for row in group.on_host.rows]
             _foreach_add_(sums, group.on_host.of(grads))
@@ -334,7 +318,7 @@ class SessionGradients:
         new: list[int] = []
         given = list(grads)
         for i, row in enumerate(group.rows):
-            self.require_strided(row, given[i])
+            require_strided(given[i], self.table.names[row])
             if row not in again and self._laid_aside(row, given[i]):
                 continue
             given[i], is_new = self._add(row, given[i], earlier.get(row))
@@ -382,7 +366,7 @@ class SessionGradients:
             return grad, True
         ours = self.is_untouched(row, held)
         held.add_(grad)
-        (self._own if ours else self._summed)[row] = _noted(held)
+        (self._own if ours else self._summed)[row] = Noted.now(held)
         return grad, False
 
     def _send(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
@@ -408,16 +392,7 @@ class SessionGradients:
             _foreach_copy_(kept, grads)
         for row, parameter, grad in zip(part.rows, part.parameters, kept, strict=True):
             set_grad(parameter, grad)
-            self._own[row] = _noted(grad)
-
-
-def _noted(grad: torch.Tensor) -> _Noted:
-    return weakref.ref(grad), grad._version
-
-
-def _is_as_noted(grad: torch.Tensor, noted: _Noted | None) -> bool:
-    """Whether it is the tensor that was noted, and at that version."""
-    return noted is not None and noted[0]() is grad and noted[1] == grad._version
+            self._own[row] = Noted.now(grad)
 
 
 def _nobody_waits(rows: Sequence[int]) -> None:

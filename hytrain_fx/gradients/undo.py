@@ -8,12 +8,12 @@ before that.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hytrain_fx.gradients.noted import Noted
 from hytrain_fx.gradients.standin import GradStandIn
 
 
@@ -21,25 +21,22 @@ from hytrain_fx.gradients.standin import GradStandIn
 class Had:
     """A gradient from before the backward.
 
-    How often the row's slot had been written, and a real gradient with its version.
+    How often the row's slot had been written, and a real gradient.
     """
 
     generation: int
-    real: weakref.ref[torch.Tensor] | None
-    version: int
+    real: Noted | None
 
     @classmethod
     def of(cls, held: torch.Tensor, generation: int) -> Had:
         """What to know of `held`."""
-        if isinstance(held, GradStandIn):
-            return cls(generation, None, 0)
-        return cls(generation, weakref.ref(held), held._version)
+        return cls(generation, None if isinstance(held, GradStandIn) else Noted.now(held))
 
     def is_as_before(self, now: torch.Tensor | None, generation: int) -> bool:
         """Whether nothing was added to it since."""
         if isinstance(now, GradStandIn):
             return generation == self.generation and now.materialized is None
-        return now is not None and self.real is not None and self.real() is now and now._version == self.version
+        return self.real is not None and self.real.is_still(now)
 
 
 class BeforeBackward:

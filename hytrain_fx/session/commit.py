@@ -20,6 +20,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
@@ -188,7 +189,7 @@ class CommitBuilder:
             if is_in_slot(grad) and self._states.gradient_leaves(row):
                 return CommitItem(row, numbers, None, touched, grad.factors)
             grad = grad.grad_state.materialize()  # edited, or its states have moved since the backward, or a step() has taken it
-        self._gradients.require_strided(row, grad)
+        require_strided(grad, self._table.names[row])
         self._gradients.held.end_update(row)
         if self._states.gradient_leaves(row):
             self._gradients.offload_real(row, grad)
@@ -204,7 +205,7 @@ class CommitBuilder:
         """
         if isinstance(grad, GradStandIn):
             grad = grad.grad_state.materialize()
-        self._gradients.require_strided(row, grad)
+        require_strided(grad, self._table.names[row])
         self._gradients.held.end_update(row)
         grad = self._gradients.on_device(row, grad)
         self._gradients.offload_pieces(row, grad)

@@ -19,11 +19,11 @@ from rich.console import Console
 from torch import nn
 
 from hytrain_fx.__main__ import main
-from hytrain_fx.bench import command
-from hytrain_fx.bench.comparison import NO_GPU, Comparison
-from hytrain_fx.bench.row import WAYS, measured
-from hytrain_fx.bench.workload import Asked, workload
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.bench import command
+from hytrain_fx.forecast.bench.comparison import NO_GPU, Comparison
+from hytrain_fx.forecast.bench.row import WAYS, measured
+from hytrain_fx.forecast.bench.workload import Asked, workload
 from hytrain_fx.forecast.doctor import Finding
 
 from .test_transformers_models import FAMILIES, config_of
@@ -256,7 +256,7 @@ def test_a_command_that_is_ended_ends_its_row(tmp_path: Path) -> None:
     script = Path(ours[1])
     script.write_text(script.read_text().replace("way = ", f"open({str(row)!r}, 'w').write(str(__import__('os').getpid()))\n"
                                                  "__import__('time').sleep(600)\nway = "))
-    code = (f"from hytrain_fx.bench import command\nfrom hytrain_fx.__main__ import main\ncommand._ITSELF = {ours!r}\n"
+    code = (f"from hytrain_fx.forecast.bench import command\nfrom hytrain_fx.__main__ import main\ncommand._ITSELF = {ours!r}\n"
             f"main(['bench', '--model', {config_file(tmp_path)!r}])")
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as running:
         while not row.exists() or not row.read_text():
@@ -269,6 +269,6 @@ def test_a_command_that_is_ended_ends_its_row(tmp_path: Path) -> None:
 
 def test_a_row_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and status 2; without room for its states on the CPU it does not begin."""
-    monkeypatch.setattr("hytrain_fx.bench.row.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("hytrain_fx.forecast.bench.row.available_host_bytes", lambda: 1000)
     assert main(["bench", "--model", config_file(tmp_path), "--batch", "1", "--sequence", "8", "--row", "all_on_device"]) == 2
     assert capsys.readouterr().out.startswith("cannot run: out of memory: its states take ")

@@ -26,10 +26,10 @@ from benchmarks.overlap import overlap, share_during
 from benchmarks.results import Results, all_gpu_of, floor_of, peer_of
 from benchmarks.runner import Launch, measure, run_case
 from docs import draw_figures
-from hytrain_fx.bench.loops import Trainer
-from hytrain_fx.bench.windows import MOST_CALMING_STEPS, warm_up
 from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
+from hytrain_fx.forecast.bench.loops import Trainer
+from hytrain_fx.forecast.bench.windows import MOST_CALMING_STEPS, warm_up
 from hytrain_fx.forecast.named_devices import find_device
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}

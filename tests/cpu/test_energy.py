@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.case import Case
 from benchmarks.markdown import energy_table
 from benchmarks.results import Results
-from hytrain_fx.bench.energy import energy_fields
+from hytrain_fx.forecast.bench.energy import energy_fields
 from hytrain_fx.runtime.energy import Counter, EnergyTotals, Meter, meter_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -28,7 +28,7 @@ from benchmarks import __main__ as benchmarks_line
 from docs import draw_figures
 from hytrain_fx import errors
 from hytrain_fx.__main__ import main
-from hytrain_fx.bench import command as bench_line
+from hytrain_fx.forecast.bench import command as bench_line
 
 ROOT = Path(__file__).resolve().parents[2]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
@@ -154,7 +154,7 @@ def test_every_kind_of_error_and_warning_is_on_the_page() -> None:
 
 
 # Where messages for users come from; others are about values that they do not make.
-ROOMS = ("api.py", "bench", "capture", "gradients", "integrations", "session", "torch_private/names.py", "weights")
+ROOMS = ("api.py", "forecast/bench", "capture", "gradients", "integrations", "session", "torch_private/names.py", "weights")
 KINDS = ("ConfigError", "HostMemoryError", "HytrainWarning", "StatesError", "UnsupportedError")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.__main__ import main
-from hytrain_fx.bench.row import WAYS
+from hytrain_fx.forecast.bench.row import WAYS
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2, "vocab_size": 1024,
           "intermediate_size": 688, "num_attention_heads": 4, "max_position_embeddings": 256}

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import torch
 
-from hytrain_fx.bench import loops
-from hytrain_fx.bench.loops import Trainer
-from hytrain_fx.bench.memory import memory
-from hytrain_fx.bench.windows import OTHER_WARMUP_STEPS, OUR_WARMUP_STEPS, timed
-from hytrain_fx.bench.workload import Asked, Batch, Workload, workload
 from hytrain_fx.errors import HostMemoryError
+from hytrain_fx.forecast.bench import loops
+from hytrain_fx.forecast.bench.loops import Trainer
+from hytrain_fx.forecast.bench.memory import memory
+from hytrain_fx.forecast.bench.windows import OTHER_WARMUP_STEPS, OUR_WARMUP_STEPS, timed
+from hytrain_fx.forecast.bench.workload import Asked, Batch, Workload, workload
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.energy import meter_of

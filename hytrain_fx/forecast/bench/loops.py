@@ -87,7 +87,7 @@ def ours(model: nn.Module, backward: Callable[[B], torch.Tensor], options: Mappi
 
     With `barrier` no update runs beside the backward or the forward.
     """
-    from hytrain_fx.bench.our_plan import about
+    from hytrain_fx.forecast.bench.our_plan import about
 
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW), **options)
 

@@ -23,8 +23,8 @@ from hytrain_fx.ir.named_files import require_writable
 from hytrain_fx.progress import stage
 
 if TYPE_CHECKING:
-    from hytrain_fx.bench.comparison import Comparison, Row
-    from hytrain_fx.bench.workload import Asked
+    from hytrain_fx.forecast.bench.comparison import Comparison, Row
+    from hytrain_fx.forecast.bench.workload import Asked
     from hytrain_fx.forecast.doctor import Finding
 
 _ITSELF = (sys.executable, "-m", "hytrain_fx")
@@ -56,7 +56,7 @@ def add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> Answer:
-    from hytrain_fx.bench.workload import Asked
+    from hytrain_fx.forecast.bench.workload import Asked
 
     asked = Asked(args.model, args.tokens, args.batch, args.sequence)
     if args.row is not None:
@@ -85,9 +85,9 @@ def compare(asked: Asked, steps: int, limit_s: float) -> Comparison:
     """Look at the machine, then time every way. Raises ConfigError, UnsupportedError."""
     import torch
 
-    from hytrain_fx.bench.comparison import Comparison
-    from hytrain_fx.bench.row import WAYS
-    from hytrain_fx.bench.workload import workload
+    from hytrain_fx.forecast.bench.comparison import Comparison
+    from hytrain_fx.forecast.bench.row import WAYS
+    from hytrain_fx.forecast.bench.workload import workload
 
     with stage("reading the model", quiet=True):  # what is wrong is told in one line
         of = workload(asked, torch.device("meta"))
@@ -116,7 +116,7 @@ def _machine() -> Sequence[Finding]:
 
 
 def _row_of(asked: Asked, way: str, steps: int, limit_s: float) -> Row:
-    from hytrain_fx.bench.process import row_in, run_to_end, why_none
+    from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
 
     sizes = (("--tokens", asked.tokens), ("--batch", asked.batch), ("--sequence", asked.sequence))
     words = [word for name, value in sizes if value is not None for word in (name, str(value))]
@@ -132,8 +132,8 @@ def _row(asked: Asked, way: str, steps: int) -> Answer:
     """One row as a line of JSON, or why there is none."""
     import torch
 
-    from hytrain_fx.bench.process import CANNOT_RUN, NO_MEMORY
-    from hytrain_fx.bench.row import measured
+    from hytrain_fx.forecast.bench.process import CANNOT_RUN, NO_MEMORY
+    from hytrain_fx.forecast.bench.row import measured
 
     try:
         return Answer(json.dumps(measured(asked, way, steps)))

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hytrain_fx.bench.energy import energy_fields
-from hytrain_fx.bench.loops import B, Trainer
+from hytrain_fx.forecast.bench.energy import energy_fields
+from hytrain_fx.forecast.bench.loops import B, Trainer
 from hytrain_fx.runtime.energy import Meter
 
 WINDOWS = 3

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from hytrain_fx.bench.process import lacked_memory
-from hytrain_fx.bench.row import WAYS
+from hytrain_fx.forecast.bench.process import lacked_memory
+from hytrain_fx.forecast.bench.row import WAYS
 from hytrain_fx.forecast.doctor import Finding
 from hytrain_fx.forecast.doctor_table import printed
 from hytrain_fx.forecast.shapes import Counted
