@@ -174,7 +174,7 @@ BETWEEN: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_what_loops_do_gives_the_bits_of_the_plain_loop(twins: Twins, between: Callable[[Any, Any, int], Any]) -> None:
     """Norms, factors, sums and edits act on fp32 gradients.

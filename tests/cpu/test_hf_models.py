@@ -65,7 +65,7 @@ KEPT_LAYOUTS: dict[Any, dict[str, Any]] = {vit: {"layout_optimization": False}}
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("make", "batch"), [(llama, text), (llama_checkpointed, text), (gpt2, text), (bert, text), (vit, images)], ids=lambda f: f.__name__
+    ("make", "batch"), [(vit, images), (llama, text), (llama_checkpointed, text), (gpt2, text), (bert, text)], ids=lambda f: f.__name__
 )
 def test_a_transformers_model_trains_with_the_bits_of_the_plain_one(
     make: Callable[[], nn.Module], batch: Callable[[int], dict[str, torch.Tensor]]

@@ -30,7 +30,6 @@ def test_report_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     """Markdown by default, JSON on request, with the budget in powers of 1000."""
     expected = report("llama-1.3b", "h200", 4096, budget_bytes=2_500_000_000)
     assert output(capsys, "report", *MODEL, "--budget-gb", "2.5") == markdown(expected) + "\n"
-    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--markdown") == markdown(expected) + "\n"
     assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--json") == expected.to_json() + "\n"
     other = report("llama-1.3b", "h200", 4096, sequence=512, recompute=True)
     assert output(capsys, "report", *MODEL, "--sequence", "512", "--recompute", "--json") == other.to_json() + "\n"

@@ -94,7 +94,7 @@ def test_a_dropped_model_takes_its_threads_along() -> None:
     """)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("state", ["idle", "update in flight", "gradient waiting", "sys.exit", "uncaught in a loop"])
 def test_exit_without_close_ends_at_once(state: str) -> None:
     """The interpreter ends without a hang, a crash or an error, whatever the engine is doing."""

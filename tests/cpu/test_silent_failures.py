@@ -133,6 +133,7 @@ def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: boo
     patch.setattr(nodes, "release", release_and_spoil)
 
 
+@pytest.mark.sample(0)
 def test_a_weight_is_written_only_after_its_last_reader(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPT's weights may be overwritten right at their release: the backward has used them."""
     with monkeypatch.context() as patch:
