@@ -263,6 +263,7 @@ def test_a_backward_through_weights_that_were_updated_is_torchs_error(twins: Twi
         early.backward()
 
 
+@pytest.mark.sample(0)
 def test_a_weight_may_be_frozen(twins: Twins) -> None:
     """A weight with a copy that requires no gradient any more keeps its value, read or not."""
 
@@ -388,6 +389,7 @@ def test_checkpoints_are_those_of_fp32_training() -> None:
             assert_same(entry, expected)
 
 
+@pytest.mark.sample(0)
 def test_parameters_have_their_memory_when_training_is_over() -> None:
     """After close(), in a copy, or without its model, a parameter has the last update's weight."""
     for end in ("close", "drop"):

@@ -51,6 +51,7 @@ def test_a_fault_leaves_the_step_whole_or_undone(kind: str, loop: FaultLoop) -> 
     assert_whole_or_undone(kind, loop)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("operations", [0, 11, 23, 37, 51, 67])
 def test_a_device_that_fails_ends_the_engine_and_nothing_else(operations: int) -> None:
     """When the device refuses everything from some operation on, every later call says so.

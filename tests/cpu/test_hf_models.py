@@ -63,7 +63,7 @@ def images(seed: int) -> dict[str, torch.Tensor]:
 KEPT_LAYOUTS: dict[Any, dict[str, Any]] = {vit: {"layout_optimization": False}}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(0)
 @pytest.mark.parametrize(
     ("make", "batch"), [(vit, images), (llama, text), (llama_checkpointed, text), (gpt2, text), (bert, text)], ids=lambda f: f.__name__
 )

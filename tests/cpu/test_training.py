@@ -76,6 +76,7 @@ def place(twins: Twins, k: int) -> None:
     twins.session.place(prefix_plan(units, min(k, len(units)), source="test", reason=lambda unit: "test"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("make", [mlp, gpt_without_qkv_bias])
 def test_fp32_weights_are_torch_optimizers_within_1e_6(make: Make, kind: type[torch.optim.Optimizer]) -> None:
