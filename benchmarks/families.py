@@ -156,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
         Size(_NO_CACHE | {"vocab_size": 32000, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
                           "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 32,
                           "num_experts_per_tok": 4, "moe_intermediate_size": 1024, "router_aux_loss_coef": 0.0,
-                          "tie_word_embeddings": False}, 4, 2048, 2.62, 16.0)),
+                          "tie_word_embeddings": False}, 4, 2048, 2.62, 8.0)),
     "bert": Family(
         "encoder", "tokens", _of_transformers("Bert", "ForMaskedLM"), Draws.text, r"bert\.encoder\.layer\.\d+",
         Size(_ONE_LAYER | {"max_position_embeddings": 32}, 2, 12),
@@ -189,7 +189,7 @@ FAMILIES: Mapping[str, Family] = {
         "convolutions", "pixels a side", _of_transformers("ConvNextV2", "ForImageClassification"),
         lambda draws, config: draws.images(config["num_labels"]), r"convnextv2\.encoder\.stages\.\d+\.layers\.\d+",
         Size(_ONE_LABEL | {"num_stages": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_labels": 5}, 2, 16),
-        Size(_ONE_LABEL | {"depths": [3, 3, 27, 3], "hidden_sizes": [352, 704, 1408, 2816], "num_labels": 1000}, 48, 224, 0.66, 18.0)),
+        Size(_ONE_LABEL | {"depths": [3, 3, 27, 3], "hidden_sizes": [352, 704, 1408, 2816], "num_labels": 1000}, 48, 224, 0.66, 13.0)),
     "dit": Family(
         "diffusion", "latents a side", _plain(plain_models.Dit), _noised, r"blocks\.\d+",
         Size({"width": 32, "layers": 2, "heads": 4, "side": 8, "classes": 10}, 2, 8),

@@ -66,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, default=None, help="TORCHINDUCTOR_CACHE_DIR of the rows (default: torch's own)")
     parser.add_argument("--small", action="store_true", help="the small models, on any machine: shows that the command runs")
     parser.add_argument("--retry", action="store_true", help="run the rows again that failed")
+    parser.add_argument("--look", action="store_true",
+                        help="ours: explain's text goes to the row's log, and three recorded steps to .json files (Chrome trace) beside it")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--table", action="store_true", help="print the table of what is there, run nothing")
     what.add_argument("--counts", action="store_true", help="print graphs, breaks, units, waits and nodes of the small models")
@@ -89,11 +91,15 @@ def cases_of(family: str, rows: Sequence[str], small: bool = False) -> dict[str,
     return {row: Case(ROWS[row][0], name, size.batch, size.length, options=ROWS[row][1]) for row in rows}
 
 
-def ask_of(row: str, case: Case) -> Ask:
-    """What a row takes of device and host, at most and about."""
+def ask_of(row: str, case: Case, looks: Path | None = None) -> Ask:
+    """What a row takes of device and host, at most and about.
+
+    With the folder `looks`, one of ours is looked into after its windows.
+    """
     size = family_of(case.size)[1]
     on_gpu, on_host = BYTES_PER_PARAM[row]
-    return Ask((), size.activations_gb + on_gpu * size.params_g + ROW_GPU_GB, on_host * size.params_g + ROW_HOST_GB)
+    look = () if looks is None or case.mode != "ours" else ("--explain", "--timeline", str(looks / f"{case.size}_{row}.json"))
+    return Ask(look, size.activations_gb + on_gpu * size.params_g + ROW_GPU_GB, on_host * size.params_g + ROW_HOST_GB)
 
 
 def _measure(arguments: argparse.Namespace, results: Results) -> None:
@@ -108,8 +114,8 @@ def _measure(arguments: argparse.Namespace, results: Results) -> None:
     left_s = arguments.limit_s - (time.monotonic() - began_s)
     on = seats(1, arguments.rows_per_gpu) if torch.cuda.is_available() else ()
     launch = Launch(logs, left_s, extra, arguments.cache, total_s=left_s, seats=on)
-    asks = {case.key: ask_of(row, case) for row, case in named}
-    measure([case for _, case in named], results, launch, retry=arguments.retry, asks=asks if on else None)
+    asks = {case.key: ask_of(row, case, logs if arguments.look else None) for row, case in named}
+    measure([case for _, case in named], results, launch, retry=arguments.retry, asks=asks)
 
 
 def _measured_rates(logs: Path) -> DeviceSpec:

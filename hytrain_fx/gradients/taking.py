@@ -9,13 +9,13 @@
     one of several parts of a backward, after an earlier gradient: see `parts`
 
 This runs on the thread that launches the GPU's work, which must stay ahead of it: a node's rows are
-handled at once where they are alike.
+handled at once where they are alike, and what can wait for the graph's end does (`shown`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Final
 
 import torch
@@ -25,19 +25,18 @@ from hytrain_fx.gradients.ahead import EarlierGradients
 from hytrain_fx.gradients.held import HeldGradients
 from hytrain_fx.gradients.noted import Noted, is_as_noted
 from hytrain_fx.gradients.parts import BackwardParts
-from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, form_of_each, like_parameter, norm_of_each, require_strided
+from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, like_parameter, require_strided
+from hytrain_fx.gradients.shown import ShownGradients
 from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import (
     KeptGradient,
     RowGradient,
-    StandIns,
     in_slot_at_all,
     is_clean,
     is_gone,
     is_in_slot,
 )
 from hytrain_fx.gradients.standin import GradStandIn
-from hytrain_fx.gradients.state import GradState
 from hytrain_fx.gradients.undo import BeforeBackward
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
@@ -47,7 +46,6 @@ from hytrain_fx.torch_private.autograd import running_backward
 from hytrain_fx.torch_private.names import private_function
 from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
 
-_foreach_copy_: Final = private_function("_foreach_copy_")
 _foreach_add_: Final = private_function("_foreach_add_")
 
 
@@ -58,7 +56,8 @@ class SessionGradients:
         self.table = table
         self.groups = RowGroups(table, states.copies)
         self.slots = GradientSlots(table, engine, states)
-        self.standins = StandIns()
+        self.shown = ShownGradients(engine, self.slots)
+        self.standins = self.shown.standins
         self.held = HeldGradients(table, engine, states, self.standins)
         self.parts = BackwardParts(self.end_sums)
         self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
@@ -67,15 +66,13 @@ class SessionGradients:
         self._states = states
         self._earlier = EarlierGradients(self.slots.reader, self.groups, self.parts)
         self._before = BeforeBackward()
-        self._own: dict[int, Noted] = {}  # real gradients made here
-        self._fresh: dict[int, GradState] = {}  # stand-ins that autograd has not yet looked at in this backward,
-        self._summed: dict[int, Noted] = {}  # and real ones of others that the graph has added to
+        self._summed: dict[int, Noted] = {}  # real gradients of others that the graph has added to
 
     # ---- around a backward ----
 
     def forget_fresh(self) -> None:
         """A graph begins."""
-        self._fresh.clear()
+        self.shown.fresh.clear()
         self._summed.clear()
 
     def fetching_ahead(self, calls: Sequence[tuple[int, ...]]) -> AbstractContextManager[None]:
@@ -83,20 +80,25 @@ class SessionGradients:
 
         Earlier ones come back ahead of the call.
         """
-        return self._earlier.ahead(calls)
+        return nullcontext() if self.shown.shows_later else self._earlier.ahead(calls)
 
     @contextmanager
-    def all_or_none(self, rows: Iterable[int]) -> Iterator[None]:
+    def all_or_none(self, rows: Collection[int]) -> Iterator[None]:
         """Around one run of a graph that takes the gradients of `rows`.
 
         Where it ends in an error, `.grad` is as before the backward.
         """
         if self._before.graph_begins(running_backward()):
             self._look_for_eager_parts()
+        with without_torch_function():
+            self.shown.begin(map(self.table.parameters.__getitem__, rows))
         try:
             yield
+            with whole(), without_torch_function():
+                self._show()
         except BaseException:
             with whole(), without_torch_function():
+                self._show()
                 for row in rows:
                     self._undo(row)
             raise
@@ -160,7 +162,7 @@ class SessionGradients:
                 return
             set_grad(parameter, None)
             self._take_late(row, grad)
-            del self._fresh[row]  # autograd has told of this one
+            del self.shown.fresh[row]  # autograd has told of this one
 
     def offload_pieces(self, row: int, grad: torch.Tensor) -> None:
         """As `offload_real`, what the CPU updates of a parameter that is cut.
@@ -178,7 +180,7 @@ class SessionGradients:
 
         Asked when autograd has added what it has.
         """
-        state = self._fresh.pop(row, None)
+        state = self.shown.fresh.pop(row, None)
         if state is not None:
             return state.real is not None  # added to a stand-in, it brings the real gradient back
         with without_torch_function():
@@ -192,7 +194,7 @@ class SessionGradients:
 
         A copy of a tensor that user code made.
         """
-        made = self._own.get(row)
+        made = self.shown.own.get(row)
         return like_parameter(grad, self.table.parameters[row], copy=made is None or not made.is_of(grad))
 
     def before_move(self) -> None:
@@ -214,7 +216,7 @@ class SessionGradients:
 
     def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
         """Whether this real gradient was made by the graphs and not edited since."""
-        return is_as_noted(grad, self._own.get(row))
+        return is_as_noted(grad, self.shown.own.get(row))
 
     def any_in_place(self) -> bool:
         """Whether a gradient that `step()` may take rests where the present placement has it.
@@ -232,17 +234,35 @@ class SessionGradients:
 
         Their buffers die after this call.
         """
-        again = self.parts.arrive(group.rows)
         with without_torch_function():
+            fits = group.fits(grads)
+            if fits and self.shown.shows_later and not self.parts.open:
+                self._take_first(group, grads)
+                return
+            self._show()
+            again = self.parts.arrive(group.rows)
             held = list(map(get_grad, group.parameters))
-            self._before.note(group.rows, held, again, self.slots.generation)
-            alike = not self.parts.open and group.fits(grads)
+            alike = fits and not self.parts.open
             if alike and not self._earlier.to_come and all(grad is None for grad in held):
                 self._take_first(group, grads)
-            else:
-                with torch.no_grad():
-                    self._take_more(group, grads, held, alike, again)
-                    self._earlier.go_ahead()  # in the memory of what has just been added to
+                self._show()
+                return
+            self._before.note(group.rows, held, again, self.slots.generation)
+            with torch.no_grad():
+                self._take_more(group, grads, held, alike, again)
+                self._earlier.go_ahead()  # in the memory of what has just been added to
+
+    def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
+        """Gradients in the parameters' form, of rows that have none."""
+        self.shown.take(group, grads)
+        if group.on_host:
+            self.on_sent(group.on_host.rows)
+
+    def _show(self) -> None:
+        """Let `.grad` show what came of rows that had none."""
+        for group in self.shown.end():
+            again = self.parts.arrive(group.rows)
+            self._before.note(group.rows, (None,) * len(group.rows), again, self.slots.generation)
 
     def _take_more(
         self, group: RowGroup, grads: Sequence[torch.Tensor], held: Sequence[torch.Tensor | None], alike: bool, again: Collection[int]
@@ -260,20 +280,13 @@ class SessionGradients:
         group = self.groups[[row]]
         group.place(self._states)
         self._take_each(group, [grad], {}, [row])
-        self._own.pop(row, None)  # the events that the nodes have recorded do not cover it
+        self.shown.own.pop(row, None)  # the events that the nodes have recorded do not cover it
         if group.on_host:
             self._arm_late(row)
 
     def _arm_late(self, *rows: int) -> None:
         self._engine.arm_cpu(rows)
         self._engine.arm_reload(rows)
-
-    def _take_first(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:
-        """Gradients in the parameters' form, of rows that have none."""
-        if group.on_device:
-            self._keep_on_device(group.on_device, group.on_device.of(grads))
-        if group.on_host:
-            self._send(group.on_host, group.on_host.of(grads))
 
     def _take_next(
         self,
@@ -300,7 +313,7 @@ class SessionGradients:
             real[row] = grad
         if real:
             _foreach_add_(list(real.values()), group.on_device.of(grads))
-            self._own.update((row, Noted.now(grad)) for row, grad in real.items())
+            self.shown.own.update((row, Noted.now(grad)) for row, grad in real.items())
         if group.on_host:
             sums = [earlier[row] for row in group.on_host.rows]
             _foreach_add_(sums, group.on_host.of(grads))
@@ -326,7 +339,7 @@ class SessionGradients:
                 new.append(i)
         on_device = group.part([i for i in new if i in group.on_device.positions])
         if on_device:
-            self._keep_on_device(on_device, on_device.of(given))
+            self.shown.on_device(on_device, self.shown.copies(on_device, on_device.of(given)))
         on_host = group.part([i for i in new if i in group.on_host.positions])
         if on_host:
             laid_out = [like_parameter(g, p, copy=False) for g, p in zip(on_host.of(given), on_host.parameters, strict=True)]
@@ -366,7 +379,7 @@ class SessionGradients:
             return grad, True
         ours = self.is_untouched(row, held)
         held.add_(grad)
-        (self._own if ours else self._summed)[row] = Noted.now(held)
+        (self.shown.own if ours else self._summed)[row] = Noted.now(held)
         return grad, False
 
     def _send(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
@@ -374,25 +387,10 @@ class SessionGradients:
 
         Called `without_torch_function`.
         """
-        norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self.slots.norms_wanted]
+        norms = self.shown.norms_of(part, grads)
         self.slots.send(part.rows, grads)
-        own = [{norm: values[i] for norm, values in norms} if norms else None for i in range(len(part.rows))]
-        standins = self.standins.in_slots(part.rows, part.parameters, self.slots, own)
-        for parameter, standin in zip(part.parameters, standins, strict=True):
-            set_grad(parameter, standin)
-        self._fresh.update((row, standin.grad_state) for row, standin in zip(part.rows, standins, strict=True))
+        self.shown.in_slots(part, norms)
         self.on_sent(part.rows)
-
-    def _keep_on_device(self, part: Part, grads: Sequence[torch.Tensor]) -> None:
-        """Copies into `.grad`. Called `without_torch_function`."""
-        kept = list(map(torch.empty_like, part.parameters))
-        if form_of_each(kept) == form_of_each(grads):
-            self._engine.keep_grads(kept, grads)
-        else:
-            _foreach_copy_(kept, grads)
-        for row, parameter, grad in zip(part.rows, part.parameters, kept, strict=True):
-            set_grad(parameter, grad)
-            self._own[row] = Noted.now(grad)
 
 
 def _nobody_waits(rows: Sequence[int]) -> None:

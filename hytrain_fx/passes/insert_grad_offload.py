@@ -14,7 +14,7 @@ from torch import fx
 
 from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 from hytrain_fx.passes.node_notes import after_last, by_unit, insert, note, rows_of
-from hytrain_fx.passes.ops import GRAD_OFFLOAD
+from hytrain_fx.passes.ops import GRAD_OFFLOAD, OFFLOAD_AND_STEP
 
 
 @graph_pass(gives=Fact.GRADS_OFFLOADED, kinds="backward")
@@ -34,7 +34,7 @@ def offloading_calls(module: fx.GraphModule) -> tuple[tuple[int, ...], ...]:
 
     Generated code keeps this order as a rule.
     """
-    return tuple(rows_of(node) for node in module.graph.nodes if node.target is GRAD_OFFLOAD)
+    return tuple(rows_of(node) for node in module.graph.nodes if node.target in (GRAD_OFFLOAD, OFFLOAD_AND_STEP))
 
 
 def _token(grad: fx.Node) -> torch.Tensor:

@@ -7,6 +7,8 @@
                reload(Tensor token, int session, int[] rows) -> ()
                release(Tensor[] readers, int session, int[] rows) -> ()
                backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()
+               offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor
+                                                                 the first four in one (`one_call`)
     forward    wait(Tensor(a!)[] weights, int session, int[] rows) -> ()
 
 All are marked as having side effects: without the mark Inductor drops an operator whose result is
@@ -154,6 +156,15 @@ def _reload(token: torch.Tensor, session: int, rows: list[int]) -> None:
     NODES.find(session).reload(rows)
 
 
+def _offload_and_step(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
+    nodes = NODES.find(session)
+    nodes.grad_offload(rows, grads)
+    nodes.cpu_step(rows)
+    nodes.gpu_step(rows)
+    nodes.reload(rows)
+    return grads[0].new_empty(0)
+
+
 def _release(readers: list[torch.Tensor], session: int, rows: list[int]) -> None:
     NODES.find(session).release(rows)
 
@@ -204,6 +215,7 @@ _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("cpu_step(Tensor token, int session, int[] rows) -> Tensor", _cpu_step, _fake_token),
     ("gpu_step(Tensor token, int session, int[] rows) -> Tensor", _gpu_step, _fake_token),
     ("reload(Tensor token, int session, int[] rows) -> ()", _reload, _fake_nothing),
+    ("offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor", _offload_and_step, _fake_offload),
     ("release(Tensor[] readers, int session, int[] rows) -> ()", _release, _fake_nothing),
     ("backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()", _backward_end, _fake_nothing),
     ("wait(Tensor(a!)[] weights, int session, int[] rows) -> ()", _wait, _fake_nothing),
@@ -214,7 +226,8 @@ GRAD_OFFLOAD = torch.ops.hytrain_fx.grad_offload.default
 CPU_STEP = torch.ops.hytrain_fx.cpu_step.default
 GPU_STEP = torch.ops.hytrain_fx.gpu_step.default
 RELOAD = torch.ops.hytrain_fx.reload.default
+OFFLOAD_AND_STEP = torch.ops.hytrain_fx.offload_and_step.default
 RELEASE = torch.ops.hytrain_fx.release.default
 BACKWARD_END = torch.ops.hytrain_fx.backward_end.default
 WAIT = torch.ops.hytrain_fx.wait.default
-ALL_OPS = frozenset({GRAD_OFFLOAD, CPU_STEP, GPU_STEP, RELOAD, RELEASE, BACKWARD_END, WAIT})
+ALL_OPS = frozenset({GRAD_OFFLOAD, CPU_STEP, GPU_STEP, RELOAD, OFFLOAD_AND_STEP, RELEASE, BACKWARD_END, WAIT})

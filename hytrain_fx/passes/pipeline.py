@@ -6,8 +6,9 @@ For each pass: contract, pass, fake results, lint, rules, record.
                           insert_release -> insert_backward_end -> drop_grad_outputs
     forward, inference    annotate_units -> insert_waits
 
-`DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for. What a pass
-leaves is checked at once, a user's pass like ours, and an error names the pass.
+Last, what the compiler is given has one call for the four nodes of a unit
+(`one_call.py`). `DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for.
+What a pass leaves is checked at once, a user's pass like ours, and an error names the pass.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hytrain_fx.passes.insert_steps import insert_reload, insert_steps
 from hytrain_fx.passes.insert_waits import insert_waits
 from hytrain_fx.passes.new_nodes import Before, finish_new_nodes
 from hytrain_fx.passes.node_notes import note
+from hytrain_fx.passes.one_call import join_calls
 from hytrain_fx.passes.verify import facts_asked_of, verify
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
@@ -98,6 +100,21 @@ def rewrite(
     passes: Sequence[GraphPass] = DEFAULT_PASSES,
     dump: GraphDump | None = None,
 ) -> PipelineRecord:
+    """Make of `graph.module`, in place, what the compiler is given. Raises as `run_passes` does."""
+    record = run_passes(graph, session=session, units=units, passes=passes, dump=dump)
+    join_calls(graph.module.graph)
+    graph.module.recompile()
+    return record
+
+
+def run_passes(
+    graph: CapturedGraph,
+    *,
+    session: int,
+    units: Sequence[Unit],
+    passes: Sequence[GraphPass] = DEFAULT_PASSES,
+    dump: GraphDump | None = None,
+) -> PipelineRecord:
     """Run the passes that are for this kind of graph on `graph.module`, in place.
 
     Raises ConfigError where a contract does not hold, before anything runs; GraphInvariantError,
@@ -115,7 +132,6 @@ def rewrite(
         records.append(record)
         if dump is not None:
             dump.write(graph.name, number, record.name, record.before, record.after)
-    graph.module.recompile()
     return PipelineRecord(tuple(records), {node.name: note(node) for node in graph.module.graph.nodes})
 
 

@@ -150,8 +150,8 @@ class CommitBuilder:
 
     def foreseen(
         self, rows: Iterable[int], group_of: Mapping[int, Mapping[str, Any]], known: dict[tuple[int, int], UpdateScalars]
-    ) -> list[CommitItem]:
-        """Items as `build` would make them now for these rows, without factors.
+    ) -> list[tuple[UpdateScalars, tuple[int, ...]]]:
+        """The scalars of items as `build` would make them now, and which of these rows have them.
 
         Their gradients are in their slots. Nothing is counted.
 
@@ -159,21 +159,24 @@ class CommitBuilder:
         or an error: that is left to `build`. `known`: what was made before, by group and count of
         steps.
         """
-        items, steps = [], self.steps
+        steps = self.steps
+        alike: dict[tuple[int, int], list[int]] = {}
         for row in rows:
             group = group_of.get(row)
-            if group is None:
-                continue
-            key = (id(group), steps[row] + 1)
+            if group is not None:
+                alike.setdefault((id(group), steps[row] + 1), []).append(row)
+        found = []
+        for key, of in alike.items():
             if key not in known:
+                group = group_of[of[0]]
                 if not _readable(group):
                     continue
                 try:
                     known[key] = self._scalars(group, key[1])
                 except (ArithmeticError, LookupError, TypeError, UnsupportedError):
                     continue
-            items.append(CommitItem(row, known[key]))
-        return items
+            found.append((known[key], tuple(of)))
+        return found
 
     def _scalars(self, group: Mapping[str, Any], step: int) -> UpdateScalars:
         return self._scalars_of(group, step, self._table.device.type == "cuda")

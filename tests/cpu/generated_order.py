@@ -20,6 +20,7 @@ from hytrain_fx.errors import GraphInvariantError
 
 _OURS = re.compile(r"torch\.ops\.hytrain_fx\.(\w+)\.default\((.*)\)")
 _BUFFER = re.compile(r"\b(?:buf\d+|primals_\d+|arg\d+_\d+|tangents_\d+)\b")
+_RENAMED = re.compile(r"^\s+(buf\d+) = (buf\d+)$", re.MULTILINE)
 _LAUNCH = re.compile(r"^(?:\w+ = )?(?:extern_kernels\.\w+|torch\.ops\.\w+\.\w+\.\w+|(?:cpp|triton)_\w+(?:\.run)?|aten\.\w+)\(")
 _BODY = re.compile(r"^\s+def call\(self, args\):|^def call\(args\):")
 
@@ -41,12 +42,14 @@ class CallDistance:
 def call_distances(code: str) -> tuple[CallDistance, ...]:
     """The inserted calls of one generated module, in order."""
     launches = list(_launches(code))
+    renamed = dict(_RENAMED.findall(code))
     found = []
     for index, (line, text) in enumerate(launches):
         ours = _OURS.search(text)
         if ours is None:
             continue
-        operands = set(_BUFFER.findall(ours[2]))
+        named = set(_BUFFER.findall(ours[2]))
+        operands = named | {renamed[name] for name in named if name in renamed}
         around = launches[index + 1 :] if ours[1] == "wait" else launches[:index][::-1]
         found.append(CallDistance(ours[1], line, _launches_to(operands, around)))
     return tuple(found)

@@ -17,7 +17,7 @@ import hytrain_fx
 from hytrain_fx.capture.captured_graph import CapturedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
 from hytrain_fx.ir.pass_record import PipelineRecord
-from hytrain_fx.passes.pipeline import rewrite
+from hytrain_fx.passes.pipeline import run_passes
 from hytrain_fx.session import graphs
 
 from .explained import compiled
@@ -57,7 +57,7 @@ def deep() -> tuple[nn.Module, Batches]:
 
 @dataclass
 class Counted:
-    """Nodes of each graph after the rewrite: how many, and how many of each operator of ours."""
+    """Nodes of each graph after the passes: how many, and how many of each operator of ours."""
 
     nodes: dict[str, int] = field(default_factory=dict)
     ops: dict[str, Counter[str]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def inspected() -> Iterator[tuple[Inspection, Counted]]:
     counted = Counted()
 
     def rewrite_counted(graph: CapturedGraph, **options: Any) -> PipelineRecord:
-        record = rewrite(graph, **options)
+        record = run_passes(graph, **options)
         counted.count(graph)
         return record
 

@@ -253,8 +253,8 @@ def test_a_cut_that_is_refused_memory_leaves_states_whole(twins: Twins, monkeypa
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = list(plain_loop(2)(model, optimizer, batches))
         if model is twins.ours:
-            # Placed here, not before the loop: the session's own plan may come in those two steps, and
-            # from there the move pins less.
+            # Not before the loop: the session's own plan may come in those two steps, and the move
+            # from there pins less.
             twins.session.place(cut_plan(twins.session, [7], [Placement.CPU, Placement.GPU]))
             with monkeypatch.context() as patch:
                 patch.setattr(unit_slabs, "pin_slabs", pin)

@@ -418,7 +418,7 @@ def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch
         assert learner.session.foresight.awaits_factors
     monkeypatch.undo()
     learner.session.engine.set_delay(Stage.LANDING, 100_000)
-    learner.agree(plain_loop(2))
+    learner.agree(plain_loop(5))
     learner.session.engine.set_delay(Stage.LANDING, 0)
     assert not learner.session.foresight.will_go_ahead
     assert not learner.session.planning.discipline.early_updates

@@ -57,6 +57,7 @@ def test_schemas_are_those_of_the_design() -> None:
         "cpu_step(Tensor token, int session, int[] rows) -> Tensor",
         "gpu_step(Tensor token, int session, int[] rows) -> Tensor",
         "reload(Tensor token, int session, int[] rows) -> ()",
+        "offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor",
         "release(Tensor[] readers, int session, int[] rows) -> ()",
         "backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()",
         "wait(Tensor(a!)[] weights, int session, int[] rows) -> ()",

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import ConfigError, GraphInvariantError
-from hytrain_fx.passes.base import Fact, GraphPass, PassContext, graph_pass
+from hytrain_fx.passes.base import Fact, GraphPass, PassContext, as_pass, graph_pass
 from hytrain_fx.passes.graph_dump import GraphDump
-from hytrain_fx.passes.node_notes import note
-from hytrain_fx.passes.ops import GRAD_OFFLOAD
+from hytrain_fx.passes.ops import ALL_OPS, CPU_STEP, GRAD_OFFLOAD
 from hytrain_fx.passes.pipeline import DEFAULT_PASSES, check_order, chosen_passes, of_kind, rewrite
 from hytrain_fx.passes.verify import facts_asked_of
 from tests.cpu.pass_contexts import SESSION, context
@@ -99,15 +102,43 @@ def test_each_pass_leaves_a_record() -> None:
 
 
 def test_a_node_knows_which_pass_made_it() -> None:
-    """Each inserted node, and no captured one; the record has the same notes."""
+    """Each inserted node, and no captured one: the record has their notes."""
     ctx = context(GraphKind.BACKWARD)
-    captured = set(ctx.graph.module.graph.nodes)
+    captured = {node.name for node in ctx.graph.module.graph.nodes}
     record = rewrite(ctx.graph, session=SESSION, units=ctx.units)
     makers = {"grad_offload": "insert_grad_offload", "cpu_step": "insert_steps", "gpu_step": "insert_steps", "reload": "insert_reload",
               "release": "insert_release", "backward_end": "insert_backward_end"}
-    for node in ctx.graph.module.graph.nodes:
-        expected = "" if node in captured else makers[str(node.target).split(".")[1]]
-        assert note(node).made_by == record.nodes[node.name].made_by == expected
+    inserted = {name: of.made_by for name, of in record.nodes.items() if name not in captured}
+    ops = {name: re.sub(r"(_default)?(_\d+)?$", "", name) for name in inserted}
+    assert all(record.nodes[name].made_by == "" for name in captured)
+    assert inserted == {name: makers[op] for name, op in ops.items()}
+    assert set(ops.values()) == set(makers)
+
+
+def test_nodes_of_one_chain_are_one_call() -> None:
+    """The compiler is given one call for a unit's four nodes.
+
+    Those whose chain a pass has parted stay as they are.
+    """
+
+    def between(module: fx.GraphModule, context: PassContext) -> None:
+        first = module.graph.find_nodes(op="call_function", target=CPU_STEP)[0]
+        with module.graph.inserting_after(first):
+            double = module.graph.call_function(torch.ops.aten.mul.Tensor, (first, 2))
+        first.replace_all_uses_with(double, delete_user_cb=lambda user: user is not double)
+
+    def counted(*extra: Any) -> dict[str, int]:
+        ctx = context(GraphKind.BACKWARD)
+        rewrite(ctx.graph, session=SESSION, units=ctx.units, passes=(*DEFAULT_PASSES, *map(as_pass, extra)))
+        ctx.graph.module.graph.lint()
+        return Counter(str(node.target).split(".")[1] for node in ctx.graph.module.graph.nodes if node.target in ALL_OPS)
+
+    chain = ("grad_offload", "cpu_step", "gpu_step", "reload")
+    plain, parted = counted(), counted(between)
+    assert plain["offload_and_step"] == 4
+    assert not any(plain[op] for op in chain)
+    assert parted["offload_and_step"] == 3
+    assert all(parted[op] == 1 for op in chain)
 
 
 def test_texts_are_dumped_in_the_order_of_the_story(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext
-from hytrain_fx.passes.pipeline import rewrite
+from hytrain_fx.passes.pipeline import run_passes
 from hytrain_fx.passes.verify import RULES, verify
 from tests.cpu import models
 from tests.cpu.recording_nodes import capture_only, copy_captured
@@ -144,7 +144,7 @@ def rewritten(captured: tuple[list[CapturedGraph], tuple[Unit, ...]]) -> dict[Gr
     """Copies of these graphs after all passes, to be spoiled."""
     graphs, units = [copy_captured(graph) for graph in captured[0]], captured[1]
     for graph in graphs:
-        rewrite(graph, session=SESSION, units=units)
+        run_passes(graph, session=SESSION, units=units)
     return {graph.kind: PassContext(graph, units, SESSION) for graph in graphs}
 
 

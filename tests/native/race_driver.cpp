@@ -404,7 +404,7 @@ class Run {
         if (rows_[item.row].unit == unit) early.push_back(item);
       }
       if (other && chance(70)) early.clear();
-      if (!early.empty()) check(hytrain_commit_early(engine_, early.data(), static_cast<int>(early.size())));
+      for (const CommitItem& item : early) check(hytrain_commit_early(engine_, &item.row, 1, &item.scalars));
       check(hytrain_arm_cpu(engine_, of.data(), n));
       check(hytrain_arm_gpu(engine_, of.data(), n, stream()));
       check(hytrain_arm_reload(engine_, of.data(), n));

@@ -2,12 +2,14 @@
 
 namespace hytrain_fx {
 
-void EarlyUpdates::begin(const CommitItem* items, int n) {
+void EarlyUpdates::begin(const int32_t* rows, int n, const UpdateScalars& scalars) {
   for (int i = 0; i < n; ++i) {
-    Row& row = state_.row(items[i].row);
+    Row& row = state_.row(rows[i]);
     if (!row.on_host() || row.phase != Phase::GRAD || row.withdrawn > 0 || !guesses_.may_guess(row, row.guess.count())) continue;
-    CommitItem item = items[i];
+    CommitItem item{};
+    item.row = row.index;
     item.n_factors = row.guess.count();
+    item.scalars = scalars;
     row.begin_update(item, state_.commits);
     row.phase = Phase::EARLY;
     row.factors_are = Factors::GUESSED;

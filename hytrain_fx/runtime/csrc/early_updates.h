@@ -22,7 +22,7 @@ class EarlyUpdates {
 
   // A guess at the next commit. Rows for which it would not pay, or for which there is no shadow
   // memory, wait for their commit.
-  void begin(const CommitItem* items, int n);
+  void begin(const int32_t* rows, int n, const UpdateScalars& scalars);
   // The row keeps its gradient and nothing else, as before begin(). What was updated is put back
   // while the caller goes on.
   void give_up(Row& row);

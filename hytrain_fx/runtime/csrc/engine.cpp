@@ -207,11 +207,11 @@ void Engine::release(const int32_t* rows, int n, void* stream) {
   if (!state_.updated.empty()) state_.upload_cv.notify_one();
 }
 
-void Engine::commit_early(const CommitItem* items, int n) {
+void Engine::commit_early(const int32_t* rows, int n, const UpdateScalars& scalars) {
   EngineLock lock(state_.mutex);
   homeward_.carry_all(lock);  // another thread's drain() may be reading the states
   state_.throw_if_failed();
-  early_.begin(items, n);
+  early_.begin(rows, n, scalars);
 }
 
 void Engine::discard(const int32_t* rows, int n) {

@@ -38,6 +38,7 @@ from hytrain_fx.runtime.fallback.lanes import Event, Lane
 from hytrain_fx.runtime.fallback.pipeline import LaneRecord, Pipeline
 from hytrain_fx.runtime.fallback.rows import Phase, Row, flat_alias, update_in_parts
 from hytrain_fx.runtime.own_states import leaves
+from hytrain_fx.runtime.scalars import UpdateScalars
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
 
@@ -237,7 +238,7 @@ class TorchEngine:
         if begin is not None:
             self._pipeline.lane_records.append(LaneRecord(Stage.GPU_UPDATE, row.index, 0, begin, row.written))
 
-    def commit_early(self, items: Sequence[CommitItem]) -> None:
+    def commit_early(self, rows: tuple[int, ...], scalars: UpdateScalars) -> None:
         raise EngineError(f"the {self.name} engine begins no update before step()")
 
     def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None:

@@ -45,12 +45,13 @@ from hytrain_fx.runtime.native.structs import (
     CStagingMemory,
     CTaskRecord,
     FactorTable,
+    ScalarStructs,
     device_states,
     host_states,
     packed_commit,
-    packed_with_factors,
     pointers,
 )
+from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
 
@@ -101,6 +102,7 @@ class NativeEngine:
         self._library = chosen.load()
         self._library.hytrain_error.restype = c_char_p
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
+        self._no_ring = torch.empty(0, dtype=torch.uint8, device=device)  # made now: torch may be tracing when this is closed
         self._factors = HostSlab(slab_bytes(2 * FACTOR_CAPACITY, torch.float32))
         if device.type == "cuda":
             self._factors.pin(device)
@@ -129,6 +131,7 @@ class NativeEngine:
         # by commit: factors that the lane to the host may still read
         self._keep: deque[list[object]] = deque(maxlen=2)
         self._skips: dict[int, torch.Tensor] = {}
+        self._scalar_structs = ScalarStructs()  # since the last commit
         self._skipped = False
         # rows with copies: dtype of the latest gradient
         self._slot_dtypes: dict[int, torch.dtype] = {}
@@ -275,10 +278,11 @@ class NativeEngine:
         slots = POINTER(c_float)()
         self._call("factor_slots", byref(slots))
         factors = FactorTable(slots)
-        packed = packed_with_factors(items, factors)
+        packed = packed_commit(items, factors)
         skip_at = -1 if skip is None else factors.index(skip)
         sources = (c_void_p * max(1, len(factors.sources)))(*factors.sources)
         self._keep.append(factors.keep)
+        self._scalar_structs = ScalarStructs()
         if factors.keep:
             self._make_shadow()
         self._call("commit", packed, len(items), sources, len(factors.sources), skip_at, self._stream())
@@ -308,18 +312,16 @@ class NativeEngine:
         return GuessCounts(out.commits, out.missed, out.params, out.redone, out.shadow_bytes, out.sent)
 
     def early_counts(self) -> EarlyCounts:
-        out = CEarlyCounts()
-        self._call("early_counts", byref(out))
+        self._call("early_counts", byref(out := CEarlyCounts()))
         return EarlyCounts(*(getattr(out, field.name) for field in fields(EarlyCounts)))
 
     def finish_times(self) -> FinishTimes:
-        out = CFinishTimes()
-        self._call("finish_times", byref(out))
+        self._call("finish_times", byref(out := CFinishTimes()))
         return FinishTimes(*(getattr(out, field.name) for field in fields(FinishTimes)))
 
-    def commit_early(self, items: Sequence[CommitItem]) -> None:
+    def commit_early(self, rows: tuple[int, ...], scalars: UpdateScalars) -> None:
         self._make_shadow()
-        self._call("commit_early", packed_commit(items), len(items))
+        self._call("commit_early", self._rows_array(rows), len(rows), byref(self._scalar_structs.of(scalars)))
 
     def wait(self, rows: Sequence[int]) -> None:
         self._call("wait", self._rows_array(rows), len(rows), self._stream())
@@ -395,4 +397,4 @@ class NativeEngine:
             self._skips.clear()
             self._fetching.clear()
             # An optimizer that is kept keeps the states, and nothing else.
-            self._ring, self._staging, self._shadow = self._ring.new_empty(0), None, None
+            self._ring, self._staging, self._shadow = self._no_ring, None, None

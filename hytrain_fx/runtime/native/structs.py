@@ -14,7 +14,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import MAX_FACTORS, MAX_STATES, UPDATE_KERNELS
 from hytrain_fx.runtime.engine import CommitItem, RowStates
-from hytrain_fx.runtime.scalars import ScalarsStruct
+from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateScalars
 
 FACTOR_CAPACITY = 4096  # distinct factors in one commit
 
@@ -169,22 +169,25 @@ def pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
     return (c_void_p * len(tensors))(*map(torch.Tensor.data_ptr, tensors))
 
 
-def packed_commit(items: Sequence[CommitItem]) -> ctypes.Array[CCommitItem]:
-    """Rows, scalars and `at_end`."""
-    packed = (CCommitItem * len(items))()
-    structs: dict[int, Structure] = {}  # rows of a group share their scalars
-    for at, item in zip(packed, items, strict=True):
-        scalars = structs.get(id(item.scalars))
-        if scalars is None:
-            scalars = structs[id(item.scalars)] = item.scalars.c_struct
-        at.row, at.at_end, at.scalars = item.row, item.at_end, scalars
-    return packed
+class ScalarStructs:
+    """The C structures of scalars, each made once: many rows share theirs."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[UpdateScalars, Structure]] = {}
+
+    def of(self, scalars: UpdateScalars) -> Structure:
+        """That of these scalars, which are kept with it."""
+        made = self._made.get(id(scalars))
+        if made is None:
+            made = self._made[id(scalars)] = (scalars, scalars.c_struct)
+        return made[1]
 
 
-def packed_with_factors(items: Sequence[CommitItem], factors: FactorTable) -> ctypes.Array[CCommitItem]:
-    """The same with gradients on the device, and with factors, which `factors` numbers."""
-    packed = packed_commit(items)
+def packed_commit(items: Sequence[CommitItem], factors: FactorTable) -> ctypes.Array[CCommitItem]:
+    """The items as C has them; `factors` numbers their factors."""
+    packed, structs = (CCommitItem * len(items))(), ScalarStructs()
     for at, item in zip(packed, items, strict=True):
+        at.row, at.at_end, at.scalars = item.row, item.at_end, structs.of(item.scalars)
         if item.grad is not None:
             at.grad = item.grad.data_ptr()
         if item.factors:
