@@ -78,8 +78,6 @@ class NodeRegistry:
     ) -> int:
         """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls.
 
-        Each process counts on its own.
-
         With `parameters` (by row), each `wait` checks that it was given these or `copies`, and not
         tensors made of them ahead of it.
         """
@@ -97,10 +95,7 @@ class NodeRegistry:
         self._copies.pop(session, None)
 
     def check_uncopied(self, session: int, rows: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
-        """Raise EngineError where a `wait` holds a copy of a parameter.
-
-        What reads the copy would see the old weight.
-        """
+        """Raise EngineError where a `wait` holds a copy of a parameter: its readers see old weights."""
         parameters, copies = self._parameters[session], self._copies[session]
         for row, weight in zip(rows, weights, strict=True) if parameters else ():
             if row in copies and weight.data_ptr() == copies[row].data_ptr():
@@ -179,12 +174,8 @@ def _wait(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
     nodes.wait(rows)
 
 
-def _fake_offload(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
-    return grads[0].new_empty(0)
-
-
-def _fake_token(token: torch.Tensor, session: int, rows: list[int]) -> torch.Tensor:
-    return token.new_empty(0)
+def _fake_token(of: torch.Tensor | list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
+    return (of if isinstance(of, torch.Tensor) else of[0]).new_empty(0)
 
 
 def _fake_nothing(*_: object) -> None:
@@ -211,11 +202,11 @@ def _define() -> torch.library.Library:
 
 
 _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    ("grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor", _grad_offload, _fake_offload),
+    ("grad_offload(Tensor[] grads, int session, int[] rows) -> Tensor", _grad_offload, _fake_token),
     ("cpu_step(Tensor token, int session, int[] rows) -> Tensor", _cpu_step, _fake_token),
     ("gpu_step(Tensor token, int session, int[] rows) -> Tensor", _gpu_step, _fake_token),
     ("reload(Tensor token, int session, int[] rows) -> ()", _reload, _fake_nothing),
-    ("offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor", _offload_and_step, _fake_offload),
+    ("offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor", _offload_and_step, _fake_token),
     ("release(Tensor[] readers, int session, int[] rows) -> ()", _release, _fake_nothing),
     ("backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()", _backward_end, _fake_nothing),
     ("wait(Tensor(a!)[] weights, int session, int[] rows) -> ()", _wait, _fake_nothing),

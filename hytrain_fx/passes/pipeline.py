@@ -93,11 +93,7 @@ def check_order(passes: Sequence[GraphPass], kind: GraphKind) -> frozenset[str]:
 
 
 def rewrite(
-    graph: CapturedGraph,
-    *,
-    session: int,
-    units: Sequence[Unit],
-    passes: Sequence[GraphPass] = DEFAULT_PASSES,
+    graph: CapturedGraph, *, session: int, units: Sequence[Unit], passes: Sequence[GraphPass] = DEFAULT_PASSES,
     dump: GraphDump | None = None,
 ) -> PipelineRecord:
     """Make of `graph.module`, in place, what the compiler is given. Raises as `run_passes` does."""
@@ -108,11 +104,7 @@ def rewrite(
 
 
 def run_passes(
-    graph: CapturedGraph,
-    *,
-    session: int,
-    units: Sequence[Unit],
-    passes: Sequence[GraphPass] = DEFAULT_PASSES,
+    graph: CapturedGraph, *, session: int, units: Sequence[Unit], passes: Sequence[GraphPass] = DEFAULT_PASSES,
     dump: GraphDump | None = None,
 ) -> PipelineRecord:
     """Run the passes that are for this kind of graph on `graph.module`, in place.
