@@ -95,7 +95,7 @@ class NodeRegistry:
         self._copies.pop(session, None)
 
     def check_uncopied(self, session: int, rows: Sequence[int], weights: Sequence[torch.Tensor]) -> None:
-        """Raise EngineError where a `wait` holds a copy of a parameter: its readers see old weights."""
+        """Raise EngineError where a `wait` holds a copy of a parameter: readers see old weights."""
         parameters, copies = self._parameters[session], self._copies[session]
         for row, weight in zip(rows, weights, strict=True) if parameters else ():
             if row in copies and weight.data_ptr() == copies[row].data_ptr():

@@ -379,10 +379,7 @@ class NativeEngine:
         self._call("fail_next_copy", row)
 
     def fail_device_after(self, operations: int) -> None:
-        """The device, which must be the CPU, fails after so many more operations; tests only.
-
-        Operations are copies, events and updates.
-        """
+        """The device, a CPU, fails after so many more copies, events and updates; tests only."""
         self._call("fail_device_after", operations)
 
     def close(self) -> None:
