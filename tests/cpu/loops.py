@@ -158,7 +158,7 @@ class Twins:
         self.plain, self.batches = make()
         torch.manual_seed(0)
         self.ours, _ = make()
-        self.plain.compile(dynamic=options.get("dynamic"))
+        self.plain.compile(dynamic=options.get("dynamic"), options=options.get("options"))
         self.first = weights(self.plain)
         trained = [p for p in self.ours.parameters() if p.requires_grad]
         _, self.optimizer = hytrain_fx.compile(self.ours, torch.optim.AdamW(trained, **HYPER), **options)

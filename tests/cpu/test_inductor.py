@@ -15,6 +15,7 @@ from torch import nn
 from hytrain_fx.passes.ops import WAIT
 from hytrain_fx.torch_private import compiling
 from tests.cpu import models
+from tests.cpu.loops import Twins, plain_loop
 from tests.cpu.recording_nodes import assert_same_weights, compile_rewritten, train
 
 pytestmark = pytest.mark.fused_kernels
@@ -121,3 +122,14 @@ def test_waits_survive_inductor_in_order() -> None:
     assert len(lines) == len(ours.units)
     assert all("[primals_" in line for line in lines)
     assert isinstance(model, nn.Module)
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("placed", [{"k": 0}, {"k": 2, "stream": 0}], ids=str)
+def test_graphs_that_cpp_launches_train_alike(placed: dict[str, Any]) -> None:
+    """Inductor's C++ wrapper calls the nodes too: every one of them, with the plain loop's bits."""
+    twins = Twins(models.mlp, options={"cpp_wrapper": True}, **placed)
+    twins.agree(plain_loop(4))
+    rows = len(twins.session.table)
+    assert all(twins.session.nodes.runs[kind] == 4 * rows for kind in ("grad_offload", "cpu_step", "gpu_step", "reload", "wait"))
+    twins.close()
