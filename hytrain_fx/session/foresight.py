@@ -84,7 +84,7 @@ class Foresight:
         self._alike = 0  # last steps that were, or would have been, guessed right
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone
-        self._missed = 0
+        self._missed = engine.early_counts().missed
         self._awaits_factors = False
 
     @property
@@ -136,7 +136,7 @@ class Foresight:
         went_ahead = self.goes_ahead
         missed, self._missed = counts.missed > self._missed, counts.missed
         self._lateness.append(max(counts.landed_params, counts.guessed_params) / counts.host_params if counts.host_params else 0.0)
-        self._watches = sum(self._lateness) / _STEPS >= _LATE
+        self._watches = sum(self._lateness) / _STEPS >= (_LATE / 2 if self._watches else _LATE)  # else plans go to and fro
         right = self._watches and bool(self._sent) and self._came_true(items)
         self._alike = self._alike + 1 if right and not missed else 0
         if missed:

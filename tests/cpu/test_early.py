@@ -389,6 +389,39 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
     assert after.missed - before.missed == 1
 
 
+def test_a_tenth_of_the_gradients_is_late(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop is late if a tenth of the gradients are there at step(), on average over four steps.
+
+    Once learned, it is until half of that. A single late step is not enough. The last commit is
+    said to have had these; all else of the counts is the engine's.
+    """
+    engine = learner.session.engine
+    counted, share = engine.early_counts, 0.0
+
+    def landed() -> EarlyCounts:
+        of = counted()
+        return replace(of, landed_params=int(share * of.host_params), guessed_params=0)
+
+    def ahead(*shares: float) -> list[bool]:
+        """Whether updates go ahead, before each step and after the last one."""
+        found: list[bool] = []
+
+        def land(model: Any, optimizer: Any, step: int) -> None:
+            nonlocal share
+            share = shares[step]
+            if find_session(model) is not None:
+                found.append(learner.session.foresight.goes_ahead)
+
+        learner.session.speculate("auto", runs_behind=True)  # whatever was learned before
+        learner.agree(steps(land, len(shares)))
+        return [*found, learner.session.foresight.goes_ahead]
+
+    monkeypatch.setattr(engine, "early_counts", landed)
+    assert not any(ahead(*[0.09] * 12))
+    assert not ahead(0.0, 0.0, 0.35, 0.0, 0.0, 0.0, 0.0)[-1]
+    assert ahead(*[0.2, 0.05] * 4, *[0.06] * 8, *[0.03] * 4)[8:] == [*[True] * 10, *[False] * 3]
+
+
 def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates that run on a guess at a factor need not wait for step() either.
 
