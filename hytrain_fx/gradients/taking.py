@@ -242,12 +242,12 @@ class SessionGradients:
             self._show()
             again = self.parts.arrive(group.rows)
             held = list(map(get_grad, group.parameters))
+            self._before.note(group.rows, held, again, self.slots.generation)
             alike = fits and not self.parts.open
             if alike and not self._earlier.to_come and all(grad is None for grad in held):
                 self._take_first(group, grads)
-                self._show()
+                self.shown.end()
                 return
-            self._before.note(group.rows, held, again, self.slots.generation)
             with torch.no_grad():
                 self._take_more(group, grads, held, alike, again)
                 self._earlier.go_ahead()  # in the memory of what has just been added to
@@ -259,7 +259,7 @@ class SessionGradients:
             self.on_sent(group.on_host.rows)
 
     def _show(self) -> None:
-        """Let `.grad` show what came of rows that had none."""
+        """Let `.grad` show what came of rows that had none when the graph began."""
         for group in self.shown.end():
             again = self.parts.arrive(group.rows)
             self._before.note(group.rows, (None,) * len(group.rows), again, self.slots.generation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -280,6 +281,35 @@ def test_a_backward_that_fails_between_nodes_leaves_nothing_behind(twins: Twins)
         step(twins.plain, reference, twins.batches, 3)
         step(twins.ours, optimizer, twins.batches, 3)
     assert_same(weights(twins.ours), weights(twins.plain))
+
+
+def test_units_without_gradients_beside_one_that_has(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that have none are no sums, though another row of the graph has a gradient.
+
+    Where the backward fails, they have none again.
+    """
+    reference, optimizer = started(twins)
+    nodes = twins.session.nodes
+    several, arm, armed = set(nodes.gradients.parts.several), nodes.cpu_step, count(1)
+    firsts = [next(model.parameters()) for model in (twins.plain, twins.ours)]
+    for first in firsts:
+        first.grad = torch.ones_like(first)
+
+    def fail(rows: Sequence[int]) -> None:
+        if next(armed) == 3:
+            raise RuntimeError("no more today")
+        arm(rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nodes, "cpu_step", fail)
+        with pytest.raises(RuntimeError, match="no more today"):
+            backward(twins.ours, twins.batches, 1)
+    assert [parameter for parameter in twins.ours.parameters() if parameter.grad is not None] == firsts[1:]
+    assert torch.equal(firsts[1].grad, torch.ones_like(firsts[1]))
+    step(twins.plain, reference, twins.batches, 1)
+    step(twins.ours, optimizer, twins.batches, 1)
+    assert_same(weights(twins.ours), weights(twins.plain))
+    assert nodes.gradients.parts.several == several
 
 
 def test_nodes_in_another_order_than_the_graphs(twins: Twins) -> None:
