@@ -142,7 +142,7 @@ FAMILIES: Mapping[str, Family] = {
         "decoder with positions learned", "tokens", _of_transformers("GPT2", "LMHeadModel"), Draws.text, r"transformer\.h\.\d+",
         Size({"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
              | _NO_CACHE, 2, 12),
-        Size({"vocab_size": 50257, "n_embd": 1600, "n_layer": 48, "n_head": 25} | _NO_CACHE, 7, 1024, 1.56, 20.0)),
+        Size({"vocab_size": 50257, "n_embd": 1600, "n_layer": 48, "n_head": 25} | _NO_CACHE, 7, 1024, 1.56, 18.5)),
     "qwen2": Family(
         "decoder, embedding and head tied", "tokens", _of_transformers("Qwen2", "ForCausalLM"), Draws.text, r"model\.layers\.\d+",
         Size(_TINY | _NO_CACHE | {"num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32}, 2, 12),
@@ -156,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
         Size(_NO_CACHE | {"vocab_size": 32000, "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16,
                           "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 32,
                           "num_experts_per_tok": 4, "moe_intermediate_size": 1024, "router_aux_loss_coef": 0.0,
-                          "tie_word_embeddings": False}, 4, 2048, 2.62, 8.0)),
+                          "tie_word_embeddings": False}, 4, 2048, 2.62, 7.0)),
     "bert": Family(
         "encoder", "tokens", _of_transformers("Bert", "ForMaskedLM"), Draws.text, r"bert\.encoder\.layer\.\d+",
         Size(_ONE_LAYER | {"max_position_embeddings": 32}, 2, 12),
@@ -189,7 +189,7 @@ FAMILIES: Mapping[str, Family] = {
         "convolutions", "pixels a side", _of_transformers("ConvNextV2", "ForImageClassification"),
         lambda draws, config: draws.images(config["num_labels"]), r"convnextv2\.encoder\.stages\.\d+\.layers\.\d+",
         Size(_ONE_LABEL | {"num_stages": 2, "depths": [1, 1], "hidden_sizes": [16, 32], "num_labels": 5}, 2, 16),
-        Size(_ONE_LABEL | {"depths": [3, 3, 27, 3], "hidden_sizes": [352, 704, 1408, 2816], "num_labels": 1000}, 48, 224, 0.66, 13.0)),
+        Size(_ONE_LABEL | {"depths": [3, 3, 27, 3], "hidden_sizes": [352, 704, 1408, 2816], "num_labels": 1000}, 48, 224, 0.66, 13.5)),
     "dit": Family(
         "diffusion", "latents a side", _plain(plain_models.Dit), _noised, r"blocks\.\d+",
         Size({"width": 32, "layers": 2, "heads": 4, "side": 8, "classes": 10}, 2, 8),

@@ -46,9 +46,9 @@ ROWS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "torchao": ("torchao", ()),
 }
 # Bytes of a parameter on the GPU beside activations, and on the host, about: rows begin where there
-# is room for them.
+# is room for them. States on the host have places beside them where updates begin before step().
 BYTES_PER_PARAM: Mapping[str, tuple[float, float]] = {
-    "floor": (4, 0), "device": (20, 0), "host": (4, 15), "quarter": (7, 12), "solved": (17, 15), "torchao": (10, 22),
+    "floor": (4, 0), "device": (20, 0), "host": (4, 21), "quarter": (7, 17), "solved": (17, 21), "torchao": (10, 22),
 }
 ROW_GPU_GB, ROW_HOST_GB = 2.0, 4.0  # what each process takes whatever its model
 RATES_S, RATES_MB, RATES_LIMIT_S = 0.5, 1024, 300.0
