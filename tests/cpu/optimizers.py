@@ -90,6 +90,28 @@ class GlobalNorm(torch.optim.Optimizer):
             p.sub_(p.grad / norm)
 
 
+class Block(torch.Tensor):
+    """A tensor of another class, as packed states are."""
+
+
+class Packing(torch.optim.Optimizer):
+    """Keeps states of large parameters in tensors of another class."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if "sum" not in self.state[p]:
+                        zeros = torch.zeros_like(p)
+                        self.state[p]["sum"] = zeros.as_subclass(Block) if p.numel() >= 4096 else zeros
+                    self.state[p]["sum"] += p.grad
+                    p.sub_(group["lr"] * torch.Tensor(self.state[p]["sum"]))
+
+
 class Noisy(torch.optim.Optimizer):
     """Draws random numbers."""
 

@@ -20,7 +20,7 @@ from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.own_states import OwnStates
 
-from .optimizers import EVERY, OP_BY_OP, TRACED, Around, GlobalNorm, Noisy, NormCounter, Sharp, make
+from .optimizers import EVERY, OP_BY_OP, TRACED, Around, GlobalNorm, Noisy, NormCounter, Packing, Sharp, make
 
 SHAPES = ((4, 3), (2, 6))
 NAMES = ("first", "second")
@@ -178,3 +178,19 @@ def test_what_cannot_be_stepped_one_by_one_is_refused(kind: Any, why: str) -> No
     with pytest.raises(UnsupportedError, match=why):
         UpdateRule(optimizer, parameters, NAMES)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_large_parameters_are_taken_by_every_rule(name: str) -> None:
+    """They are tried too, also by classes that begin with state."""
+    parameters = [nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(5, 4))]
+    assert UpdateRule(make(name, parameters), parameters, NAMES).table(0).own_bytes >= 0
+
+
+@pytest.mark.parametrize("shape", [(4096,), (64, 64), (8, 8, 8, 8)])
+def test_states_in_tensors_of_another_class_are_refused(shape: tuple[int, ...]) -> None:
+    """Also where small parameters have plain ones, as with quantized states."""
+    small, large = nn.Parameter(torch.randn(63, 65)), nn.Parameter(torch.randn(shape))
+    UpdateRule(Packing([small]), [small], ["small"])
+    with pytest.raises(UnsupportedError, match="Packing keeps states of large parameters as Block"):
+        UpdateRule(Packing([small, large]), [small, large], ["small", "large"])

@@ -4,6 +4,8 @@ The optimizer's class is tried on small parameters: all together, apart, and tra
 
     together != apart     its step needs all parameters at once: refused
     together != traced    its step runs op by op
+
+And on one of 8192 elements: from some size on, classes may keep states that are no plain tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from hytrain_fx.torch_private.tensors import memory_of
 _STEPS = 3
 _OF_A_GROUP = 3  # parameters in a group
 _LARGEST = 5  # elements in a dimension
+_PACKED = 4096  # elements from which on torchao packs states, in blocks of 128 or 256
 _INSTEAD = "use an optimizer that updates every parameter from its own gradient and state"
 
 
@@ -45,20 +48,23 @@ class _Trial:
         for group in optimizer.param_groups:
             self.options.append(options_of(group))
             self.weights.append([_random(shape, random) for shape in _small_shapes(group["params"])])
+        large = [(options_of(group), p.dim()) for group in optimizer.param_groups for p in group["params"] if p.numel() >= _PACKED]
+        self.large = large[0] if large else None  # options and dimensions
         self.grads = [[[_random(w.shape, random) for w in of] for of in self.weights] for _ in range(_STEPS)]
         self.states: list[list[Entry | None]] = [[None] * len(of) for of in self.weights]
-        if optimizer.state:
-            self._construct()
+        self.begins_with_state = bool(optimizer.state)
+        if self.begins_with_state:
+            parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
+            self.states = self._constructed(self.options, parameters) or self.states
 
-    def _construct(self) -> None:
-        """Begin with what the class's __init__ puts into its state, if it can be called so."""
-        parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
-        groups = [{**options, "params": of} for options, of in zip(self.options, parameters, strict=True)]
+    def _constructed(self, options: Sequence[Options], parameters: Sequence[Sequence[nn.Parameter]]) -> list[list[Entry | None]] | None:
+        """What the class's __init__ puts into its state; None if it cannot be called so."""
+        groups = [{**of_group, "params": list(of)} for of_group, of in zip(options, parameters, strict=True)]
         try:
             made = self.shells.kind(groups, **self.shells.defaults)
         except Exception:  # its arguments are not its defaults
-            return
-        self.states = [[dict(made.state[p]) if p in made.state else None for p in group["params"]] for group in made.param_groups]
+            return None
+        return [[dict(made.state[p]) if p in made.state else None for p in group["params"]] for group in made.param_groups]
 
     def together(self) -> list[Any]:
         """Weights and entries after the steps of one optimizer.
@@ -81,6 +87,30 @@ class _Trial:
             if any(isinstance(leaf, torch.Tensor) and memory_of(leaf) == memory_of(p) for leaf in leaves(shell.state.get(p))):
                 raise UnsupportedError(f"{self.shells.kind.__name__} keeps a parameter's own memory in its state; keep a copy of it")
         return [[p.detach(), shell.state.get(p)] for p in flat]
+
+    def refuse_packed_states(self) -> None:
+        """Raises UnsupportedError for states of a large parameter that are no plain tensors.
+
+        Tried where the optimizer has such a parameter, with one of as many dimensions.
+        """
+        if self.large is None:
+            return
+        options, dimensions = self.large
+        weight = nn.Parameter(torch.zeros([2 * _PACKED] if dimensions < 2 else [_PACKED // 64, 128, *[1] * (dimensions - 2)]))
+        state: dict[torch.Tensor, Entry] = {}
+        if self.begins_with_state:
+            begun = self._constructed([options], [[weight]])
+            if begun is None:
+                return
+            if (entry := begun[0][0]) is not None:
+                state[weight] = entry
+        shell = self.shells.make([(dict(options), [weight])], state)
+        weight.grad = torch.ones_like(weight)
+        run_step(shell)
+        kinds = {type(leaf) for leaf in leaves(shell.state.get(weight)) if isinstance(leaf, torch.Tensor)}
+        if packed := kinds - {torch.Tensor, nn.Parameter, nn.Buffer}:
+            raise UnsupportedError(f"{self.shells.kind.__name__} keeps states of large parameters as {packed.pop().__name__}, which cannot "
+                                   "rest in host memory and be updated there; use an optimizer whose states are plain tensors")
 
     def apart(self, *, traced: bool) -> Iterator[list[Any]]:
         """The same with an optimizer for each parameter, or with recorded steps.
@@ -129,6 +159,7 @@ def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> None:
         trial = _Trial(shells, optimizer)
         try:
             together, apart = trial.together(), list(trial.apart(traced=False))
+            trial.refuse_packed_states()
         except UnsupportedError:
             raise
         except Exception as error:
