@@ -42,6 +42,8 @@ void Lander::grads_came(const GradLanding& landing) {
   for (const Part& part : landing.parts) {
     Row& row = state_.rows[part.row];
     if (row.generation != part.generation) continue;  // dropped by zero_grad() and begun again
+    // Dropped, and the row's last update may have ended since: its chunks are not this gradient's.
+    if (row.phase == Phase::IDLE || row.phase == Phase::PASSED) continue;
     row.chunks[part.chunk].set_state(ChunkState::LANDED);
     state_.queue_ready(row, part.chunk);
   }
