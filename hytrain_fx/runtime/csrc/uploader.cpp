@@ -11,6 +11,9 @@ namespace {
 constexpr int64_t kBytesInFlight = 48 << 20;
 constexpr auto kPoll = std::chrono::microseconds(100);
 
+// Whether nobody reads the row's weight any more.
+bool may_be_overwritten(const Row& row) { return row.is_armed(Arm::RELOAD) && row.released && row.released->known_done(); }
+
 }  // namespace
 
 void Uploader::run() {
@@ -101,8 +104,7 @@ Upload Uploader::next_upload() {
 // The first whose weight nobody reads any more.
 const Key* Uploader::next_of(const std::set<Key>& keys) const {
   for (const Key& key : keys) {
-    const Row& row = state_.row(key);
-    if (row.is_armed(Arm::RELOAD) && row.released && row.released->known_done()) return &key;
+    if (may_be_overwritten(state_.row(key))) return &key;
   }
   return nullptr;
 }
@@ -136,7 +138,9 @@ InFlight Uploader::send_ahead(const Upload& upload, EngineLock& lock) {
   sleep_us(state_.provoked.uploader_delay_us);
   lock.lock();
   Row& row = state_.rows[upload.row];
-  if (!state_.ahead.erase(row.key(upload.chunk))) return {};
+  // It may have been taken out meanwhile, and put there again by a later commit, before which the
+  // weight is still read.
+  if (!may_be_overwritten(row) || !state_.ahead.erase(row.key(upload.chunk))) return {};
   const InFlight sent = copy_weight(row, upload, state_.records.on());
   note_copy(upload, sent);
   Chunk& chunk = row.chunks[upload.chunk];
