@@ -6,9 +6,9 @@ For each pass: contract, pass, fake results, lint, rules, record.
                           insert_release -> insert_backward_end -> drop_grad_outputs
     forward, inference    annotate_units -> insert_waits
 
-Last, what the compiler is given has one call for the four nodes of a unit
-(`one_call.py`). `DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for.
-What a pass leaves is checked at once, a user's pass like ours, and an error names the pass.
+Last, what the compiler is given has one call for the four nodes of a unit (`one_call.py`).
+`DEFAULT_PASSES` is one list for all graphs; each pass says which kinds it is for. What a pass
+leaves is checked at once, a user's pass like ours, and an error names the pass.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _LATE: Final = 0.1
 """Of the parameters on the host: the share whose gradients have arrived when `step()` is reached,
 or whose factors are guessed, on average.
 
-Until then the CPU is idle. In a GPT-2 XL, whose backward takes about as long to launch as to run,
-the share was 0.1 to 0.6 from step to step, and the CPU idle for 80 ms of 360 in the worst."""
+Until then the CPU is idle. A GPT-2 XL, whose backward takes about as long to launch as to run, came
+to `step()` with 0.1 to 0.6 of it done, and the CPU was idle for 80 ms of 360 in the worst step."""
 
 
 class _Sent(NamedTuple):

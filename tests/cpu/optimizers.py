@@ -37,14 +37,18 @@ class DerivedAdamW(torch.optim.AdamW):
     """Not AdamW as the engines know it: a derived class may step differently."""
 
 
-class OwnNorm(torch.optim.Optimizer):
+class WithRate(torch.optim.Optimizer):
+    """Its one option is lr."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+class OwnNorm(WithRate):
     """An optimizer that cannot be traced.
 
     It divides by the parameter's norm as a Python number, and gives the parameter new memory.
     """
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -76,11 +80,8 @@ class GroupCounter(torch.optim.Optimizer):
             group["count"] += 1
 
 
-class GlobalNorm(torch.optim.Optimizer):
+class GlobalNorm(WithRate):
     """Needs all gradients at once."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -94,11 +95,8 @@ class Block(torch.Tensor):
     """A tensor of another class, as packed states are."""
 
 
-class Packing(torch.optim.Optimizer):
+class Packing(WithRate):
     """Keeps states of large parameters in tensors of another class."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -112,11 +110,8 @@ class Packing(torch.optim.Optimizer):
                     p.sub_(group["lr"] * torch.Tensor(self.state[p]["sum"]))
 
 
-class Noisy(torch.optim.Optimizer):
+class Noisy(WithRate):
     """Draws random numbers."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

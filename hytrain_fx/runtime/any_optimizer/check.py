@@ -48,8 +48,8 @@ class _Trial:
         for group in optimizer.param_groups:
             self.options.append(options_of(group))
             self.weights.append([_random(shape, random) for shape in _small_shapes(group["params"])])
-        large = [(options_of(group), p.dim()) for group in optimizer.param_groups for p in group["params"] if p.numel() >= _PACKED]
-        self.large = large[0] if large else None  # options and dimensions
+        large = ((options_of(group), p.dim()) for group in optimizer.param_groups for p in group["params"] if p.numel() >= _PACKED)
+        self.large = next(large, None)  # options and dimensions
         self.grads = [[[_random(w.shape, random) for w in of] for of in self.weights] for _ in range(_STEPS)]
         self.states: list[list[Entry | None]] = [[None] * len(of) for of in self.weights]
         self.begins_with_state = bool(optimizer.state)
