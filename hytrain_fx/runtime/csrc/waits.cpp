@@ -1,6 +1,8 @@
 #include "waits.h"
 
 #include <exception>
+#include <utility>
+#include <vector>
 
 namespace hytrain_fx {
 
@@ -8,6 +10,8 @@ void Waits::wait(const int32_t* rows, int n, void* stream) {
   EventPtr reloaded;
   uint64_t issue = 0;
   std::set<EventPtr> updated;
+  std::vector<std::pair<Row*, EventPtr>> awaited;
+  awaited.reserve(n);
   {
     EngineLock lock(state_.mutex);
     state_.throw_if_failed();
@@ -20,7 +24,7 @@ void Waits::wait(const int32_t* rows, int n, void* stream) {
       // Another thread may have settled the row: then nobody has made this stream wait for what
       // that thread still waits for.
       if (!row.weight || row.awaited_on == stream) continue;
-      row.awaited_on = stream;
+      awaited.emplace_back(&row, row.weight);
       if (row.weight->known_done()) continue;
       if (!row.on_host()) {
         updated.insert(row.weight);
@@ -35,6 +39,10 @@ void Waits::wait(const int32_t* rows, int n, void* stream) {
   if (reloaded) state_.device->compute_wait(stream, reloaded);
   for (const EventPtr& event : updated) state_.device->compute_wait(stream, event);
   std::lock_guard lock(state_.mutex);
+  // Only now: a second thread on this stream must not go on before the waits are on it.
+  for (auto& [row, weight] : awaited) {
+    if (row->weight == weight) row->awaited_on = stream;
+  }
   // Flags go up then, too: if the calling thread is the compute stream it has waited for them.
   state_.throw_if_failed();
 }
