@@ -217,6 +217,7 @@ def _explanation(session: Session) -> Explanation:
         outside=tuple(_outside(session)),
         troubles=planning.aside.troubles,
         early=session.engine.early_counts(),
+        early_tried=session.foresight.tried,
         stream=session.config.stream,
         launch_queue=length_asked_for() if cuda else None,
         planning=planning.controller.standing,

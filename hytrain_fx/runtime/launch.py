@@ -19,7 +19,7 @@ from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import Engine, staging_shape
 from hytrain_fx.runtime.memory import total_bytes
-from hytrain_fx.runtime.topology import LAUNCHING_CORES, cpus_for, pick_workers, read_topology, usable_cores
+from hytrain_fx.runtime.topology import cpus_for, launching_cores, pick_workers, read_topology, usable_cores
 from hytrain_fx.runtime.updates import KERNEL_UPDATES
 
 # part of TRANSIT_BYTES, for AdamW's streamed states
@@ -34,7 +34,7 @@ def default_workers(device: torch.device | None = None) -> int:
     """
     topology = read_topology(device)
     cores = _cores_without_topology() if topology is None else usable_cores(topology)
-    return max(1, cores - LAUNCHING_CORES)
+    return max(1, cores - launching_cores(cores))
 
 
 def _cores_without_topology() -> int:

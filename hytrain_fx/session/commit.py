@@ -218,7 +218,6 @@ class CommitBuilder:
         return [CommitItem(of, numbers, None if of in on_host else flat[piece.begin : piece.end], at_end=True) for of, piece in pieces]
 
 
-
 def _readable(group: Mapping[str, Any]) -> bool:
     """Whether no hyper-parameter is a tensor on a device.
 

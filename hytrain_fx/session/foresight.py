@@ -14,6 +14,9 @@ factor, and gains nothing.) And each step had every gradient that went to its sl
 made by one backward, with the hyper-parameters that its group had during that backward. A step that
 undoes updates makes the next harder to earn.
 
+Where nearly all gradients are there, the loop waits for the device, and updates go ahead at once.
+Elsewhere both ways are timed, and the faster one stays (session/contest.py).
+
 A wrong guess costs time and nothing else: the engine puts back what it has updated
 (csrc/early_updates.h).
 """
@@ -27,6 +30,7 @@ from typing import Any, Final, Literal, NamedTuple
 from hytrain_fx.runtime.engine import CommitItem, Engine
 from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.session.commit import CommitBuilder
+from hytrain_fx.session.contest import Contest
 
 Speculate = bool | Literal["auto"]
 _STEPS: Final = 4
@@ -38,6 +42,9 @@ or whose factors are guessed, on average.
 
 Until then the CPU is idle. A GPT-2 XL, whose backward takes about as long to launch as to run, came
 to `step()` with 0.1 to 0.6 of it done, and the CPU was idle for 80 ms of 360 in the worst step."""
+_WAITS: Final = 0.97
+"""The same for a loop that waits for the device: the last gradients of one that does not are still
+on their way."""
 
 
 class _Sent(NamedTuple):
@@ -85,6 +92,8 @@ class Foresight:
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone
         self._missed = engine.early_counts().missed
+        self._waits = False  # whether the loop waits for the device, or for factors, as far as was seen
+        self._contest = Contest()
         self._awaits_factors = False
 
     @property
@@ -93,9 +102,27 @@ class Foresight:
         return self._awaits_factors
 
     @property
+    def tried(self) -> str | None:
+        """What trying both ways has shown, in a sentence; None where that was not done."""
+        return self._contest.why
+
+    @property
     def goes_ahead(self) -> bool:
         """Whether the updates of the next backward begin before its step."""
-        return not self._is_off and (self._always or self._alike >= self._needed)
+        return not self._is_off and (self._always or (self._alike >= self._needed and self._may_pay))
+
+    @property
+    def tries(self) -> bool:
+        """Whether both ways are being tried, and none has been chosen."""
+        return not self._is_off and not self._always and self._is_contested and self._contest.why is None
+
+    @property
+    def _is_contested(self) -> bool:
+        return self._alike >= self._needed and not self._waits
+
+    @property
+    def _may_pay(self) -> bool:
+        return self._waits or self._contest.early
 
     @property
     def will_go_ahead(self) -> bool:
@@ -103,7 +130,7 @@ class Foresight:
 
         They will if the loop goes on as in the last step.
         """
-        return not self._is_off and (self._always or self._alike > 0)
+        return not self._is_off and (self._always or (self._alike > 0 and self._may_pay))
 
     def sent(self, rows: Sequence[int]) -> None:
         """The gradients of these rows on the host are on their way to their slots."""
@@ -136,7 +163,10 @@ class Foresight:
         went_ahead = self.goes_ahead
         missed, self._missed = counts.missed > self._missed, counts.missed
         self._lateness.append(max(counts.landed_params, counts.guessed_params) / counts.host_params if counts.host_params else 0.0)
-        self._watches = sum(self._lateness) / _STEPS >= (_LATE / 2 if self._watches else _LATE)  # else plans go to and fro
+        late = sum(self._lateness) / _STEPS
+        if not went_ahead:  # launching takes longer beside early updates, and more gradients are there
+            self._waits = late >= _WAITS
+        self._watches = late >= (_LATE / 2 if self._watches else _LATE)  # else plans go to and fro
         right = self._watches and bool(self._sent) and self._came_true(items)
         self._alike = self._alike + 1 if right and not missed else 0
         if missed:
@@ -147,6 +177,10 @@ class Foresight:
         if not right:
             self._refresh_groups()
         self._sent.clear()
+        if self._is_contested:
+            self._contest.stepped()
+        else:
+            self._contest.pause()
 
     def _came_true(self, items: Sequence[CommitItem]) -> bool:
         """Whether each gradient was taken from its slot as one backward had left it.

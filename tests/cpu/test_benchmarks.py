@@ -421,3 +421,15 @@ def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], 
 
     trainer = Trainer(step, lambda: None, plans=lambda: len(set(done) & set(with_plans)))
     assert warm_up(trainer, itertools.repeat(torch.zeros(1)), warmup) == ran == len(done)
+
+
+def test_steps_are_timed_once_no_way_is_tried() -> None:
+    """Nor does the warm-up end while ways of updating are timed, until ten steps later."""
+    done: list[int] = []
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        done.append(1)
+        return tokens
+
+    trainer = Trainer(step, lambda: None, tries=lambda: 5 < len(done) < 40)
+    assert warm_up(trainer, itertools.repeat(torch.zeros(1)), 20) == 49 == len(done)

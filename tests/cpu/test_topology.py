@@ -20,6 +20,7 @@ from hytrain_fx.runtime.topology import (
     cores_of_rank,
     cpu_list,
     cpus_for,
+    launching_cores,
     pick_workers,
     read_topology,
     usable_cores,
@@ -64,6 +65,12 @@ def test_workers_have_cores_of_their_own(topology: Topology, count: int) -> None
     assert count <= len(block) - LAUNCHING_CORES
     if topology.calling_cpu in core_of and core_of[topology.calling_cpu] in {cpu.core for cpu in block}:
         assert core_of[topology.calling_cpu] not in {core_of[number] for number in picked}
+
+
+@pytest.mark.parametrize(("cores", "left"), [(1, 2), (2, 2), (8, 2), (12, 3), (16, 4), (64, 4)])
+def test_threads_that_launch_have_cores_of_their_own(cores: int, left: int) -> None:
+    """Where there are many cores the autograd thread and both copy threads have one each."""
+    assert launching_cores(cores) == left
 
 
 @given(topology=topologies())

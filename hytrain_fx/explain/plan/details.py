@@ -101,6 +101,8 @@ def _ends(e: Explained) -> Iterator[str]:
         of = e.early
         yield (f"early: in {of.commits} steps updates began before step(); "
                f"missed in {of.missed}, {count_text(of.redone)} of {count_text(of.params)} parameters put back or updated again")
+    if e.early_tried:
+        yield e.early_tried
 
 
 def _closing(e: Explained) -> Table:

@@ -96,6 +96,7 @@ class Explained:
     guesses          updates that began before the factors of their gradients were known, and those
                      made again
     early            updates that began before step(), and those put back or made again
+    early_tried      what timing steps with such updates and without has shown, in a sentence
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
     nonfinite        how many steps were left out because gradients held NaN or infinities, in a
@@ -125,6 +126,7 @@ class Explained:
     optimizer: tuple[str, ...] = ()
     guesses: GuessCounts | None = None
     early: EarlyCounts | None = None
+    early_tried: str | None = None
     stream: Stream = "auto"
     copies: str | None = None
     nonfinite: str | None = None

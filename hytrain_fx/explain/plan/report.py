@@ -132,7 +132,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "node_runs": e.node_runs,
         "not_offloaded": e.not_offloaded,
         "guesses": asdict(e.guesses) if e.guesses else None,
-        "early": asdict(e.early) if e.early else None,
+        "early": asdict(e.early) | {"tried": e.early_tried} if e.early else None,
         "finish": {"measured": asdict(measured.finish)} if measured and measured.finish else None,
         "spent": {"measured": e.spent_us},
         "sources": SOURCES,

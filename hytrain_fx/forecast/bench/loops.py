@@ -31,12 +31,14 @@ class Trainer(Generic[B]):
     finish   returns when everything of the steps so far is done, on every device
     about    what the way has to tell about itself once its steps are timed, as JSON
     plans    how many plans it has made: steps are timed when it makes no more of them
+    tries    whether it still times ways of updating, to choose one
     """
 
     step: Callable[[B], torch.Tensor]
     finish: Callable[[], None]
     about: Callable[[], Mapping[str, Any]] = dict
     plans: Callable[[], int] = int
+    tries: Callable[[], bool] = bool
 
 
 def synchronize() -> None:
@@ -105,4 +107,5 @@ def ours(model: nn.Module, backward: Callable[[B], torch.Tensor], options: Mappi
         optimizer.session.settle()
         synchronize()
 
-    return Trainer(step, finish, lambda: about(model), lambda: len(optimizer.session.planning.history))
+    session = optimizer.session
+    return Trainer(step, finish, lambda: about(model), lambda: len(session.planning.history), lambda: session.foresight.tries)

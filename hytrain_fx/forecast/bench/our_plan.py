@@ -39,6 +39,7 @@ def about(model: nn.Module) -> dict[str, Any]:
         "memory_in_use": asdict(explanation.memory),
         "guesses": asdict(session.engine.guess_counts()),
         "early": asdict(session.engine.early_counts()),
+        "early_tried": session.foresight.tried,
         "not_offloaded": len(explanation.not_offloaded),
     }
     if explanation.startup is not None:

@@ -19,7 +19,9 @@ from hytrain_fx.runtime.energy import Meter
 WINDOWS = 3
 OUR_WARMUP_STEPS = 30  # measures, plans and looks again twice
 OTHER_WARMUP_STEPS = 3  # fills caches
-CALM_STEPS, MOST_CALMING_STEPS = 10, 60  # without a new plan, before the first window; and how long that is waited for
+# Without a new plan, and with no way of updating still being tried, before the first window; and
+# how long that is waited for.
+CALM_STEPS, MOST_CALMING_STEPS = 10, 150
 
 
 def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, device: torch.device, meter: Meter,
@@ -43,7 +45,7 @@ def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, d
 
 
 def warm_up(trainer: Trainer[B], batches: Iterator[B], steps: int) -> int:
-    """Run `steps`, and more while plans are still made; the number of steps run.
+    """Run `steps`, and more while plans are still made or ways are tried; the number of steps run.
 
     Making a plan holds up a step.
     """
@@ -51,7 +53,7 @@ def warm_up(trainer: Trainer[B], batches: Iterator[B], steps: int) -> int:
     plans = trainer.plans()
     while ran < steps or (calm < min(CALM_STEPS, steps) and ran < steps + MOST_CALMING_STEPS):
         trainer.step(next(batches))
-        calm, plans = (calm + 1 if trainer.plans() == plans else 0), trainer.plans()
+        calm, plans = (calm + 1 if trainer.plans() == plans and not trainer.tries() else 0), trainer.plans()
         ran += 1
     trainer.finish()
     return ran

@@ -1,0 +1,83 @@
+"""Both ways of beginning updates are timed, and the faster one stays."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.session.contest import _REST, _SETTLING, _TIMED, Contest, middle_mean
+
+
+class Loop:
+    """Steps whose length depends on the way that is in force."""
+
+    def __init__(self, early_s: float, with_step_s: float) -> None:
+        self.now_s = 0.0
+        self.took_s = {True: early_s, False: with_step_s}
+        self.contest = Contest(lambda: self.now_s)
+
+    def step(self, extra_s: float = 0.0) -> bool:
+        """One step; the way it was made in."""
+        early = self.contest.early
+        self.now_s += self.took_s[early] + extra_s
+        self.contest.stepped()
+        return early
+
+    def until_decided(self) -> int:
+        """Steps until both ways have been timed."""
+        steps = 0
+        while self.contest.why is None:
+            self.step()
+            steps += 1
+        return steps
+
+
+@pytest.mark.parametrize(("early_s", "stays"), [(0.30, False), (0.20, True), (0.249, False)])
+def test_the_faster_way_stays(early_s: float, stays: bool) -> None:
+    """Early updates stay where they gain more than 1% of a step; the sentence names both times."""
+    loop = Loop(early_s, 0.25)
+    assert loop.until_decided() == 2 * (_SETTLING + _TIMED) + 1  # the first step only starts the clock
+    assert loop.contest.early is stays
+    assert loop.contest.why is not None
+    assert "250 ms" in loop.contest.why
+    assert loop.contest.why.endswith("they begin before it" if stays else "they begin with it")
+    assert [loop.step() for _ in range(_REST - 1)] == [stays] * (_REST - 1)
+
+
+def test_a_loop_that_changes_is_timed_again() -> None:
+    """After its rest the other way is tried again, and may win then."""
+    loop = Loop(0.30, 0.25)
+    loop.until_decided()
+    loop.took_s[True] = 0.20
+    for _ in range(_REST + _SETTLING + _TIMED):
+        loop.step()
+    assert loop.contest.early
+
+
+def test_steps_of_another_loop_are_not_timed() -> None:
+    """After a pause the way in force is timed from nothing: an evaluation between is no step."""
+    loop = Loop(0.20, 0.25)
+    for _ in range(_SETTLING + _TIMED):
+        loop.step()
+    loop.contest.pause()
+    loop.now_s += 100.0
+    assert loop.until_decided() == 2 * (_SETTLING + _TIMED) + 1
+    assert loop.contest.early
+
+
+@given(hitches=st.lists(st.integers(0, _TIMED - 1), max_size=_TIMED // 4, unique=True))
+def test_hitches_decide_nothing(hitches: list[int]) -> None:
+    """A quarter of the steps may take ten times as long."""
+    loop = Loop(0.20, 0.25)
+    for step in range(2 * (_SETTLING + _TIMED) + 1):
+        loop.step(extra_s=2.0 if step % _TIMED in hitches else 0.0)
+    assert loop.contest.early
+
+
+@given(values=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=40))
+def test_the_middle_mean_lies_among_the_values(values: list[float]) -> None:
+    """And equal values have it for their mean."""
+    assert min(values) <= middle_mean(values) * (1 + 1e-12)
+    assert middle_mean(values) <= max(values) * (1 + 1e-12)
+    assert middle_mean([values[0]] * 7) == pytest.approx(values[0])
