@@ -61,6 +61,7 @@ def compile(
     ring_bytes: int | None = None,
     autocast_copies: bool = True,
     on_nonfinite: OnNonfinite = "allow",
+    process_group: Any = None,
     timeout_s: float = 120.0,
     passes: Sequence[Callable[..., Any]] | None = None,
     dump: str | Path | None = None,
@@ -99,6 +100,7 @@ def compile(
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
+    process_group    ranks whose gradients are averaged, None: the default group, False: none
     timeout_s        seconds after which a wait on a worker or a copy is an error
     passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
                      of yours
@@ -116,7 +118,7 @@ def compile(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite,
-        timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
+        process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
@@ -352,6 +354,8 @@ def _not_offloaded(session: Session) -> dict[int, str]:
 
 def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
+    if session.ranks:
+        yield session.ranks.in_words()
     done, captured = session.steps_done, session.planning.captured_steps
     if captured < done:
         why = ("its gradients came from elsewhere (another method than the model's call, which hytrain_fx.compile(model.method, optimizer) "

@@ -65,6 +65,10 @@ class Config:
                    that step(), the next forward or the next step(). For the last two each update on
                    the device waits for the end of the backward, and `step()` waits for the device
                    with an engine other than the native one
+    process_group  ranks that train together, each on its own batches: gradients are averaged, and
+                   weights and buffers begin as those of its first rank. None = the default group of
+                   torch.distributed, where that has several ranks; False = gradients stay this
+                   process's own
     timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
     passes         list of graph passes to run instead of `hytrain_fx.DEFAULT_PASSES`, ours and your
                    own; None = the default ones
@@ -95,6 +99,7 @@ class Config:
     ring_bytes: int | None = None
     autocast_copies: bool = True
     on_nonfinite: OnNonfinite = "allow"
+    process_group: Any = None
     timeout_s: float = 120.0
     passes: Sequence[Callable[..., Any]] | None = None
     dump: str | Path | None = None

@@ -11,6 +11,7 @@
     ├── EngineError            the runtime failed: build, worker, copy, time-out
     │   ├── DroppedNodeError   an inserted node did not run
     │   └── NonFiniteGradientError  a step was left out: its gradients held NaN or infinities
+    ├── RankError              ranks do not train alike, or one of them does not answer
     ├── StatesError            loading optimizer states ended half-way, so they are a mixture of old
                                and new ones
     └── GradientConsumedError  `.grad` was read after another gradient had taken its memory
@@ -67,6 +68,13 @@ class NonFiniteGradientError(EngineError):
     """A step was left out because a gradient held NaN or infinities, with `on_nonfinite="raise"`.
 
     Training may go on.
+    """
+
+
+class RankError(HytrainError, RuntimeError):
+    """The ranks of a process group do not train alike, or one of them does not answer.
+
+    It cannot be trained on with: start all ranks again, from a checkpoint.
     """
 
 

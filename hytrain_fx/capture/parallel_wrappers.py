@@ -1,8 +1,8 @@
 """Models that are spread over several processes or devices are refused by name.
 
-Their gradients would not meet.
-torch has two forms. A wrapper keeps the model as its `module` (DistributedDataParallel); sharding
-changes the class of a module and makes DTensors of its parameters (`fully_shard`).
+Gradients that captured graphs hand to us never reach a wrapper's hooks. torch has two forms. A
+wrapper keeps the model as its `module` (DistributedDataParallel); sharding changes the class of a
+module and makes DTensors of its parameters (`fully_shard`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
 
-_EXPECTED: Final = "expected a plain torch.nn.Module in one process on one device: several GPUs are not supported yet"
+_EXPECTED: Final = "expected a plain torch.nn.Module on one device; hytrain_fx averages the gradients of a process group's ranks itself"
 
 
-def require_one_process(model: nn.Module) -> None:
+def require_unwrapped(model: nn.Module) -> None:
     """Raises UnsupportedError where the model, a module or a parameter of it is spread.
 
     The error says where that is and what to do.

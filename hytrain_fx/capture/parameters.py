@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hytrain_fx.capture.parallel_wrappers import require_one_process
+from hytrain_fx.capture.parallel_wrappers import require_unwrapped
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.runtime.states.store import is_dense
 from hytrain_fx.runtime.updates import kernel_update
@@ -73,7 +73,7 @@ def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> Parameter
 def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    require_one_process(model)
+    require_unwrapped(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     within = getattr(optimizer, "optimizer", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from hytrain_fx.ir.states import ADAMW_DEFAULT
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import Engine, staging_shape
 from hytrain_fx.runtime.memory import total_bytes
-from hytrain_fx.runtime.topology import cpus_for, launching_cores, pick_workers, read_topology, usable_cores
+from hytrain_fx.runtime.topology import cpus_for, launching_cores, local_ranks, pick_workers, read_topology, usable_cores
 from hytrain_fx.runtime.updates import KERNEL_UPDATES
 
 # part of TRANSIT_BYTES, for AdamW's streamed states
@@ -39,7 +38,7 @@ def default_workers(device: torch.device | None = None) -> int:
 
 def _cores_without_topology() -> int:
     cores = min(len(allowed_cpus()), psutil.cpu_count(logical=False) or 1)
-    return cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return cores // local_ranks()
 
 
 def ring_bytes_for(parameters: Sequence[torch.Tensor], config: Config, streams: bool) -> int:

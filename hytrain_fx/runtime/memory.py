@@ -9,6 +9,8 @@ from typing import Literal
 import psutil
 import torch
 
+from hytrain_fx.runtime.topology import local_ranks
+
 # Left free on each tier: for the allocator's fragments, for other processes, for what a later step
 # may need.
 _DEVICE_MARGIN_BYTES = 1 << 30
@@ -44,8 +46,11 @@ def total_bytes(device: torch.device) -> float:
 
 
 def host_budget_bytes(limit_bytes: int | None) -> int:
-    """Bytes for states on the host: the option `host_memory`, else most of what is available."""
-    return limit_bytes if limit_bytes is not None else int(_HOST_SHARE * available_host_bytes())
+    """Bytes for states on the host: the option `host_memory`, else most of what is available.
+
+    Ranks that share the host have equal parts of that.
+    """
+    return limit_bytes if limit_bytes is not None else int(_HOST_SHARE * available_host_bytes() / local_ranks())
 
 
 def available_host_bytes(root: Path = CGROUPS) -> int:

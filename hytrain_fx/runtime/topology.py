@@ -131,10 +131,15 @@ def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topol
         cpus = tuple(_logical_cpu(root, number, nodes.get(number, 0)) for number in sorted(allowed_cpus()))
     except (OSError, ValueError):
         return None
-    ranks = max(1, _variable("LOCAL_WORLD_SIZE", 1))
+    ranks = local_ranks()
     rank = min(max(0, _variable("LOCAL_RANK", 0)), ranks - 1)
     gpu = None if device is None or device.type != "cuda" else _gpu_node(root, device)
     return Topology(cpus, gpu, _calling_cpu(), rank, ranks, _quota_cores(root))
+
+
+def local_ranks() -> int:
+    """Processes that share this host, as torchrun says (LOCAL_WORLD_SIZE); 1 without it."""
+    return max(1, _variable("LOCAL_WORLD_SIZE", 1))
 
 
 def cpu_list(text: str) -> tuple[int, ...]:

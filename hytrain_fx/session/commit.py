@@ -24,8 +24,6 @@ from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
-from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
-from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem
 from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.pieces import flat_memory
@@ -233,19 +231,3 @@ def _unmanaged(parameter: torch.Tensor) -> UnsupportedError:
         "(it was frozen, or was added to the optimizer later). Freeze after hytrain_fx.compile() what is trained later, or call "
         "hytrain_fx.compile again after such a change"
     )
-
-
-# ---- For any optimizer: every item brings the step of its row, with the options of now ----
-
-
-class RuleCommitBuilder(CommitBuilder):
-    """Builds the items of one `step()` of an optimizer without a kernel."""
-
-    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, rule: UpdateRule) -> None:
-        super().__init__(table, states, gradients, lambda group, step, torch_cuda: AT_REST)
-        self._rule = rule
-
-    def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
-        """With what each row's update runs; the groups have then what the step sets there."""
-        steps = self._rule.steps(list(groups), {item.row: self._states[item.row] for item in items})
-        return [item._replace(step=steps[item.row]) for item in items]

@@ -19,18 +19,20 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import DroppedNodeError
+from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.destinations import NOWHERE_ELSE, Elsewhere
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 
 
 class SessionNodes:
     """Implements `ops.StepNodes` for one session."""
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks) -> None:
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks, ranks: Ranks | None = None) -> None:
         self.table = table
         self.gradients = SessionGradients(table, engine, states)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
@@ -39,6 +41,7 @@ class SessionNodes:
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
+        self.averaged = AveragedGradients(ranks, table) if ranks else None
         self._engine = engine
         self._states = states
         self._marks = marks
@@ -66,6 +69,8 @@ class SessionNodes:
             rows, grads = self._keep_returned(rows, grads)
             group = self.gradients.groups[rows]
             group.place(self._states)
+        if self.averaged and rows:
+            grads = self.averaged.of(rows, grads)
         self.gradients.take(group, grads)
 
     @whole()
@@ -155,6 +160,8 @@ class SessionNodes:
 
         Releases are not counted: `step()` makes up for one that is lost.
         """
+        if self.averaged:
+            self.averaged.begin(self.graph_calls[graph])
         before = self.runs.copy()
         self._offloaded.clear()  # by a graph that ended in an error
         self.gradients.forget_fresh()

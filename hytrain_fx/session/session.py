@@ -36,6 +36,7 @@ from hytrain_fx.planning.watches import FinishedStep
 from hytrain_fx.runtime.engine import Engine, settling
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine
+from hytrain_fx.runtime.ranks import ranks_that_begin_alike
 from hytrain_fx.session.callbacks import shut_down
 from hytrain_fx.session.eager_access import EagerAccess
 from hytrain_fx.session.finite_steps import FiniteSteps
@@ -64,6 +65,7 @@ class Session:
         self.turns = Turns()
         self._passes = chosen_passes(config.passes)
         self.table: ParameterTable = build_table(model, optimizer)
+        self.ranks = ranks_that_begin_alike(model, config.process_group)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
         self._update = OptimizerUpdate(optimizer, self.table)
         self.rule = self._update.rule
@@ -93,7 +95,7 @@ class Session:
         self.states = self._update.make_states(self.engine, self.units)
         self._probe = self._update.make_probe(self.engine)
         self.resources = Resources(self.states, self.table.parameters, self.engine, self.config, self.clock)
-        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks)
+        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks)
         self.builder = self._update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
@@ -214,6 +216,8 @@ class Session:
         self.finite_steps.raise_told(wait=True)
         self.states.require_whole()
         self.places.require_trained()
+        if self.nodes.averaged:
+            self.nodes.averaged.require_all(self.eager.gradient_rows)
         begin_s = time.perf_counter()
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
@@ -284,6 +288,8 @@ class Session:
             self.engine.discard(range(self.engine.rows))
             self.nodes.gradients.slots.taken.update(self._all_rows)
             self.foresight.dropped()
+            if self.nodes.averaged:
+                self.nodes.averaged.dropped()
 
     @in_turn
     @whole()

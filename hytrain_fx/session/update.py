@@ -10,7 +10,8 @@ All that follows is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +21,13 @@ from hytrain_fx.config import Config
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
-from hytrain_fx.runtime.engine import Engine, RowSpec
+from hytrain_fx.runtime.arithmetic import AT_REST
+from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec
 from hytrain_fx.runtime.launch import torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import KernelUpdate, kernel_update
-from hytrain_fx.session.commit import CommitBuilder, RuleCommitBuilder
+from hytrain_fx.session.commit import CommitBuilder
 
 
 class OptimizerUpdate:
@@ -76,3 +78,16 @@ class OptimizerUpdate:
     def _by_kernel(self) -> KernelUpdate:
         assert self._kernel is not None
         return self._kernel
+
+
+class RuleCommitBuilder(CommitBuilder):
+    """Builds the items of one `step()` of an optimizer without a kernel."""
+
+    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, rule: UpdateRule) -> None:
+        super().__init__(table, states, gradients, lambda group, step, torch_cuda: AT_REST)
+        self._rule = rule
+
+    def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
+        """With what each row's update runs; the groups have then what the step sets there."""
+        steps = self._rule.steps(list(groups), {item.row: self._states[item.row] for item in items})
+        return [item._replace(step=steps[item.row]) for item in items]

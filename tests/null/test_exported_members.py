@@ -19,7 +19,7 @@ from hytrain_fx import Config, errors
 FUNCTIONS = ["close", "compile", "explain", "graph_pass", "inspect", "metrics", "record", "settle"]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
-    "HytrainError", "NonFiniteGradientError", "PlanError", "StatesError", "UnsupportedError",
+    "HytrainError", "NonFiniteGradientError", "PlanError", "RankError", "StatesError", "UnsupportedError",
 }
 
 

@@ -53,6 +53,7 @@ from hytrain_fx.runtime.native.structs import (
 )
 from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
+from hytrain_fx.runtime.topology import local_ranks
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -297,7 +298,7 @@ class NativeEngine:
             return
         self._shadow_was_asked_for = True
         try:
-            self._shadow = HostSlab(available_host_bytes() // 2 if self._shadow_bytes is None else self._shadow_bytes)
+            self._shadow = HostSlab(available_host_bytes() // (2 * local_ranks()) if self._shadow_bytes is None else self._shadow_bytes)
         except HostMemoryError as error:
             _log.warning("updates by the CPU wait for step() and for the factors of clipping and loss scaling, as there is no memory "
                          "for states beside the old ones: %s. Less is asked for with shadow_memory=BYTES", error)

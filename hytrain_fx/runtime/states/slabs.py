@@ -108,6 +108,9 @@ class HostSlab:
         the driver holds its pages.
         """
         self._map.madvise(mmap.MADV_DONTFORK)
+        # The driver pins nothing beside some kernels. A collective's would wait for another rank,
+        # which may wait here for its own.
+        torch.cuda.synchronize(device)
         with torch.cuda.device(device):
             result = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         if result != 0:

@@ -1,0 +1,68 @@
+"""Gradients averaged over the ranks, as the nodes of the backward graphs take them.
+
+Only those that captured graphs make: autograd may add what eager code makes of a gradient at any
+time, in another order on each rank. A step with such a gradient is refused, since training on with
+one rank's own would part the ranks unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.rows import require_strided
+from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
+
+_Calls = tuple[tuple[int, ...], ...]
+
+
+class AveragedGradients:
+    """Averages for one session."""
+
+    def __init__(self, ranks: Ranks, table: ParameterTable) -> None:
+        self.ranks = ranks
+        self._table = table
+        self._alike: set[_Calls] = set()  # what backward graphs make, as far as it was compared
+        self._averaged: set[int] = set()  # rows whose `.grad` has come from here
+
+    def begin(self, calls: _Calls) -> None:
+        """A backward graph begins, whose nodes take the gradients of these rows in this order.
+
+        Raises RankError where another rank's is different.
+        """
+        if calls not in self._alike:
+            names = self._table.names
+            self.ranks.require_alike("the gradients that a backward makes", [f"that of {names[row]}" for rows in calls for row in rows])
+            self._alike.add(calls)
+
+    def of(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What one node takes. Raises RankError, and UnsupportedError for a sparse gradient."""
+        with without_torch_function():
+            for row, grad in zip(rows, grads, strict=True):
+                require_strided(grad, self._table.names[row])
+            parameters = [self._table.parameters[row].detach() for row in rows]
+            self._averaged.update(rows)
+            return self.ranks.mean(grads, parameters, self._table.names[rows[0]])
+
+    def dropped(self) -> None:
+        """Nobody has a gradient."""
+        self._averaged.clear()
+
+    def require_all(self, eager: Collection[int]) -> None:
+        """Before a step. `eager`: rows that code outside the graphs has given a part.
+
+        Raises UnsupportedError for a gradient that is not averaged.
+        """
+        with without_torch_function():
+            alone = [row for row, parameter in enumerate(self._table.parameters)
+                     if get_grad(parameter) is not None and (row in eager or row not in self._averaged)]
+        if alone:
+            raise UnsupportedError(
+                f"the gradient of {self._table.names[alone[0]]} (and of {len(alone) - 1} more) was made outside captured graphs and is "
+                "this rank's own: with several ranks only gradients of captured graphs are averaged. Let torch.compile capture the code "
+                "(TORCH_LOGS=graph_breaks tells what it does not), or pass process_group=False and average gradients yourself"
+            )

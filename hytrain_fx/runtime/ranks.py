@@ -1,0 +1,164 @@
+"""The processes that train one model together, each on its own batches.
+
+    ranks_that_begin_alike    weights and buffers become those of the first rank
+    require_alike             every rank has found the same: called where a graph is new
+    mean                      the mean of each rank's tensors, element by element
+
+A collective that one rank does not come to would hang the others. So all of them are called by the
+launching thread, in the order of the compiled graphs, which `require_alike` compares first. What is
+compared goes over a gloo group of its own: a comparison that only one rank makes must not meet
+another rank's gradients.
+
+The mean is that of DistributedDataParallel: each rank divides its own tensor by the number of
+ranks, then all are summed in their dtype. With two ranks the sum is one rounding, so that no bit
+depends on how a collective goes about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Final
+
+import torch
+from torch import distributed, nn
+
+from hytrain_fx.errors import ConfigError, RankError
+from hytrain_fx.torch_private.names import private_function
+
+_foreach_copy_: Final = private_function("_foreach_copy_")
+_ALIGNED_BYTES: Final = 64  # where a tensor begins in what is summed together: kernels read whole lines
+
+
+def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None:
+    """The ranks of this group, with the weights and buffers of its rank 0; None for one process.
+
+    process_group   None: the default group, where torch.distributed has one; False: none
+
+    Every rank of the group must call it. Raises ConfigError for anything else, RankError where the
+    models differ in more than values.
+    """
+    if process_group is False:
+        return None
+    ready = distributed.is_available() and distributed.is_initialized()
+    if process_group is None and not ready:
+        return None
+    group = distributed.group.WORLD if process_group is None else process_group
+    if not (ready and isinstance(group, distributed.ProcessGroup)):
+        raise ConfigError(f"option process_group={group!r}: expected None, False, or a group of torch.distributed that this process is in; "
+                          "call torch.distributed.init_process_group first")
+    if distributed.get_world_size(group) == 1:
+        return None
+    device, backends = next(model.parameters()).device.type, distributed.get_backend_config(group)
+    if f"{device}:" not in backends:
+        raise ConfigError(f"option process_group: the group has {backends} and the model is on {device}; expected one that works there, as "
+                          'of init_process_group("nccl") for GPUs and "gloo" for CPUs')
+    ranks = Ranks(group)
+    ranks.start_alike(model)
+    return ranks
+
+
+class Ranks:
+    """One rank's view of the group.
+
+    rank, size   this process's number in the group, and how many there are
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self._group = group
+        # Only members call it, hence the local synchronisation. It has gloo's time limit, half an
+        # hour: ranks may come to a comparison minutes apart, as one finds its graphs in a cache. It
+        # stays as long as the process: torch names a new group by those that there are, and ranks
+        # that gave one back at different times would wait for each other under different names.
+        self._control = distributed.new_group(distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+
+    def in_words(self) -> str:
+        """For `explain`."""
+        return (f"{self.size} ranks train together, this is rank {self.rank}: gradients are averaged as the backward makes them, and each "
+                "rank updates every parameter, with all its states")
+
+    def start_alike(self, model: nn.Module) -> None:
+        """Give this model the weights and buffers of rank 0.
+
+        Raises RankError where the models differ in more than values.
+        """
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.require_alike("the model's parameters and buffers", [f"{name} {tuple(of.shape)} {of.dtype}" for name, of in tensors])
+        with torch.no_grad():
+            for name, of in tensors:
+                whole = of.detach().contiguous()
+                send = partial(distributed.broadcast, whole, group=self._group, group_src=0, async_op=True)
+                self._run(f"the values of {name}", send)
+                if whole.data_ptr() != of.data_ptr():
+                    of.copy_(whole)
+
+    def require_alike(self, what: str, found: Sequence[str]) -> None:
+        """Compare what the ranks have found, item by item.
+
+        Raises RankError, on every rank, where one differs or does not answer in time.
+        """
+        digests = self._gathered(what, hashlib.sha256("\n".join(found).encode()).hexdigest())
+        if len(set(digests)) == 1:
+            return
+        of_ranks = self._gathered(what, tuple(found))
+        other = next(rank for rank, of in enumerate(of_ranks) if of != of_ranks[0])
+        pairs = enumerate(zip_longest(of_ranks[0], of_ranks[other], fillvalue="nothing"))
+        at, (first, second) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        raise RankError(f"{what} differ between ranks: number {at} is {first} on rank 0 and {second} on rank {other}; "
+                        "every rank must run the same model, with gradients for the same parameters")
+
+    def mean(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], of: str) -> list[torch.Tensor]:
+        """The mean over the ranks of each tensor, in the order of memory of `like`.
+
+        like   dense tensors of the parts' shapes
+        of     whose gradients they are, for messages
+
+        Returns new tensors, which share memory. Raises RankError where a rank does not come in
+        time, or has failed.
+        """
+        means = list(parts)
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            places = [i for i, part in enumerate(parts) if part.dtype == dtype]
+            bucket, views = _bucket([like[i] for i in places], dtype)
+            _foreach_copy_(views, [parts[i] for i in places])
+            bucket.div_(self.size)
+            add = partial(distributed.all_reduce, bucket, group=self._group, async_op=True)
+            self._run(f"the gradients of {of} and others", add)
+            for i, view in zip(places, views, strict=True):
+                means[i] = view
+        return means
+
+    def _gathered(self, what: str, found: object) -> list[Any]:
+        of_ranks: list[Any] = [None] * self.size
+        try:
+            distributed.all_gather_object(of_ranks, found, group=self._control)
+        except RuntimeError as error:
+            raise self._missing(what) from error
+        return of_ranks
+
+    def _run(self, what: str, begin: Callable[[], Any]) -> None:
+        """Run a collective with the group's time limit. On a GPU the stream waits, not the host."""
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise self._missing(what) from error
+
+    def _missing(self, what: str) -> RankError:
+        return RankError(f"rank {self.rank} of {self.size} waited for {what}: another rank has failed or stopped, or has not come so far "
+                         "within the group's time limit, init_process_group(timeout=...). Look at the first error of the other ranks. Each "
+                         "of them must make as many backward passes, with gradients for the same parameters")
+
+
+def _bucket(like: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One flat tensor, and in it a view for each of `like`, in its order of memory."""
+    aligned = _ALIGNED_BYTES // dtype.itemsize
+    begins, end = [], 0
+    for tensor in like:
+        begins.append(end)
+        end += math.ceil(tensor.numel() / aligned) * aligned
+    bucket = like[0].new_zeros(end, dtype=dtype)  # what lies between them is summed, too
+    return bucket, [bucket.as_strided(tensor.shape, tensor.stride(), begin) for tensor, begin in zip(like, begins, strict=True)]

@@ -1,0 +1,265 @@
+"""What each of several processes does in test_ranks.py, and how they are started.
+
+Each rank runs one loop on a model of hytrain_fx, and on a compiled one whose gradients are averaged
+by hand: one after the other, without a bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.utils import clip_grad_norm_
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.runtime.engine import Stage
+
+from .interpreted import graphs_interpreted
+from .loops import HYPER, HandAdam, weights
+
+WIDTH, WORDS = 48, 40
+LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"), ("scaled", "bfloat16"),
+         ("evaluated", "bfloat16"), ("scaler", "float32"))
+STEPS = 5
+Found = dict[str, Any]
+Work = Callable[[int, int], Any]
+
+
+def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0) -> list[Any]:
+    """What `work(rank, size)` gives on each of `size` ranks, or its error's text, by rank.
+
+    `timeout_s`: of the group.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # importing torch takes longer than most of these loops
+    same = (work, size, port, timeout_s)
+    ranks = [context.Process(target=_run, args=(rank, str(folder / f"{rank}.pt"), *same), daemon=True) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    end_s = time.monotonic() + 240.0
+    for process in ranks:
+        process.join(max(end_s - time.monotonic(), 0.0))
+        process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        distributed.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        with graphs_interpreted():
+            found = work(rank, size)
+    except Exception as error:
+        traceback.print_exc()
+        found = f"{type(error).__name__}: {error}"
+    torch.save(found, result)
+    os._exit(0)  # a group whose other ranks are gone may not end by itself
+
+
+class Net(nn.Module):
+    """Large and small parameters, a buffer, and a layer that not every call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.side = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, tokens: torch.Tensor, side: bool = False) -> torch.Tensor:
+        x = self.words(tokens) + self.shift
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if side:
+            x = x + self.side(x)
+        logits = self.head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def net(rank: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Each rank begins with other weights."""
+    torch._dynamo.reset()
+    torch.manual_seed(100 + rank)
+    return Net().to(dtype)
+
+
+def tokens_of(rank: int, number: int) -> torch.Tensor:
+    """A batch of one rank."""
+    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    """The optimizer of a model that hytrain_fx has compiled."""
+    return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, **options)[1]
+
+
+def ours(rank: int, dtype: torch.dtype, loop: str, **options: Any) -> Found:
+    """The loop with hytrain_fx: losses, weights, node runs, and what `explain` says.
+
+    Every second rank is slow.
+    """
+    model: Any = net(rank, dtype)
+    optimizer = compiled(model, **options)
+    session = session_of(model)
+    for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D) if rank % 2 else ():
+        session.engine.set_delay(stage, 500)
+    losses = _trained(model, optimizer, rank, loop, lambda: None)
+    found = {"losses": losses, "weights": weights(model), "runs": dict(session.nodes.runs), "text": hytrain_fx.explain(model).details()}
+    found["states"] = [state["exp_avg_sq"].clone() for state in optimizer.state_dict()["state"].values()]
+    hytrain_fx.close(model)
+    return found
+
+
+def by_hand(rank: int, size: int, dtype: torch.dtype, loop: str) -> Found:
+    """The same with torch alone."""
+    model: Any = net(rank, dtype)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            distributed.broadcast(tensor, 0)
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def average() -> None:
+        """Of this backward's gradients alone, as nodes see them."""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(size)
+                distributed.all_reduce(parameter.grad)
+                sums[parameter] = parameter.grad + sums[parameter] if parameter in sums else parameter.grad
+                parameter.grad = None
+
+    def put_back() -> None:
+        for parameter in model.parameters():
+            parameter.grad = sums.pop(parameter, None)
+
+    model.compile()
+    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, average, put_back)
+    return {"losses": losses, "weights": weights(model)}
+
+
+def _trained(
+    model: Any, optimizer: Any, rank: int, loop: str, after_backward: Callable[[], None], before_step: Callable[[], None] = lambda: None
+) -> list[float]:
+    losses: list[float] = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        if loop == "scaler":
+            losses.append(_scaled_step(model, optimizer, scaler, rank, step, after_backward, before_step))
+            continue
+        for micro in range(2 if loop == "accumulated" else 1):
+            loss = model(tokens_of(rank, 10 * step + micro))
+            (1024 * loss if loop == "scaled" else loss).backward()
+            after_backward()
+            losses.append(loss.item())
+        before_step()
+        if loop == "scaled":
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2**-10)
+        if loop == "clipped":
+            losses.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if loop == "evaluated":
+            with torch.no_grad():
+                losses.append(model(tokens_of(rank, 999)).item())
+    return losses
+
+
+def _scaled_step(
+    model: Any, optimizer: Any, scaler: torch.amp.GradScaler, rank: int, step: int, after_backward: Callable[[], None],
+    before_step: Callable[[], None]
+) -> float:
+    """A step with torch's GradScaler.
+
+    In the third one the last rank has infinite gradients, so all leave it out.
+    """
+    loss = model(tokens_of(rank, step))
+    factor = torch.inf if step == 2 and rank else 1.0
+    scaler.scale(factor * loss).backward()
+    after_backward()
+    before_step()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return float(loss.detach()) + scaler.get_scale()
+
+
+# ---- what ranks do ----
+
+
+def every_loop(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
+    """Each loop by hand, and ours with every state on the host and with some on the device."""
+    done: dict[str, Sequence[Found]] = {}
+    for loop, dtype in LOOPS:
+        of = getattr(torch, dtype)
+        done[f"{loop} {dtype}"] = [by_hand(rank, size, of, loop), ours(rank, of, loop, k=0), ours(rank, of, loop, k=3, speculate=True)]
+    return done
+
+
+def two_plans(rank: int, size: int) -> Sequence[Found]:
+    """Ours, with every state on the host and with none, and with another plan on each rank."""
+    return [ours(rank, torch.bfloat16, "plain", k=k, engine="native") for k in (0, 2, rank)]
+
+
+def other_branch(rank: int, size: int) -> None:
+    """The last rank uses a layer that the others do not."""
+    model: Any = net(0)
+    compiled(model)
+    model(tokens_of(rank, 0), side=rank == size - 1).backward()
+
+
+def other_model(rank: int, size: int) -> None:
+    """The last rank has another dtype."""
+    compiled(net(0, torch.float32 if rank == size - 1 else torch.bfloat16))
+
+
+def one_stops(rank: int, size: int) -> None:
+    """The last rank makes one backward less."""
+    model: Any = net(0)
+    optimizer = compiled(model)
+    for step in range(2):
+        if step and rank == size - 1:
+            time.sleep(10.0)
+            return
+        model(tokens_of(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def eager_gradient(rank: int, size: int) -> str:
+    """A part of the model that is not captured makes gradients."""
+    model: Any = net(0)
+    model.side.forward = torch.compiler.disable(model.side.forward)
+    optimizer = compiled(model)
+    model(tokens_of(rank, 0), side=True).backward()
+    try:
+        optimizer.step()
+    except hytrain_fx.errors.UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def left_alone(rank: int, size: int) -> Found:
+    """Ranks that train on their own, in a group that is there for something else."""
+    return ours(rank, torch.bfloat16, "plain", k=0, process_group=False)
+
+
+def in_pairs(rank: int, size: int) -> Found:
+    """Groups of two ranks, each with a model of its own."""
+    groups = [distributed.new_group([begin, begin + 1]) for begin in range(0, size, 2)]
+    return ours(rank, torch.bfloat16, "plain", k=0, process_group=groups[rank // 2])

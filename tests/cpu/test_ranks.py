@@ -1,0 +1,134 @@
+"""Several processes train one model: gradients are averaged inside the captured graphs.
+
+With two ranks every bit is that of averaging by hand.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hytrain_fx
+from hytrain_fx.errors import ConfigError
+from hytrain_fx.runtime.ranks import _bucket
+
+from . import rank_loops
+from .loops import HYPER, assert_same
+from .rank_loops import LOOPS, started
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ranks.py"
+
+
+def test_two_ranks_have_the_bits_of_averaging_by_hand(tmp_path: Path) -> None:
+    """Losses and weights are equal on each rank, though one is slow; weights and states on both.
+
+    Every loop, with every state on the host, and with some on the device and early updates.
+    """
+    first, second = started(rank_loops.every_loop, 2, tmp_path)
+    assert len(first) == len(LOOPS)
+    for loop in first:
+        for rank in (first, second):
+            expected, *found = rank[loop]
+            for of in found:
+                assert of["losses"] == expected["losses"], loop
+                assert_same(of["weights"], expected["weights"])
+        one, other = first[loop], second[loop]
+        assert one[0]["losses"][0] != other[0]["losses"][0]  # each has batches of its own
+        for ours, theirs in zip(one, other, strict=True):
+            assert_same(ours["weights"], theirs["weights"])
+        assert all(map(torch.equal, one[1]["states"], other[1]["states"]))
+        assert one[1]["runs"]["grad_offload"] == other[1]["runs"]["grad_offload"] > 0
+        for number, of in enumerate((one, other)):
+            assert f"2 ranks train together, this is rank {number}" in " ".join(of[1]["text"].split())
+
+
+@pytest.mark.sample(0)
+def test_four_ranks_stay_alike(tmp_path: Path) -> None:
+    """Whatever the plan of each of them, weights and states have the same bits."""
+    ranks = started(rank_loops.two_plans, 4, tmp_path)
+    for found in ranks:
+        for of in found:
+            assert_same(of["weights"], ranks[0][0]["weights"])
+            assert all(map(torch.equal, of["states"], ranks[0][0]["states"]))
+
+
+@pytest.mark.sample(0)
+def test_groups_of_two_train_two_models(tmp_path: Path) -> None:
+    """A group that is given is used in place of the default one."""
+    first, second, third, fourth = started(rank_loops.in_pairs, 4, tmp_path)
+    assert_same(first["weights"], second["weights"])
+    assert_same(third["weights"], fourth["weights"])
+    assert not torch.equal(first["weights"]["head.weight"], third["weights"]["head.weight"])
+
+
+@pytest.mark.sample(0)
+def test_ranks_may_be_left_alone(tmp_path: Path) -> None:
+    """With process_group=False each has its own weights, as without a group."""
+    first, second = started(rank_loops.left_alone, 2, tmp_path)
+    assert not torch.equal(first["weights"]["head.weight"], second["weights"]["head.weight"])
+    assert "ranks train together" not in first["text"]
+
+
+def test_ranks_that_make_other_gradients_are_told(tmp_path: Path) -> None:
+    """Each rank raises, and the message names the first difference."""
+    for found in started(rank_loops.other_branch, 2, tmp_path):
+        assert found.startswith("RankError: the gradients that a backward makes differ between ranks")
+        assert "side." in found
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    """Before anything is sent from rank to rank."""
+    for found in started(rank_loops.other_model, 2, tmp_path):
+        assert found.startswith("RankError: the model's parameters and buffers differ between ranks: number 0 is words.weight")
+
+
+@pytest.mark.sample(0)
+def test_a_rank_that_stops_does_not_hang_the_others(tmp_path: Path) -> None:
+    """They raise within the group's time limit, and name what they waited for."""
+    first, second = started(rank_loops.one_stops, 2, tmp_path, timeout_s=4.0)
+    assert first.startswith("RankError: rank 0 of 2 waited for the gradients of head.weight")
+    assert second is None
+
+
+def test_gradients_of_code_outside_the_graphs_are_refused(tmp_path: Path) -> None:
+    """They are one rank's own: training on would part the ranks."""
+    for found in started(rank_loops.eager_gradient, 2, tmp_path):
+        assert found.startswith("the gradient of side.weight (and of 1 more) was made outside captured graphs")
+
+
+@pytest.mark.sample(0)
+def test_the_example_ends_with_equal_weights() -> None:
+    """As its text says, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "5"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    assert run.returncode == 0, run.stderr
+    assert "2 ranks: all ranks have the same weights" in run.stdout
+
+
+@pytest.mark.parametrize("wrong", ["world", 2, True])
+def test_a_wrong_group_is_named(wrong: object) -> None:
+    """So is a group where torch.distributed has not begun."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"option process_group=.*init_process_group first"):
+        hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), process_group=wrong)
+
+
+@given(shapes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=6),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16]), last=st.booleans())
+def test_what_is_summed_together_keeps_its_form(shapes: list[list[int]], dtype: torch.dtype, last: bool) -> None:
+    """Each view has its tensor's strides, begins a cache line, and shares no element."""
+    like = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    like = [t.to(memory_format=torch.channels_last) if last and t.dim() == 4 else t for t in like]
+    bucket, views = _bucket(like, dtype)
+    for number, (view, tensor) in enumerate(zip(views, like, strict=True)):
+        assert (view.shape, view.stride()) == (tensor.shape, tensor.stride())
+        assert (view.data_ptr() - bucket.data_ptr()) % 64 == 0
+        view.fill_(number + 1)
+    assert int((bucket != 0).sum()) == sum(t.numel() for t in like)
+    assert all(bool((view == number + 1).all()) for number, view in enumerate(views))
