@@ -251,14 +251,17 @@ def test_a_deep_model_is_a_page() -> None:
     times = tuple(100.0 for _ in range(34))
     measured = Measured(9, times, times, times, times, 1e5, 8, FinishTimes(200.0, 100.0, at_once=9_000))
     found = replace(explained(profile, chosen), measured=measured, guesses=GuessCounts(12, 1, 40_000, 3_000), startup=STARTUP,
-                    early=EarlyCounts(9, 2, 70_000, 5_000), node_runs={"wait": 3}, spent_us={"passes": 7.0})
+                    early=EarlyCounts(9, 2, 70_000, 5_000), early_tried="both ways were tried", node_runs={"wait": 3},
+                    spent_us={"passes": 7.0})
     assert len(found.details().splitlines()) <= 74
     assert "missed in 1, 3 k of 40 k parameters updated again" in found.details()
     assert "missed in 2, 5 k of 70 k parameters put back or updated again" in found.details()
     assert "by the CPU 200 us, streamed 100 us; those of the last 9 k parameters were put on the lane at once" in found.details()
     assert "torch.compile, backward 6 s; torch.compile, forward 3 s" in found.details()
     assert json.loads(found.to_json())["guesses"]["redone"] == 3_000
-    assert json.loads(found.to_json())["early"]["commits"] == 9
+    told = json.loads(found.to_json())["early"]
+    assert (told["commits"], told["tried"]) == (9, "both ways were tried")
+    assert "both ways were tried" in found.details()
 
 
 def test_what_streamed_states_stood_is_told() -> None:
