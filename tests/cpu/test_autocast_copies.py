@@ -427,10 +427,10 @@ def test_a_thread_that_reads_after_the_loop_has_read_finds_memory() -> None:
 
     thread = threading.Thread(target=look)
     float(model.up.weight.detach().sum() + model.norm.weight.detach().sum())
+    assert is_guarded(model.up.weight)
+    assert not is_guarded(model.norm.weight)
     thread.start()
     try:
-        assert is_guarded(model.up.weight)
-        assert not is_guarded(model.norm.weight)
         assert read.wait(20.0)
         train(model, optimizer, batches)
         assert bytes_of(session_of(model))["up.weight"] > 0

@@ -32,11 +32,15 @@ def resident_share(slab: HostSlab) -> float:
 
 @dataclass
 class Driver:
-    """Stands for the CUDA runtime: what is registered, and whether every page was there by then."""
+    """Stands for the CUDA runtime: what is registered, and whether every page was there by then.
+
+    idle   for each wait for the device: how many blocks were registered before it
+    """
 
     slabs: list[HostSlab] = field(default_factory=list)
     registered: dict[int, int] = field(default_factory=dict)
     shares: list[float] = field(default_factory=list)
+    idle: list[int] = field(default_factory=list)
     result: int = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
@@ -54,6 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: found.idle.append(len(found.registered)))
     monkeypatch.setattr(slabs, "read_topology", lambda _: None)
     return found
 
@@ -88,7 +93,7 @@ def test_populated_pages_are_in_memory_and_zero(old_kernel: bool, monkeypatch: p
 def test_slabs_are_in_memory_before_they_are_registered(topology: Topology | None, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registering finds every page there, and the launching thread keeps its CPUs.
 
-    Each slab knows what pinning took.
+    The device is idle by then. Each slab knows what pinning took.
     """
     monkeypatch.setattr(slabs, "read_topology", lambda _: topology)
     before = os.sched_getaffinity(0)
@@ -96,6 +101,7 @@ def test_slabs_are_in_memory_before_they_are_registered(topology: Topology | Non
     pinning = pin_slabs(driver.slabs, GPU, 1)
     assert pinning is not None
     assert driver.shares == [1, 1, 1]
+    assert driver.idle == [0, 1, 2]
     assert pinning.nbytes == (75 << 20) + 100
     assert pinning.gb_per_s > 0
     assert all(slab.pinning is pinning for slab in driver.slabs)
