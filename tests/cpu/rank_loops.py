@@ -27,7 +27,7 @@ from .interpreted import graphs_interpreted
 from .loops import HYPER, HandAdam, weights
 
 WIDTH, WORDS = 48, 40
-LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"), ("scaled", "bfloat16"),
+LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"),
          ("evaluated", "bfloat16"), ("scaler", "float32"))
 STEPS = 5
 Found = dict[str, Any]
@@ -162,14 +162,10 @@ def _trained(
             continue
         for micro in range(2 if loop == "accumulated" else 1):
             loss = model(tokens_of(rank, 10 * step + micro))
-            (1024 * loss if loop == "scaled" else loss).backward()
+            loss.backward()
             after_backward()
             losses.append(loss.item())
         before_step()
-        if loop == "scaled":
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2**-10)
         if loop == "clipped":
             losses.append(float(clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
