@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from benchmarks import contention, figures, largest, rows, steps, sweep, table, zoo
+from benchmarks import contention, figures, largest, ranks, rows, steps, sweep, table, zoo
 from benchmarks.case import PEER_MODES, CannotRun
 
 COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -20,6 +20,7 @@ COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
     ("sweep", sweep, "one model over more and more tokens, predicted beside measured"),
     ("figures", figures, "throughput, largest model and GPU idle time, from results"),
     ("zoo", zoo, "families of models side by side, and the limit of each"),
+    ("ranks", ranks, "several ranks train one model: ours beside DDP and FSDP2"),
     ("largest", largest, "the largest model that trains, by trial"),
     ("contention", contention, "what host memory and the link give together"),
 )
