@@ -23,26 +23,26 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
-from benchmarks.case import CannotRun
+from benchmarks.case import CannotRun, Case
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
-from benchmarks.models import Batch, batches, blocks, build, loss_of
-from benchmarks.runner import ROOT
+from benchmarks.models import Batch, batches, blocks, build
+from benchmarks.runner import environment
+from benchmarks.trainer import backward_of
 from hytrain_fx.forecast.bench import loops
 from hytrain_fx.forecast.bench.loops import ADAMW, Trainer
 from hytrain_fx.forecast.bench.memory import memory
 from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
-from hytrain_fx.forecast.bench.windows import WINDOWS
+from hytrain_fx.forecast.bench.windows import timed
+from hytrain_fx.runtime.energy import meter_of
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
@@ -112,9 +112,8 @@ def _row_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus), "-m", "benchmarks",
                "ranks", "--rank-of", name, *map(str, same)]
     log = arguments.out.with_suffix(f".{name}.log")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     with log.open("w") as file:
-        status = run_to_end(command, file.fileno(), arguments.limit_s, env)
+        status = run_to_end(command, file.fileno(), arguments.limit_s, environment())
     printed = log.read_text(errors="replace")
     found = row_in(printed) if status in (0, None) else None
     workload = f"{arguments.size}, {arguments.batch} x {arguments.sequence}, {arguments.gpus} ranks"
@@ -135,43 +134,28 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    sharded = arguments.rank_of.startswith("fsdp2")
-    model = build(arguments.size, arguments.sequence, device, torch.float32 if sharded else torch.bfloat16)
-    trainer = _TRAINERS[arguments.rank_of](model, arguments)
-    of_all = batches(arguments.size, arguments.batch, arguments.sequence, device, torch.bfloat16)
-    row = _timed(trainer, itertools.islice(of_all, rank, None, size), arguments, device)
+    name = arguments.rank_of
+    model = build(arguments.size, arguments.sequence, device, torch.float32 if name.startswith("fsdp2") else torch.bfloat16)
+    case = Case("floor", arguments.size, arguments.batch, arguments.sequence, clip=1.0 if name == "clipped" else None)
+    trainer = _trainer(name, case, model, device)
+
+    def finish() -> None:
+        trainer.finish()
+        distributed.barrier()
+
+    together = Trainer(trainer.step, finish)  # that makes no plans to wait for: the ranks would wait for different ones
+    of_all = batches(case.size, case.batch, case.sequence, device, torch.bfloat16)
+    of_rank = itertools.islice(of_all, rank, None, size)
+    row = timed(together, of_rank, arguments.warmup, arguments.window, device, meter_of(device), case.tokens)
+    taken: list[Any] = [None] * size
+    distributed.all_gather_object(taken, memory(device))
+    gpu_gb = [of["gpu_peak_allocated_gb"] for of in taken]
+    row |= {"gpu_gb": None if None in gpu_gb else max(gpu_gb), "host_gb": round(sum(of["host_rss_gb"] for of in taken), 2),
+            "plan": _in_words(trainer.about().get("plan"))}
     if rank == 0:
         print(json.dumps(row), flush=True)
     distributed.barrier()
     os._exit(0)  # threads of a group, or of an engine, may keep the process from ending
-
-
-def _timed(trainer: Trainer[Batch], own: Any, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    def window(steps: int) -> float:
-        distributed.barrier()
-        begin_s = time.perf_counter()
-        for _ in range(steps):
-            trainer.step(next(own))
-        trainer.finish()
-        distributed.barrier()
-        return (time.perf_counter() - begin_s) / steps
-
-    window(max(arguments.warmup, 1))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    windows_s = [window(arguments.window) for _ in range(WINDOWS)]
-    taken: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
-    distributed.all_gather_object(taken, memory(device))
-    gpu_gb = [of["gpu_peak_allocated_gb"] for of in taken]
-    return {
-        "step_s": round(statistics.median(windows_s), 5),
-        "windows_s": [round(s, 5) for s in windows_s],
-        "window_steps": arguments.window,
-        "warmup_steps": arguments.warmup,
-        "gpu_gb": None if None in gpu_gb else max(gpu_gb),
-        "host_gb": round(sum(of["host_rss_gb"] for of in taken), 2),
-        "plan": _in_words(trainer.about().get("plan")),
-    }
 
 
 def _in_words(plan: Mapping[str, Any] | None) -> str | None:
@@ -181,42 +165,28 @@ def _in_words(plan: Mapping[str, Any] | None) -> str | None:
     return f"k={plan['k']} of {plan['units']}, {shares}"
 
 
-def _replicated(model: nn.Module) -> nn.Module:
-    of = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=of, gradient_as_bucket_view=True)
+def _trainer(name: str, case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
+    if name in OURS:
+        return loops.ours(model, backward_of(case, model, device), OURS[name])
+    if name.startswith("fsdp2"):
+        return _fsdp2(case, model, device, offload=name == "fsdp2_offload")
+    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    backward = backward_of(case, ddp, device)
+    return loops.floor(ddp, backward) if name == "floor" else loops.on_device(ddp, backward, fused=True)
 
 
-def _backward(model: nn.Module) -> Callable[[Batch], torch.Tensor]:
-    def backward(batch: Batch) -> torch.Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
-        return loss.detach()
-
-    return backward
-
-
-def _floor(model: nn.Module, arguments: argparse.Namespace) -> Trainer[Batch]:
-    ddp = _replicated(model)
-    return loops.floor(ddp, _backward(ddp))
-
-
-def _ddp(model: nn.Module, arguments: argparse.Namespace) -> Trainer[Batch]:
-    ddp = _replicated(model)
-    return loops.on_device(ddp, _backward(ddp), fused=True)
-
-
-def _fsdp2(model: nn.Module, arguments: argparse.Namespace) -> Trainer[Batch]:
+def _fsdp2(case: Case, model: nn.Module, device: torch.device, offload: bool) -> Trainer[Batch]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-    if arguments.rank_of == "fsdp2_offload":
-        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for block in blocks(arguments.size, model):
+    if offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for block in blocks(case.size, model):
         block.compile()
         fully_shard(block, **policy)
     fully_shard(model, **policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    backward = _backward(model)
+    backward = backward_of(case, model, device)
 
     def step(batch: Batch) -> torch.Tensor:
         loss = backward(batch)
@@ -225,19 +195,3 @@ def _fsdp2(model: nn.Module, arguments: argparse.Namespace) -> Trainer[Batch]:
         return loss
 
     return Trainer(step, loops.synchronize)
-
-
-def _ours(model: nn.Module, arguments: argparse.Namespace) -> Trainer[Batch]:
-    backward = _backward(model)
-
-    def clipped(batch: Batch) -> torch.Tensor:
-        loss = backward(batch)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return loss
-
-    return loops.ours(model, clipped if arguments.rank_of == "clipped" else backward, OURS[arguments.rank_of])
-
-
-_TRAINERS: Mapping[str, Callable[[nn.Module, argparse.Namespace], Trainer[Batch]]] = {
-    "floor": _floor, "ddp": _ddp, "fsdp2": _fsdp2, "fsdp2_offload": _fsdp2, **dict.fromkeys(OURS, _ours),
-}

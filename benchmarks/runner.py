@@ -162,9 +162,14 @@ def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | N
     return {**case.values(), "machine": machine(), "error": why, "wall_s": wall_s}
 
 
+def environment() -> dict[str, str]:
+    """This process's, in which a child imports this checkout."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None, turn: int | None) -> int | None:
     """The exit status; None where the time was up."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = environment()
     if launch.cache is not None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
     if seat is None:

@@ -19,7 +19,6 @@ ended by --limit-s goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from benchmarks.counts import counts_of_family, counts_table, units_of_large
 from benchmarks.families import FAMILIES, SMALL, family_of
 from benchmarks.machine import machine
 from benchmarks.results import Results
-from benchmarks.runner import ROOT, Launch, measure
+from benchmarks.runner import Launch, environment, measure
 from benchmarks.turns import Ask, seats
 from benchmarks.zoo_table import zoo_markdown
 from hytrain_fx.errors import ConfigError
@@ -123,9 +122,8 @@ def _measured_rates(logs: Path) -> DeviceSpec:
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / "rates.json"
     command = [sys.executable, "-m", "hytrain_fx", "profile", "--seconds", str(RATES_S), "--megabytes", str(RATES_MB), "--out", str(path)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=RATES_LIMIT_S, env=env)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=RATES_LIMIT_S, env=environment())
         return DeviceSpec.from_json(path.read_text())
     except (subprocess.SubprocessError, OSError, ConfigError) as error:
         told = getattr(error, "stderr", None) or error
