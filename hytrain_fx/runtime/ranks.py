@@ -70,10 +70,11 @@ class Ranks:
     def __init__(self, group: Any) -> None:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._group = group
-        # Only members call it, hence the local synchronisation. It has gloo's time limit, half an
-        # hour: ranks may come to a comparison minutes apart, as one finds its graphs in a cache. It
-        # stays as long as the process: torch names a new group by those that there are, and ranks
-        # that gave one back at different times would wait for each other under different names.
+        # Ranks outside the group do not make this call, so it must not wait for them
+        # (use_local_synchronization). A comparison may wait for half an hour, gloo's limit: one
+        # rank finds its graphs in a cache, another compiles for minutes. The group is never given
+        # back. torch names a new group by the groups that exist, so two ranks that gave one back
+        # at different times would wait for each other under different names.
         self._control = distributed.new_group(distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
 
     def in_words(self) -> str:

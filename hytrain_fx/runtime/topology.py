@@ -26,8 +26,9 @@ from hytrain_fx.runtime.affinity import allowed_cpus
 LAUNCHING_CORES = 2
 # As many where there are cores enough: the calling thread, the autograd thread, which launches the
 # backward, and the engine's two copy threads. With 14 workers on 16 cores (an H100, a GPT-2 XL) the
-# autograd thread was taken off its core 350 to 610 times a step, and each copy thread waited 8 to
-# 10 ms for one; with 12 never. 12 workers update 3 to 7% less than 14: the host's memory binds.
+# autograd thread was taken off its core 350 to 610 times a step, and copy threads waited up to 11
+# ms for one; with 12 at most 73 times and 1 ms. 12 workers update 3 to 7% less than 14: the host's
+# memory binds.
 _CORES_OF_THREADS = 4
 _SHARE_OF_THREADS = 4  # one core in so many
 SYS = Path("/sys")

@@ -2,8 +2,9 @@
 
 No model of the machine says which is. Early updates use time in which the CPU would be idle. But
 they also slow the thread that launches the backward, and with it `step()`, from which on weights
-and streamed states may travel. On one H100 a GPT-2 XL took 0.27 to 0.30 s a step with updates that
-began with `step()`, and 0.31 to 0.34 s with earlier ones. A ConvNeXtV2-H took 0.19 s and 0.17 s.
+and streamed states may travel. On one H100 a GPT-2 XL took 0.27 to 0.32 s a step with updates that
+began with `step()`, and 0.31 to 0.40 s with earlier ones. A ConvNeXtV2-H took 0.19 s, and 0.16 to
+0.18 s with earlier ones.
 """
 
 from __future__ import annotations
