@@ -8,13 +8,15 @@ A managed parameter requires grad, is in the optimizer, and has elements. Rows c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from hytrain_fx.capture.parallel_wrappers import require_unwrapped
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.ir.shard import Shard, shard_of
 from hytrain_fx.runtime.states.store import is_dense
 from hytrain_fx.runtime.updates import kernel_update
 
@@ -30,15 +32,34 @@ class ManagedParameter(nn.Parameter):
 
 @dataclass(frozen=True, eq=False)
 class ParameterTable:
-    """Managed parameters by row. `row_of` maps `id(parameter)` to the row."""
+    """Managed parameters by row.
+
+    row_of   maps `id(parameter)` to the row
+    shards   by row of a parameter that is updated in shards, each by another rank: this rank's
+    homes    by row: the form of what is updated here, the parameter's or its shard's. Only for
+             shape, strides and dtype: those of shards have no memory
+    """
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     row_of: dict[int, int]
     device: torch.device
+    shards: Mapping[int, Shard] = field(default_factory=dict)
+    homes: tuple[torch.Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        homes = list[torch.Tensor](self.parameters)
+        for row, shard in self.shards.items():
+            homes[row] = torch.empty(shard.end - shard.begin, dtype=homes[row].dtype, device="meta")
+        object.__setattr__(self, "homes", tuple(homes))
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def shared_among(self, ranks: int, rank: int) -> ParameterTable:
+        """The same, each large parameter updated in shards by so many ranks."""
+        found = {row: shard_of(parameter.shape, rank, ranks) for row, parameter in enumerate(self.parameters)}
+        return replace(self, shards={row: shard for row, shard in found.items() if shard is not None})
 
 
 def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterTable:

@@ -1,5 +1,8 @@
 """Gradients averaged over the ranks, as the nodes of the backward graphs take them.
 
+    a vector (norm, bias)    the mean, on every rank
+    what is larger           each rank gets its shard of the mean, flat
+
 Only those that captured graphs make: autograd may add what eager code makes of a gradient at any
 time, in another order on each rank. A step with such a gradient is refused, since training on with
 one rank's own would part the ranks unnoticed.
@@ -14,6 +17,7 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
+from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
@@ -21,10 +25,11 @@ _Calls = tuple[tuple[int, ...], ...]
 
 
 class AveragedGradients:
-    """Averages for one session."""
+    """Averages for one session. `shards`: what has to do with gradients that come in shards."""
 
     def __init__(self, ranks: Ranks, table: ParameterTable) -> None:
-        self.ranks = ranks
+        self.shards = GradientShards(ranks, table)
+        self._ranks = ranks
         self._table = table
         self._alike: set[_Calls] = set()  # what backward graphs make, as far as it was compared
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
@@ -36,17 +41,27 @@ class AveragedGradients:
         """
         if calls not in self._alike:
             names = self._table.names
-            self.ranks.require_alike("the gradients that a backward makes", [f"that of {names[row]}" for rows in calls for row in rows])
+            self._ranks.require_alike("the gradients that a backward makes", [f"that of {names[row]}" for rows in calls for row in rows])
             self._alike.add(calls)
 
     def of(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What one node takes. Raises RankError, and UnsupportedError for a sparse gradient."""
+        table, given = self._table, list(grads)
         with without_torch_function():
-            for row, grad in zip(rows, grads, strict=True):
-                require_strided(grad, self._table.names[row])
-            parameters = [self._table.parameters[row].detach() for row in rows]
+            for row, grad in zip(rows, given, strict=True):
+                require_strided(grad, table.names[row])
             self._averaged.update(rows)
-            return self.ranks.mean(grads, parameters, self._table.names[rows[0]])
+            kinds = [(row in self.shards, grad.dtype) for row, grad in zip(rows, given, strict=True)]
+            for is_sharded, dtype in dict.fromkeys(kinds):
+                places = [i for i, kind in enumerate(kinds) if kind == (is_sharded, dtype)]
+                of, parts = tuple(rows[i] for i in places), [given[i] for i in places]
+                if is_sharded:
+                    parts = self.shards.mean(of, parts)
+                else:
+                    parts = self._ranks.mean(parts, [table.parameters[row].detach() for row in of], table.names[of[0]])
+                for i, part in zip(places, parts, strict=True):
+                    given[i] = part
+        return given
 
     def dropped(self) -> None:
         """Nobody has a gradient."""

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.factors import Factor, Form, Scaling, effective_factor
+from hytrain_fx.gradients.rows import norm_of_shard
+from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.state import GradState, state_of
 from hytrain_fx.runtime.states.store import is_dense
 from hytrain_fx.torch_private.compiling import is_tracing
@@ -101,7 +103,7 @@ def _norm(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     state = state_of(args[0]) if args else None
     if order is None or state is None or state.real is not None:
         return NotImplemented
-    return _norm_of(state, order, foreach=False)
+    return _norm_of(state, order, foreach=False) if state.source.shards is None else _norms_of_shards([state], order)[0]
 
 
 def _order_asked(args: _Args, kwargs: _Kwargs) -> float | None:
@@ -129,10 +131,32 @@ def _foreach_norms(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> An
     reals = [tensor for tensor in args[0] if not _untouched(tensor)]
     norms_of_reals = iter(func(_real(reals), order) if reals else ())
     result: list[Tensor] = []
+    of_shards = iter(_norms_of_shards([of for of in map(state_of, args[0]) if of and of.real is None and of.source.shards], order))
     for tensor in args[0]:
         state = state_of(tensor)
-        result.append(next(norms_of_reals) if state is None or state.real is not None else _norm_of(state, order, foreach=True))
+        if state is None or state.real is not None:
+            result.append(next(norms_of_reals))
+        else:
+            result.append(next(of_shards) if state.source.shards else _norm_of(state, order, foreach=True))
     return result
+
+
+def _norms_of_shards(states: Sequence[GradState], order: float) -> list[Tensor]:
+    """Of gradients of which each rank has a shard: asked of all ranks at once."""
+    if order == 0.0:  # how many are not zero: no norm of norms
+        return [torch.linalg.vector_norm(state.copy_out(), order) for state in states]
+    found: list[Tensor] = []
+    for state in states:
+        norm = None if state.factors else state.source.norm(order, True)
+        if norm is None:
+            norm = norm_of_shard(state.copy_home(), order)
+            if not state.factors:
+                state.source.note_norm_wanted(order, True)
+        found.append(norm)
+    if not states or (shards := states[0].source.shards) is None:
+        return found
+    wanted = [cast(Tensor, state.parameter()).dtype for state in states]
+    return [norm.to(dtype) for norm, dtype in zip(shards.norms(found, order), wanted, strict=True)]
 
 
 def _norm_of(state: GradState, order: float, *, foreach: bool) -> Tensor:
@@ -229,20 +253,24 @@ def _unscale(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     factor = _effective(grads[0], inv_scale.reshape(()), Scaling(Tensor.mul_, Form.ONE)) if is_number else None
     rest: list[Tensor] = []
     norms: list[Tensor] = []
+    shards: GradientShards | None = None
     for grad in grads:
         state = state_of(grad)
         if factor is None or state is None or state.real is not None or state.factors or grad.numel() == 0:
             rest.append(grad)
             continue
         norm = state.source.norm(float("inf"), True)
+        shards = shards or state.source.shards
         if norm is None:
             state.source.note_norm_wanted(float("inf"), True)
-            func([state.copy_out()], found_inf, inv_scale)
+            func([state.copy_home()], found_inf, inv_scale)
         else:
             norms.append(norm)
         state.log(factor)
     if norms:
         found_inf.masked_fill_(~torch.isfinite(torch.stack(norms)).all(), 1.0)
+    if shards is not None:
+        found_inf.fill_(shards.largest(found_inf))
     if rest:
         func(_real(rest), found_inf, inv_scale)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hytrain_fx.gradients.rows import norm_of_each
+from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.runtime.engine import CommitItem
 
 
@@ -24,26 +25,32 @@ class FiniteCheck:
 
     rows   of the engine
     bad    by row, on the device: whether its gradient holds a NaN or an infinity
-    any    0-dim fp32 on the device: 1 where one does, else 0
+    any    0-dim fp32 on the device: 1 where one does, also on another rank, else 0
     """
 
     rows: tuple[int, ...]
     bad: torch.Tensor
     any: torch.Tensor
 
-    def first(self) -> int:
-        """The first row whose gradient is bad. Waits for the device."""
-        return self.rows[int(self.bad.nonzero()[0])]
+    def first(self) -> int | None:
+        """The first row whose gradient is bad; None where none of this rank's is.
+
+        Waits for the device.
+        """
+        bad = self.bad.nonzero()
+        return self.rows[int(bad[0])] if len(bad) else None
 
 
 class Finiteness:
     """Of one session's gradients.
 
-    wide   rows whose gradients multiply in fp32, though they come in bf16
+    wide     rows whose gradients multiply in fp32, though they come in bf16
+    shards   of gradients of which other ranks have the rest
     """
 
-    def __init__(self, wide: Container[int]) -> None:
+    def __init__(self, wide: Container[int], shards: GradientShards | None = None) -> None:
         self._wide = wide
+        self._shards = shards
         self._largest: dict[int, torch.Tensor] = {}  # by row: of the gradient that went to its slot last
 
     def note(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
@@ -59,7 +66,10 @@ class Finiteness:
             factors = tuple(id(factor) if isinstance(factor, torch.Tensor) else factor for factor in item.factors)
             alike.setdefault((largest[item.row].dtype, item.row in self._wide, factors), []).append(item)
         bad = torch.cat([~torch.isfinite(self._scaled(of, largest)) for of in alike.values()])
-        return FiniteCheck(tuple(item.row for of in alike.values() for item in of), bad, bad.any().to(torch.float32))
+        any_bad = bad.any().to(torch.float32)
+        if self._shards is not None:
+            any_bad = self._shards.largest(any_bad)
+        return FiniteCheck(tuple(item.row for of in alike.values() for item in of), bad, any_bad)
 
     def _scaled(self, items: Sequence[CommitItem], largest: dict[int, torch.Tensor]) -> torch.Tensor:
         found = torch.stack([largest[item.row] for item in items])

@@ -12,6 +12,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.sources import HeldGradient, StandIns
+from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
@@ -36,11 +37,14 @@ class HeldGradients:
         Where it is the row's `.grad`, user code finds a stand-in of it there instead.
         """
         self._held[row] = grad
-        parameter = self._table.parameters[row]
-        if get_grad(parameter) is grad:
-            standin = self._standins.make(row, parameter, HeldGradient(self._engine, self._states.pieces.of(row), grad))
+        parameter, rows = self._table.parameters[row], self._states.pieces.of(row)
+        shown = get_grad(parameter)
+        if shown is grad:
+            standin = self._standins.make(row, parameter, HeldGradient(grad).begin(self._engine, rows))
             self._standins.lend(row, standin)
             set_grad(parameter, standin)
+        elif type(shown) is GradStandIn and type(source := shown.grad_state.source) is HeldGradient and source.unread is grad:
+            source.begin(self._engine, rows)
 
     def let_go(self, rows: Sequence[int]) -> None:
         """The updates of these rows have run."""

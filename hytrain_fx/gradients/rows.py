@@ -38,6 +38,7 @@ class Part:
     positions: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     parameters: tuple[nn.Parameter, ...] = ()
+    homes: tuple[torch.Tensor, ...] = ()  # ParameterTable's: the form of what is updated here
 
     def __bool__(self) -> bool:
         return bool(self.positions)
@@ -57,6 +58,7 @@ class RowGroup:
 
     rows: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
+    homes: tuple[torch.Tensor, ...]
     strides: list[tuple[int, ...]]
     dtypes: list[torch.dtype]
     layouts: list[torch.layout]
@@ -68,11 +70,11 @@ class RowGroup:
     @classmethod
     def of(cls, rows: tuple[int, ...], table: ParameterTable, copied: Container[int] = ()) -> RowGroup:
         """`copied`: rows whose gradients come in bf16."""
-        parameters = tuple(table.parameters[row] for row in rows)
+        parameters, homes = tuple(table.parameters[row] for row in rows), tuple(table.homes[row] for row in rows)
         with without_torch_function():
             layouts = [torch.strided] * len(rows)
-            dtypes = [torch.bfloat16 if row in copied else p.dtype for row, p in zip(rows, parameters, strict=True)]
-            return cls(rows, parameters, [p.stride() for p in parameters], dtypes, layouts)
+            dtypes = [torch.bfloat16 if row in copied else home.dtype for row, home in zip(rows, homes, strict=True)]
+            return cls(rows, parameters, homes, [home.stride() for home in homes], dtypes, layouts)
 
     def place(self, states: StateStore) -> None:
         """Note where the rows are now."""
@@ -86,7 +88,9 @@ class RowGroup:
 
     def part(self, positions: Sequence[int]) -> Part:
         """The rows at these positions."""
-        return Part(tuple(positions), tuple(self.rows[i] for i in positions), tuple(self.parameters[i] for i in positions))
+        rows, parameters, homes = self.rows, self.parameters, self.homes
+        at = tuple(positions)
+        return Part(at, tuple(rows[i] for i in at), tuple(parameters[i] for i in at), tuple(homes[i] for i in at))
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the gradients have the parameters' order of memory and the graphs' dtypes."""
@@ -127,6 +131,8 @@ def norm_of_each(
     """The norm of each gradient (0-dim) in its parameter's dtype.
 
     It has the bits that torch gives it alone.
+
+    parameters   or their homes
     """
     if list(map(_dtype_of, grads)) != list(map(_dtype_of, parameters)):
         wide = (grad.to(parameter.dtype) for grad, parameter in zip(grads, parameters, strict=True))  # one at a time: they take memory
@@ -139,11 +145,17 @@ def norm_of_each(
     return [_foreach_norm([grad], order)[0] for grad in grads]  # a list of several dtypes would go to another kernel
 
 
+def norm_of_shard(shard: torch.Tensor, order: float) -> torch.Tensor:
+    """Of what is part of a gradient: in fp32, since the whole's is rounded once."""
+    norm: torch.Tensor = torch.linalg.vector_norm(shard, order, dtype=torch.float32)
+    return norm
+
+
 def like_parameter(grad: torch.Tensor, parameter: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """`grad` in the parameter's order of memory, so that flat ranges of both agree."""
+    """`grad` in the order of memory of a parameter or a home: flat ranges of both agree then."""
     if not copy and grad.stride() == parameter.stride() and grad.dtype == parameter.dtype:
         return grad
-    return torch.empty_like(parameter.detach()).copy_(grad)
+    return torch.empty_like(parameter.detach(), device=grad.device).copy_(grad)
 
 
 def require_strided(grad: torch.Tensor, name: str) -> None:

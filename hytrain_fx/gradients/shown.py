@@ -17,9 +17,10 @@ from typing import Final, NamedTuple
 import torch
 
 from hytrain_fx.gradients.noted import Noted
-from hytrain_fx.gradients.rows import Part, RowGroup, form_of_each, norm_of_each
+from hytrain_fx.gradients.rows import Part, RowGroup, form_of_each, norm_of_each, norm_of_shard
 from hytrain_fx.gradients.slots import GradientSlots, Norm
-from hytrain_fx.gradients.sources import StandIns
+from hytrain_fx.gradients.sources import HeldGradient, StandIns
+from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.state import GradState
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.torch_private.names import private_function
@@ -92,8 +93,15 @@ class ShownGradients:
 
     def norms_of(self, part: Part, grads: Sequence[torch.Tensor]) -> _Norms:
         """By gradient: the norms that somebody has asked for."""
-        norms = [(norm, norm_of_each(grads, part.parameters, *norm)) for norm in self._slots.norms_wanted]
+        norms = [(norm, self._norm_of_each(part, grads, *norm)) for norm in self._slots.norms_wanted]
         return [{norm: values[i] for norm, values in norms} if norms else None for i in range(len(part.rows))]
+
+    def _norm_of_each(self, part: Part, grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
+        """Those of shards are in fp32, as they are not the last rounding."""
+        if self._slots.shards is None:
+            return norm_of_each(grads, part.homes, order, foreach)
+        return [norm_of_shard(grad, order) if row in self._slots.shards else norm_of_each([grad], [home], order, foreach)[0]
+                for row, grad, home in zip(part.rows, grads, part.homes, strict=True)]
 
     def in_slots(self, part: Part, norms: _Norms) -> None:
         """Stand-ins of gradients that have gone to their slots."""
@@ -104,7 +112,7 @@ class ShownGradients:
 
     def copies(self, part: Part, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the device, in the parameters' order of memory."""
-        kept = list(map(torch.empty_like, part.parameters))
+        kept = [torch.empty_like(home, device=grad.device) for home, grad in zip(part.homes, grads, strict=True)]
         if form_of_each(kept) == form_of_each(grads):
             self._engine.keep_grads(kept, grads)
         else:
@@ -114,5 +122,9 @@ class ShownGradients:
     def on_device(self, part: Part, kept: Sequence[torch.Tensor]) -> None:
         """Real gradients that nobody else has."""
         for row, parameter, grad in zip(part.rows, part.parameters, kept, strict=True):
-            set_grad(parameter, grad)
+            shards = self._slots.shards_of(row)
+            shown = grad if shards is None else GradStandIn(parameter, HeldGradient(grad, row, shards))
+            set_grad(parameter, shown)
+            if isinstance(shown, GradStandIn):
+                self.fresh[row] = shown.grad_state
             self.own[row] = Noted.now(grad)

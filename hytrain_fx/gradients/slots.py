@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.states.slabs import padded_bytes
@@ -25,7 +26,7 @@ On CUDA the two differ in the last bits.
 
 
 class SlotReader:
-    """Brings gradients from their slots to the device, in their parameters' form.
+    """Brings gradients from their slots to the device, in their parameters' form, or the shards'.
 
     slot_dtypes   dtypes of gradients in slots, where they are not the parameters' own (rows with
                   copies)
@@ -33,7 +34,7 @@ class SlotReader:
 
     def __init__(self, table: ParameterTable, engine: Engine) -> None:
         self.slot_dtypes: dict[int, torch.dtype] = {}
-        self._forms = [(p.shape, p.stride(), p.dtype, p.numel()) for p in table.parameters]  # whatever becomes of the model
+        self._forms = [(p.shape, p.stride(), p.dtype, p.numel()) for p in table.homes]  # whatever becomes of the model
         self._device = table.device
         self._engine = engine
 
@@ -77,9 +78,11 @@ class GradientSlots:
     steps_may_write  to the gradients that they are given, as in torch
     norms_wanted     of every gradient, when it is sent
     on_offload       called with gradients that are about to go to their slots
+    shards           what other ranks have of gradients that come in shards; None without ranks
     """
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, shards: GradientShards | None = None) -> None:
+        self.shards = shards
         self.generation = [0] * len(table)
         self.taken: set[int] = set()
         self.gone: set[int] = set()
@@ -95,9 +98,13 @@ class GradientSlots:
         """The parameter's name."""
         return self._names[row]
 
+    def shards_of(self, row: int) -> GradientShards | None:
+        """Where the rest of the row's gradient is; None where it is whole."""
+        return self.shards if self.shards is not None and row in self.shards else None
+
     @whole()
     def fetch(self, row: int) -> torch.Tensor:
-        """The gradient in the slot of `row`, brought back to the device."""
+        """What the slot of `row` has, brought back to the device."""
         if row in self.taken and self.steps_may_write:
             self._engine.wait([row])
         return self.reader.read(row)

@@ -16,6 +16,7 @@ from typing import Final, cast
 import torch
 
 from hytrain_fx.errors import GradientConsumedError
+from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.slots import GradientSlots, Norm
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.state import GradSource, GradState
@@ -57,8 +58,21 @@ class RowGradient:
         """
         return self._row in self._slots.taken
 
+    @property
+    def shards(self) -> GradientShards | None:
+        """Where the rest of it is, where the slot has a shard."""
+        return self._slots.shards_of(self._row)
+
     def fetch(self) -> torch.Tensor:
-        """The gradient as a new tensor on the device. Raises GradientConsumedError."""
+        """The gradient as a new tensor on the device.
+
+        Raises GradientConsumedError, and RankError.
+        """
+        mine = self.home()
+        return mine if self.shards is None else self.shards.whole(self._row, mine)
+
+    def home(self) -> torch.Tensor:
+        """What the slot has, as a new tensor on the device. Raises GradientConsumedError."""
         if not self.is_live():
             raise GradientConsumedError(
                 f"the gradient of {self._slots.name(self._row)} is gone: zero_grad() has dropped it, or a later backward() has taken its "
@@ -122,17 +136,30 @@ def is_clean(standin: GradStandIn) -> bool:
 
 
 class HeldGradient:
-    """Source of the stand-in that replaces a device row's `.grad` at `step()`.
+    """Source of a stand-in whose values a tensor on the device holds.
 
-    The update may be reading the tensor.
+    That replaces a device row's `.grad` at `step()`: the update may be reading the tensor. A
+    gradient that comes in shards is one from the start, as `.grad` has the parameter's shape.
+
+    shards   where the rest of a shard is
     """
 
-    __slots__ = ("_engine", "_grad", "_rows")
+    __slots__ = ("_engine", "_grad", "_parameter", "_rows", "shards")
 
-    def __init__(self, engine: Engine, rows: Sequence[int], grad: torch.Tensor) -> None:
-        """`rows` of the engine: its pieces."""
-        self._engine: Engine | None = engine
-        self._rows, self._grad = rows, grad
+    def __init__(self, grad: torch.Tensor, parameter: int = -1, shards: GradientShards | None = None) -> None:
+        self._engine: Engine | None = None
+        self._rows: Sequence[int] = ()
+        self._grad, self._parameter, self.shards = grad, parameter, shards
+
+    def begin(self, engine: Engine, rows: Sequence[int]) -> HeldGradient:
+        """An update of these rows reads it, of the engine: its pieces."""
+        self._engine, self._rows = engine, rows
+        return self
+
+    @property
+    def unread(self) -> torch.Tensor | None:
+        """The tensor, until an update reads it."""
+        return self._grad if self._engine is None else None
 
     def end(self) -> None:
         """The update has run, and the compute stream knows."""
@@ -143,6 +170,11 @@ class HeldGradient:
         return True
 
     def fetch(self) -> torch.Tensor:
+        """A copy, whole. Raises RankError."""
+        mine = self.home()
+        return mine if self.shards is None else self.shards.whole(self._parameter, mine)
+
+    def home(self) -> torch.Tensor:
         """A copy, made after the update.
 
         What is written where the copy was may not overtake it.
@@ -175,9 +207,13 @@ class KeptGradient:
         """Always."""
         return True
 
+    shards = None
+
     def fetch(self) -> torch.Tensor:
         """A copy on the device."""
         return self._kept.to(self._device, copy=True)
+
+    home = fetch
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
         """None: not taken."""
@@ -185,6 +221,17 @@ class KeptGradient:
 
     def note_norm_wanted(self, ord: float, foreach: bool) -> None:
         """Norms are taken when asked for."""
+
+
+def shard_on_device(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The shard of a stand-in whose values are, unedited, in a tensor that the next `step()` takes.
+
+    None for anything else.
+    """
+    if type(grad) is not GradStandIn or grad.grad_state.real is not None or grad.grad_state.factors:
+        return None
+    source = grad.grad_state.source
+    return source.unread if type(source) is HeldGradient and source.shards is not None else None
 
 
 class StandIns:

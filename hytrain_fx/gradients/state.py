@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.gradients.factors import Factor
+from hytrain_fx.gradients.shards import GradientShards
 
 MAX_LOGGED_FACTORS: Final = 4
 """Factors kept before the gradient is brought back instead: a clip, an unscale and two by hand."""
@@ -34,8 +36,15 @@ class GradSource(Protocol):
         Raises GradientConsumedError after it was dropped and another has taken its memory.
         """
 
+    def home(self) -> Tensor:
+        """The same of what is updated here: of a sharded gradient, this rank's shard, flat."""
+
+    @property
+    def shards(self) -> GradientShards | None:
+        """Where the rest of a sharded gradient is; None for a whole one."""
+
     def norm(self, ord: float, foreach: bool) -> Tensor | None:
-        """The 0-dim device tensor that torch gives for this gradient.
+        """The 0-dim device tensor that torch gives for this gradient, or for its shard, in fp32.
 
         None if it was not computed.
 
@@ -60,8 +69,12 @@ class ZeroSource:
     def __init__(self, size: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._size, self._strides, self._dtype, self._device = size, strides, dtype, device
 
+    shards = None
+
     def fetch(self) -> Tensor:
         return torch.empty_strided(self._size, self._strides, dtype=self._dtype, device=self._device).zero_()
+
+    home = fetch
 
     def norm(self, ord: float, foreach: bool) -> Tensor | None:
         return None
@@ -95,8 +108,15 @@ class GradState:
 
         Raises GradientConsumedError.
         """
+        return self._with_factors(self.source.fetch)
+
+    def copy_home(self) -> Tensor:
+        """The same of what is updated here. Raises GradientConsumedError."""
+        return self._with_factors(self.source.home)
+
+    def _with_factors(self, fetch: Callable[[], Tensor]) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be edited later
-            real = self.source.fetch()
+            real = fetch()
             if type(real) is not Tensor:  # a FakeTensor, when a tracer runs us: it must never become the gradient
                 raise EngineError(f"the source of a gradient returned a {type(real).__name__}, expected a plain tensor; "
                                   "gradients cannot be read while torch traces")

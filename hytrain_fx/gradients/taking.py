@@ -26,6 +26,7 @@ from hytrain_fx.gradients.held import HeldGradients
 from hytrain_fx.gradients.noted import Noted, is_as_noted
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, like_parameter, require_strided
+from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.shown import ShownGradients
 from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import (
@@ -35,6 +36,7 @@ from hytrain_fx.gradients.sources import (
     is_clean,
     is_gone,
     is_in_slot,
+    shard_on_device,
 )
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.undo import BeforeBackward
@@ -52,10 +54,10 @@ _foreach_add_: Final = private_function("_foreach_add_")
 class SessionGradients:
     """Takes, adds up, keeps and hands over the gradients of one session, by row."""
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore) -> None:
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, shards: GradientShards | None = None) -> None:
         self.table = table
         self.groups = RowGroups(table, states.copies)
-        self.slots = GradientSlots(table, engine, states)
+        self.slots = GradientSlots(table, engine, states, shards)
         self.shown = ShownGradients(engine, self.slots)
         self.standins = self.shown.standins
         self.held = HeldGradients(table, engine, states, self.standins)
@@ -134,7 +136,7 @@ class SessionGradients:
             for row, of in sums.items():
                 parameter = self.table.parameters[row]
                 if parameter.grad is not None:
-                    of.parts.add_(parameter.grad)
+                    of.parts.add_(self.real(row, parameter.grad))
                 parameter.grad = of.before
                 self._take_late(row, of.parts)
 
@@ -145,7 +147,7 @@ class SessionGradients:
 
         It came from outside the graphs, or user code has changed it.
         """
-        self.slots.send([row], [like_parameter(grad, self.table.parameters[row], copy=False)])
+        self.slots.send([row], [like_parameter(grad, self.table.homes[row], copy=False)])
         self._arm_late(row)
 
     def offload_eager(self, row: int) -> None:
@@ -195,7 +197,20 @@ class SessionGradients:
         A copy of a tensor that user code made.
         """
         made = self.shown.own.get(row)
-        return like_parameter(grad, self.table.parameters[row], copy=made is None or not made.is_of(grad))
+        return like_parameter(grad, self.table.homes[row], copy=made is None or not made.is_of(grad))
+
+    def real(self, row: int, grad: torch.Tensor) -> torch.Tensor:
+        """What is updated here of a gradient that was edited, or is not where its states are.
+
+        Raises GradientConsumedError, and UnsupportedError for a sparse one.
+        """
+        shards = self.slots.shards_of(row)
+        if isinstance(grad, GradStandIn):
+            if shards is not None and grad.grad_state.source.shards is not None and grad.materialized is None:
+                return grad.grad_state.copy_home()
+            grad = grad.grad_state.materialize()
+        require_strided(grad, self.table.names[row])
+        return grad if shards is None else shards.part(row, grad)
 
     def before_move(self) -> None:
         """Slots are about to be other memory.
@@ -204,7 +219,7 @@ class SessionGradients:
         """
         with without_torch_function():
             for row, grad in enumerate(map(get_grad, self.table.parameters)):
-                if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
+                if isinstance(grad, GradStandIn) and in_slot_at_all(grad) and row not in self.table.shards:
                     with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
                         grad.grad_state.source = KeptGradient(self.slots.fetch(row))
         self.end()
@@ -218,6 +233,11 @@ class SessionGradients:
         """Whether this real gradient was made by the graphs and not edited since."""
         return is_as_noted(grad, self.shown.own.get(row))
 
+    def untouched(self, row: int, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """What is updated here of such a gradient: all of it, or a shard. None for others."""
+        found = shard_on_device(grad) if row in self.table.shards else grad
+        return found if found is not None and self.is_untouched(row, found) else None
+
     def any_in_place(self) -> bool:
         """Whether a gradient that `step()` may take rests where the present placement has it.
 
@@ -225,7 +245,7 @@ class SessionGradients:
         """
         with without_torch_function():
             found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
-            return any(is_in_slot(grad) if isinstance(grad, GradStandIn) else self.is_untouched(row, grad) for row, grad in found)
+            return any((isinstance(grad, GradStandIn) and is_in_slot(grad)) or self.untouched(row, grad) is not None for row, grad in found)
 
     # ---- taking gradients ----
 
@@ -307,8 +327,9 @@ class SessionGradients:
             return False
         real: dict[int, torch.Tensor] = {}
         for i in group.on_device.positions:
-            row, grad = group.rows[i], held[i]
-            if grad is None or not self.is_untouched(row, grad) or (row not in again and self.parts.may_get_more(row)):
+            row = group.rows[i]
+            grad = self.untouched(row, held[i])
+            if grad is None or (row not in again and self.parts.may_get_more(row)):
                 return False
             real[row] = grad
         if real:
@@ -342,7 +363,7 @@ class SessionGradients:
             self.shown.on_device(on_device, self.shown.copies(on_device, on_device.of(given)))
         on_host = group.part([i for i in new if i in group.on_host.positions])
         if on_host:
-            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(on_host.of(given), on_host.parameters, strict=True)]
+            laid_out = [like_parameter(g, p, copy=False) for g, p in zip(on_host.of(given), on_host.homes, strict=True)]
             self._send(on_host, laid_out)
 
     def _laid_aside(self, row: int, grad: torch.Tensor) -> bool:
@@ -354,7 +375,7 @@ class SessionGradients:
         held = parameter.grad
         if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_gone(held)):
             return False
-        self.parts.lay_aside(row, held, like_parameter(grad, parameter, copy=True))
+        self.parts.lay_aside(row, held, like_parameter(grad, self.table.homes[row], copy=True))
         parameter.grad = None  # autograd puts there what comes from eager code
         return True
 
@@ -372,11 +393,13 @@ class SessionGradients:
             if is_gone(held):
                 return grad, False  # put back by hand, so the sum cannot be known: `.grad` stays what says so to whoever asks
             if is_clean(held):
-                return (held.grad_state.source.fetch() if earlier is None else earlier).add_(grad), True
-            held = held.grad_state.materialize()
-            parameter.grad = held
+                return (held.grad_state.source.home() if earlier is None else earlier).add_(grad), True
         if held is None:
             return grad, True
+        if row in self.table.shards:
+            return self.real(row, held).add_(grad), True
+        if isinstance(held, GradStandIn):
+            held = parameter.grad = held.grad_state.materialize()
         ours = self.is_untouched(row, held)
         held.add_(grad)
         (self.shown.own if ours else self._summed)[row] = Noted.now(held)

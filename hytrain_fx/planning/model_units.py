@@ -10,8 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit as RegisteredUnit
@@ -63,7 +61,7 @@ class ModelUnits:
 
     def _unit(self, index: int, number: int) -> Unit:
         unit = self._registered[number]
-        numels = tuple(self._table.parameters[row].numel() for row in unit.rows)
+        numels = tuple(self._table.homes[row].numel() for row in unit.rows)
         flops = {"forward": 0.0, "backward": 0.0}
         for graph in () if self.capture is None else self.capture.graphs:
             if graph.kind in flops:
@@ -90,11 +88,11 @@ class ModelUnits:
 class StateSizes:
     """Of all rows of one model, wherever their states rest."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], states: StateStore) -> None:
-        self._parameters = parameters
+    def __init__(self, table: ParameterTable, states: StateStore) -> None:
+        self._homes = table.homes
         self._states = states
-        self._rows = range(len(parameters))
-        self._numel = sum(parameter.numel() for parameter in parameters)
+        self._rows = range(len(table))
+        self._numel = sum(home.numel() for home in table.homes)
 
     def device_bytes_per_param(self) -> float:
         """States, and the gradient that stays on the device until its update has run."""
@@ -145,7 +143,7 @@ class StateSizes:
         return moved
 
     def _grad_bytes(self, rows: Sequence[int]) -> int:
-        return sum(self._parameters[row].numel() * self._parameters[row].element_size() for row in rows)
+        return sum(self._homes[row].numel() * self._homes[row].element_size() for row in rows)
 
 
 def _overlap(a: Piece, b: Piece) -> int:

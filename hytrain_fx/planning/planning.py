@@ -105,7 +105,7 @@ class Planning:
     ) -> None:
         self._config, self._table, self._states, self._engine, self._marks = config, table, states, engine, marks
         self.units = ModelUnits(table, registered, states)
-        self._sizes = StateSizes(table.parameters, states)
+        self._sizes = StateSizes(table, states)
         self._moves = MoveCosts(self._sizes, states)
         self._solver = Solver(config, table.device, self.units, self._sizes, can_stream=engine.can_stream)
         self.controller = Controller(config.replan_every if self._solver.solves else 0, config.warmup_steps)

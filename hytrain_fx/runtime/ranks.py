@@ -3,6 +3,8 @@
     ranks_that_begin_alike    weights and buffers become those of the first rank
     require_alike             every rank has found the same: called where a graph is new
     mean                      the mean of each rank's tensors, element by element
+    mean_shards               the same, and each rank gets its shards alone
+    gather                    each rank's shards come to all ranks
 
 A collective that one rank does not come to would hang the others. So all of them are called by the
 launching thread, in the order of the compiled graphs, which `require_alike` compares first. What is
@@ -27,6 +29,7 @@ import torch
 from torch import distributed, nn
 
 from hytrain_fx.errors import ConfigError, RankError
+from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
@@ -79,8 +82,8 @@ class Ranks:
 
     def in_words(self) -> str:
         """For `explain`."""
-        return (f"{self.size} ranks train together, this is rank {self.rank}: gradients are averaged as the backward makes them, and each "
-                "rank updates every parameter, with all its states")
+        return (f"{self.size} ranks train together, this is rank {self.rank}: gradients are averaged as the backward makes them, each rank "
+                "updates its shard of every matrix and keeps that shard's states, and the next forward gathers the new weights")
 
     def start_alike(self, model: nn.Module) -> None:
         """Give this model the weights and buffers of rank 0.
@@ -115,23 +118,56 @@ class Ranks:
     def mean(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], of: str) -> list[torch.Tensor]:
         """The mean over the ranks of each tensor, in the order of memory of `like`.
 
+        parts  of one dtype
         like   dense tensors of the parts' shapes
         of     whose gradients they are, for messages
 
         Returns new tensors, which share memory. Raises RankError where a rank does not come in
         time, or has failed.
         """
-        means = list(parts)
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            places = [i for i, part in enumerate(parts) if part.dtype == dtype]
-            bucket, views = _bucket([like[i] for i in places], dtype)
-            _foreach_copy_(views, [parts[i] for i in places])
-            bucket.div_(self.size)
-            add = partial(distributed.all_reduce, bucket, group=self._group, async_op=True)
-            self._run(f"the gradients of {of} and others", add)
-            for i, view in zip(places, views, strict=True):
-                means[i] = view
-        return means
+        bucket, views = _bucket(like, parts[0].dtype)
+        _foreach_copy_(views, list(parts))
+        bucket.div_(self.size)
+        add = partial(distributed.all_reduce, bucket, group=self._group, async_op=True)
+        self._run(f"the gradients of {of} and others", add)
+        return views
+
+    def mean_shards(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> list[torch.Tensor]:
+        """This rank's shard of the mean of each tensor, over the ranks.
+
+        wholes   flat, of one dtype, in the layout's order
+        of       whose gradients they are, for messages
+
+        Returns new flat tensors, which share memory. Raises RankError as `mean` does.
+        """
+        bucket = layout.pack(wholes)
+        bucket.div_(self.size)
+        own = bucket.new_empty(layout.each)
+        add = partial(distributed.reduce_scatter_tensor, own, bucket, group=self._group, async_op=True)
+        self._run(f"the gradients of {of} and others", add)
+        return layout.shards(own)
+
+    def gather(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> None:
+        """Each rank's shard of each tensor comes to all ranks.
+
+        wholes   flat, of one dtype, in the layout's order. This rank's shards are there
+        of       what they are, for messages
+
+        Raises RankError as `mean` does.
+        """
+        bucket, own = layout.pack_own(wholes)
+        send = partial(distributed.all_gather_into_tensor, bucket, own, group=self._group, async_op=True)
+        self._run(of, send)
+        layout.unpack_others(bucket, wholes)
+
+    def of_each(self, own: torch.Tensor, of: str) -> torch.Tensor:
+        """The values of every rank, one row for each. `own`: 1-dim, as long on all of them.
+
+        Raises RankError as `mean` does.
+        """
+        found = own.new_empty(self.size * own.numel())
+        self._run(of, partial(distributed.all_gather_into_tensor, found, own.contiguous(), group=self._group, async_op=True))
+        return found.view(self.size, -1)
 
     def _gathered(self, what: str, found: object) -> list[Any]:
         of_ranks: list[Any] = [None] * self.size

@@ -20,7 +20,6 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
@@ -112,8 +111,8 @@ class CommitBuilder:
                     leave(row, grad)
                 elif row in cut:
                     items += self._items_of_pieces(row, grad, scalars)
-                elif not on_host and self._gradients.is_untouched(row, grad):
-                    items.append(CommitItem(row, scalars, grad, row in touched))
+                elif not on_host and (real := self._gradients.untouched(row, grad)) is not None:
+                    items.append(CommitItem(row, scalars, real, row in touched))
                 else:
                     items.append(self._item(row, grad, scalars, row in touched))
         return items
@@ -186,11 +185,9 @@ class CommitBuilder:
         return row
 
     def _item(self, row: int, grad: torch.Tensor, numbers: UpdateScalars, touched: bool) -> CommitItem:
-        if isinstance(grad, GradStandIn):
-            if is_in_slot(grad) and self._states.gradient_leaves(row):
-                return CommitItem(row, numbers, None, touched, grad.factors)
-            grad = grad.grad_state.materialize()  # edited, or its states have moved since the backward, or a step() has taken it
-        require_strided(grad, self._table.names[row])
+        if isinstance(grad, GradStandIn) and is_in_slot(grad) and self._states.gradient_leaves(row):
+            return CommitItem(row, numbers, None, touched, grad.factors)
+        grad = self._gradients.real(row, grad)  # edited, or its states have moved since the backward, or a step() has taken it
         self._gradients.held.end_update(row)
         if self._states.gradient_leaves(row):
             self._gradients.offload_real(row, grad)
@@ -204,9 +201,8 @@ class CommitBuilder:
         as the gradient is made: not every write to a gradient counts up its version (GradScaler's
         unscaling of bf16, `.grad.data`), so that nobody could tell a stale piece.
         """
-        if isinstance(grad, GradStandIn):
-            grad = grad.grad_state.materialize()
-        require_strided(grad, self._table.names[row])
+        found = self._gradients.untouched(row, grad)
+        grad = self._gradients.real(row, grad) if found is None else found
         self._gradients.held.end_update(row)
         grad = self._gradients.on_device(row, grad)
         self._gradients.offload_pieces(row, grad)

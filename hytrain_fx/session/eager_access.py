@@ -103,11 +103,18 @@ class EagerAccess:
         if self._turns.is_elsewhere:
             self._turns.read()
             self.copies.before_eager_code()  # from now on all fp32 memory stays: the next read may come while a graph runs
-            self._engine.settle(self._states.pieces.of(row))
+            self._settle([row])
         else:
             with self._marks.held("read"):
-                self._engine.settle(self._states.pieces.of(row))
+                self._settle([row])
         self.copies.fill([row])
+
+    def _settle(self, rows: Sequence[int]) -> None:
+        """Return when the new weights of these rows are there, whoever reads them."""
+        self._engine.settle(self._states.pieces.rows(rows))
+        if self._nodes.gathered:
+            self._nodes.gathered.of(rows)
+            self._nodes.gathered.synchronize()
 
     @whole()
     def touch(self, parameter: nn.Parameter) -> None:
@@ -223,7 +230,7 @@ class EagerAccess:
         `elsewhere`: on another stream than the forward's.
         """
         if elsewhere:  # what follows makes only this stream wait
-            self._engine.settle(self._states.pieces.rows(rows))
+            self._settle(rows)
         self._nodes.wait(rows)
 
     @whole()
@@ -280,3 +287,5 @@ class EagerAccess:
     def wait(self, parameters: Sequence[int]) -> None:
         """The compute stream is to see the committed weights of these parameters."""
         self._engine.wait(self._states.pieces.rows(parameters))
+        if self._nodes.gathered:
+            self._nodes.gathered.of(parameters)

@@ -42,7 +42,7 @@ class FiniteSteps:
         self._builder = builder
         self._states = states
         self._slots = slots
-        self._finiteness = Finiteness(states.copies)
+        self._finiteness = Finiteness(states.copies, slots.shards)
         self._error: NonFiniteGradientError | None = None
 
     def use(self, mode: OnNonfinite) -> None:
@@ -95,9 +95,10 @@ class FiniteSteps:
         self.count += 1
         self.last = number
         if self._mode == "raise":
-            name = self._slots.name(self._states.pieces.parameter(check.first()))
+            row = check.first()
+            of = "on another rank" if row is None else f"among them that of {self._slots.name(self._states.pieces.parameter(row))}"
             self._error = NonFiniteGradientError(
-                f"the gradients of step {number} hold NaN or infinite values (among them that of {name}), so it was left out: weights, "
+                f"the gradients of step {number} hold NaN or infinite values ({of}), so it was left out: weights, "
                 f"optimizer states and step counts are those before step {number}, and training may go on. Look at the loss before "
                 'step(), or leave such steps out without an error: on_nonfinite="skip"'
             )

@@ -12,12 +12,13 @@ They take gradients, arm updates, release weights and wait for them; runs are ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import DroppedNodeError
 from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.destinations import NOWHERE_ELSE, Elsewhere
@@ -27,21 +28,28 @@ from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.weights.gathered import GatheredWeights
 
 
 class SessionNodes:
     """Implements `ops.StepNodes` for one session."""
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks, ranks: Ranks | None = None,
+        units: Sequence[Unit] = ()
+    ) -> None:
         self.table = table
-        self.gradients = SessionGradients(table, engine, states)
+        self.averaged = AveragedGradients(ranks, table) if ranks else None
+        self.gathered = GatheredWeights(ranks, table, units, engine, states) if ranks and table.shards else None
+        if self.averaged and self.gathered:
+            self.averaged.shards.weights_first = self.gathered.all
+        self.gradients = SessionGradients(table, engine, states, self.averaged.shards if self.averaged and table.shards else None)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.captured_rows: frozenset[int] = frozenset()  # rows that any backward graph offloads
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
-        self.averaged = AveragedGradients(ranks, table) if ranks else None
         self._engine = engine
         self._states = states
         self._marks = marks
@@ -130,13 +138,27 @@ class SessionNodes:
 
     def _end_updates(self, rows: Sequence[int]) -> None:
         self._engine.wait(self._states.pieces.rows(rows))
+        if self.gathered:
+            self.gathered.of(rows)
         self._unwaited.difference_update(rows)
         if self.gradients.held:
             self.gradients.held.let_go(rows)
 
-    def committed(self, rows: Iterable[int]) -> None:
+    def before_step(self, eager: Collection[int]) -> None:
+        """A `step()` begins. `eager`: rows that code outside the graphs has given a gradient.
+
+        Raises RankError, and UnsupportedError for a gradient that is this rank's own.
+        """
+        if self.averaged:
+            self.averaged.require_all(eager)
+        if self.gathered:
+            self.gathered.all()
+
+    def committed(self, rows: Collection[int]) -> None:
         """A `step()` has begun the updates of these rows."""
         self._unwaited.update(rows)
+        if self.gathered:
+            self.gathered.updated(rows)
 
     @contextmanager
     def all_waited(self, graph: int) -> Iterator[None]:
@@ -160,6 +182,8 @@ class SessionNodes:
 
         Releases are not counted: `step()` makes up for one that is lost.
         """
+        if self.gathered:
+            self.gathered.all()
         if self.averaged:
             self.averaged.begin(self.graph_calls[graph])
         before = self.runs.copy()

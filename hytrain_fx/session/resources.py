@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.config import Config
 from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.plan import PlacedPiece, Placement
@@ -50,15 +51,15 @@ class Resources:
     """Memory and time of one session: its optimizer states and the engine's ring."""
 
     def __init__(
-        self, states: StateStore, parameters: Sequence[torch.Tensor], engine: Engine, config: Config, clock: StartupClock
+        self, states: StateStore, table: ParameterTable, engine: Engine, config: Config, clock: StartupClock
     ) -> None:
         self._clock = clock
         self._states = states
-        self._device = parameters[0].device
+        self._device = table.device
         self._engine = engine
         self._limit_bytes = config.host_memory
-        self._ring_bytes = partial(ring_bytes_for, parameters, config)
-        self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(parameters)))
+        self._ring_bytes = partial(ring_bytes_for, table.homes, config)
+        self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(table)))
         self._known: tuple[tuple[int, int, int], Tiers] | None = None
         self._energy: EnergyTotals | None = None
 

@@ -37,6 +37,7 @@ from hytrain_fx.runtime.engine import Engine, settling
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine
 from hytrain_fx.runtime.ranks import ranks_that_begin_alike
+from hytrain_fx.runtime.updates import kernel_update
 from hytrain_fx.session.callbacks import shut_down
 from hytrain_fx.session.eager_access import EagerAccess
 from hytrain_fx.session.finite_steps import FiniteSteps
@@ -67,6 +68,8 @@ class Session:
         self.table: ParameterTable = build_table(model, optimizer)
         self.ranks = ranks_that_begin_alike(model, config.process_group)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
+        if self.ranks and kernel_update(optimizer):
+            self.table = self.table.shared_among(self.ranks.size, self.ranks.rank)
         self._update = OptimizerUpdate(optimizer, self.table)
         self.rule = self._update.rule
         self.config = config = self._update.config(config)
@@ -94,8 +97,8 @@ class Session:
     def _build(self, model: nn.Module) -> None:
         self.states = self._update.make_states(self.engine, self.units)
         self._probe = self._update.make_probe(self.engine)
-        self.resources = Resources(self.states, self.table.parameters, self.engine, self.config, self.clock)
-        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks)
+        self.resources = Resources(self.states, self.table, self.engine, self.config, self.clock)
+        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units)
         self.builder = self._update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
@@ -216,8 +219,7 @@ class Session:
         self.finite_steps.raise_told(wait=True)
         self.states.require_whole()
         self.places.require_trained()
-        if self.nodes.averaged:
-            self.nodes.averaged.require_all(self.eager.gradient_rows)
+        self.nodes.before_step(self.eager.gradient_rows)
         begin_s = time.perf_counter()
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
@@ -307,6 +309,9 @@ class Session:
         """
         if not self.closed:
             self.engine.settle(range(self.engine.rows))
+            if self.nodes.gathered:
+                self.nodes.gathered.all()
+                self.nodes.gathered.synchronize()
             self.copies.fill(self._all_rows)
 
     @in_turn
@@ -355,6 +360,8 @@ class Session:
 
     def _close(self) -> None:
         try:
+            if self.nodes.gathered and not self.closed:
+                self.settle()
             self.copies.restore()
             self._shut_down()
         finally:

@@ -59,6 +59,8 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
         with self._session.states.loading(all_states=False):
             _load_row(self._session, row, entry)
+        if self._session.nodes.gathered:
+            self._session.nodes.gathered.updated([row])
 
     @in_turn
     def __delitem__(self, parameter: torch.Tensor) -> None:
@@ -114,7 +116,7 @@ def _own_entries(session: Session) -> OwnEntries | None:
 
 def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
     with without_torch_function():
-        states, parameter = session.states.whole(row), session.table.parameters[row]
+        states, parameter = _whole(session, row), session.table.parameters[row]
         if (own := _own_entries(session)) is not None:
             return own.read(row)
     entry = {"step": torch.tensor(float(session.builder.steps[row]))}
@@ -122,6 +124,14 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
     if parameter.dtype != torch.float32:
         entry["master"] = _shaped(states.master, parameter)
     return entry
+
+
+def _whole(session: Session, row: int) -> RowStates:
+    """As `StateStore.whole`, with what other ranks keep."""
+    states, gathered = session.states.whole(row), session.nodes.gathered
+    if gathered is None or row not in session.table.shards:
+        return states
+    return states.changed(partial(gathered.whole, row))
 
 
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -158,6 +168,8 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
             _load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():
             _load_row(session, row, entry)
+        if session.nodes.gathered:
+            session.nodes.gathered.updated(saved_of_row)
         session.frozen_states = {parameter: dict(entry) for parameter, entry in frozen.items()}
 
 
@@ -189,8 +201,8 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
         return
     session.builder.steps[row] = int(saved["step"])
     master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
-    loaded = tuple(_flat(saved[name], parameter) for name in table.names)
-    session.states.write(row, RowStates(table, _flat(master, parameter), loaded))
+    loaded = RowStates(table, _flat(master, parameter), tuple(_flat(saved[name], parameter) for name in table.names))
+    session.states.write(row, loaded.changed(partial(session.states.pieces.memory, row)))
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:

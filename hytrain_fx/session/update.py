@@ -52,9 +52,12 @@ class OptimizerUpdate:
     def make_states(self, engine: Engine, units: Sequence[Unit]) -> StateStore:
         """A row of the engine for each parameter, and the states that the optimizer keeps of it."""
         table, unit_of = self._table, unit_of_rows(units)
+        states = StateStore(
+            table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names, table.shards)
         for row, parameter in enumerate(table.parameters):
-            engine.add_row(RowSpec(parameter.numel(), unit_of[row], parameter.detach(), table.names[row]))
-        return StateStore(table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names)
+            memory = states.pieces.memory(row, parameter)
+            engine.add_row(RowSpec(memory.numel(), unit_of[row], memory, table.names[row]))
+        return states
 
     def _tables(self) -> list[StateTable]:
         if self.rule is not None:

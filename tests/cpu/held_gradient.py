@@ -30,6 +30,8 @@ def gradient(dtype: torch.dtype = torch.float32, device: str = "cpu", shape: tup
 class HeldGradient:
     """Implements GradSource. `known`: the (order, foreach) pairs whose norm is available."""
 
+    shards = None
+
     def __init__(self, gradient: Tensor, known: Iterable[tuple[float, bool]] = ()) -> None:
         self.fetches = 0
         self.wanted: list[tuple[float, bool]] = []
@@ -42,6 +44,8 @@ class HeldGradient:
             raise GradientConsumedError("the gradient was used by step()")
         self.fetches += 1
         return self._gradient.clone()
+
+    home = fetch
 
     def norm(self, ord: float, foreach: bool) -> Tensor | None:
         if (ord, foreach) not in self._known or not self._gradient.numel():

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.ir.shard import shard_of
 from hytrain_fx.runtime.engine import Stage
 
 from .interpreted import graphs_interpreted
@@ -118,7 +120,7 @@ def ours(rank: int, dtype: torch.dtype, loop: str, **options: Any) -> Found:
     session = session_of(model)
     for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D) if rank % 2 else ():
         session.engine.set_delay(stage, 500)
-    losses = _trained(model, optimizer, rank, loop, lambda: None)
+    losses = _trained(model, optimizer, rank, loop, lambda: None, clip=lambda of: float(clip_grad_norm_(of.parameters(), 0.5)))
     found = {"losses": losses, "weights": weights(model), "runs": dict(session.nodes.runs), "text": hytrain_fx.explain(model).details()}
     found["states"] = [state["exp_avg_sq"].clone() for state in optimizer.state_dict()["state"].values()]
     hytrain_fx.close(model)
@@ -147,12 +149,13 @@ def by_hand(rank: int, size: int, dtype: torch.dtype, loop: str) -> Found:
             parameter.grad = sums.pop(parameter, None)
 
     model.compile()
-    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, average, put_back)
+    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, average, put_back, partial(_clipped_in_shards, size))
     return {"losses": losses, "weights": weights(model)}
 
 
 def _trained(
-    model: Any, optimizer: Any, rank: int, loop: str, after_backward: Callable[[], None], before_step: Callable[[], None] = lambda: None
+    model: Any, optimizer: Any, rank: int, loop: str, after_backward: Callable[[], None], before_step: Callable[[], None] = lambda: None,
+    clip: Callable[[Any], float] = lambda model: 0.0
 ) -> list[float]:
     losses: list[float] = []
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -167,13 +170,31 @@ def _trained(
             losses.append(loss.item())
         before_step()
         if loop == "clipped":
-            losses.append(float(clip_grad_norm_(model.parameters(), 0.5)))
+            losses.append(clip(model))
         optimizer.step()
         optimizer.zero_grad()
         if loop == "evaluated":
             with torch.no_grad():
                 losses.append(model(tokens_of(rank, 999)).item())
     return losses
+
+
+def _clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
+    """`clip_grad_norm_`, where the norm of a matrix is that of its shards' norms."""
+    norms = []
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        shard = shard_of(grad.shape, 0, size)
+        if shard is None:
+            norms.append(torch.linalg.vector_norm(grad))
+        else:
+            of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.flatten().split(shard.sizes)]
+            norms.append(torch.linalg.vector_norm(torch.stack(of_shards)).to(grad.dtype))
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, total)
+    return float(total)
 
 
 def _scaled_step(

@@ -7,15 +7,17 @@ One where the parameter is whole, one for each piece where it is cut.
                                         seen
 
 A row keeps its range for good, so a cut that comes back finds its rows again. Numbers of parameters
-become rows here; where nothing is cut the two are the same.
+become rows here; where nothing is cut the two are the same. Of a parameter that several ranks
+update in shards, "whole" is this rank's shard, and ranges count from its beginning.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hytrain_fx.ir.plan import Piece
+from hytrain_fx.ir.shard import Shard
 from hytrain_fx.runtime.engine import Engine, RowSpec
 
 
@@ -31,14 +33,17 @@ class PieceRows:
     piece_of  by row that was made for a piece: which one
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], unit_of: Sequence[int], engine: Engine) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], names: Sequence[str], unit_of: Sequence[int], engine: Engine, shards: Mapping[int, Shard]
+    ) -> None:
         self.cut: dict[int, tuple[int, ...]] = {}
         self.piece_of: dict[int, Piece] = {}
         self._rows: dict[Piece, int] = {}
         self._names = tuple(names)
         self._unit_of = list(unit_of)
         self._engine = engine
-        self._numels = [parameter.numel() for parameter in parameters]
+        self._shards = shards
+        self._numels = [shards[row].end - shards[row].begin if row in shards else p.numel() for row, p in enumerate(parameters)]
         self._expanded: dict[Sequence[int], tuple[int, ...]] = {}
 
     def __len__(self) -> int:
@@ -57,6 +62,11 @@ class PieceRows:
         if found is None:
             found = self._expanded[key] = tuple(row for parameter in key for row in self.of(parameter))
         return found
+
+    def memory(self, parameter: int, weight: torch.Tensor) -> torch.Tensor:
+        """What is updated here of a whole weight: its elements, flat, or those of the shard."""
+        shard = self._shards.get(parameter)
+        return flat_memory(weight) if shard is None else flat_memory(weight)[shard.begin : shard.end]
 
     def piece(self, row: int) -> Piece:
         """What the row updates."""
@@ -88,7 +98,7 @@ class PieceRows:
         if len(pieces) == 1:
             self.cut.pop(parameter, None)
         else:
-            self.cut[parameter] = tuple(self._row_of(piece, flat_memory(weight)) for piece in pieces)
+            self.cut[parameter] = tuple(self._row_of(piece, self.memory(parameter, weight)) for piece in pieces)
         return self.of(parameter)
 
     def restore(self, cut: dict[int, tuple[int, ...]]) -> None:
@@ -98,10 +108,11 @@ class PieceRows:
 
     def set_weight(self, parameter: int, weight: torch.Tensor) -> None:
         """The parameter has other memory: tell all its rows, also those at rest."""
-        self._engine.set_weight(parameter, weight)
+        memory = self.memory(parameter, weight)
+        self._engine.set_weight(parameter, memory)
         for row, piece in self.piece_of.items():
             if piece.parameter == parameter:
-                self._engine.set_weight(row, flat_memory(weight)[piece.begin : piece.end])
+                self._engine.set_weight(row, memory[piece.begin : piece.end])
 
     def _row_of(self, piece: Piece, weight: torch.Tensor) -> int:
         row = self._rows.get(piece)

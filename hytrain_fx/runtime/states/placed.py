@@ -17,11 +17,13 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
+from hytrain_fx.ir.shard import Shard
 from hytrain_fx.ir.states import Kernel, StateTable, StateTraffic
 from hytrain_fx.runtime.engine import Engine, RowStates
 from hytrain_fx.runtime.states.copied_weights import CopiedWeights
@@ -40,6 +42,7 @@ class PlacedStates:
     unit_of   unit of each parameter: the rows of a unit share one slab
     tables    by parameter: the states that it has
     names     of the parameters, for messages
+    shards    by number of a parameter that ranks update in shards: this rank's
 
     pieces       the rows of each parameter
     placement    by row that is in use
@@ -53,10 +56,11 @@ class PlacedStates:
         tables: Sequence[StateTable],
         engine: Engine,
         names: Sequence[str] = (),
+        shards: Mapping[int, Shard] = MappingProxyType({}),
     ) -> None:
         self._weights = list(weights)
         self.copies = CopiedWeights()
-        self.pieces = PieceRows(weights, names or [""] * len(self._weights), unit_of, engine)
+        self.pieces = PieceRows(weights, names or [""] * len(self._weights), unit_of, engine, shards)
         self.placement: dict[int, Placement] = dict.fromkeys(range(len(self._weights)), Placement.CPU)
         self.arrangement = 0
         self._leaving: tuple[int, frozenset[int]] = (-1, frozenset())  # and the arrangement it is of
@@ -190,7 +194,7 @@ class PlacedStates:
         For the guard of a parameter this is a touch, unless the guard is off.
         """
         piece = self.pieces.piece(row)
-        return flat_memory(self._weights[piece.parameter])[piece.begin : piece.end]
+        return self.pieces.memory(piece.parameter, self._weights[piece.parameter])[piece.begin : piece.end]
 
     # ---- where they rest ----
 

@@ -192,7 +192,8 @@ class StateStore(PlacedStates):
         for row in self.pieces.of(parameter):
             if self.placement[row].rests_on_device:
                 piece = self.pieces.piece(row)
-                self._states[row] = replace(self._states[row], master=flat_memory(weight)[piece.begin : piece.end])
+                master = self.pieces.memory(parameter, weight)[piece.begin : piece.end]
+                self._states[row] = replace(self._states[row], master=master)
                 self._tell_engine([row])
 
     def _load_master(self, row: int) -> None:

@@ -1,0 +1,119 @@
+"""New weights of which each rank has updated its shard: gathered before they are read.
+
+    step()          the shards of its rows are to be gathered, unit by unit
+    a forward       before it reads a unit: that unit, and those before it
+    a reader        anybody else of a weight: the same
+    a backward      the rest, before its first gradients go from rank to rank
+
+So between two steps every rank gathers each unit once, in the order of the units, whoever asks
+first. A rank that asks earlier than others waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from threading import RLock
+
+import torch
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.capture.units import Unit
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.fallback.rows import flat_alias
+from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.runtime.shard_layout import ShardLayout
+from hytrain_fx.runtime.states.store import StateStore
+
+
+class GatheredWeights:
+    """The weights of one session that several ranks update in shards."""
+
+    def __init__(self, ranks: Ranks, table: ParameterTable, units: Sequence[Unit], engine: Engine, states: StateStore) -> None:
+        self._ranks = ranks
+        self._table = table
+        self._units = units
+        self._engine = engine
+        self._states = states
+        self._pending: deque[tuple[int, ...]] = deque()  # rows of each unit whose shards are to come, in the units' order
+        self._rows: set[int] = set()  # in them
+        self._alike: set[tuple[int, ...]] = set()  # rows of steps, as far as they were compared
+        self._layouts: dict[tuple[int, ...], ShardLayout] = {}
+        self._lock = RLock()  # another thread may read weights
+        self._committed: torch.cuda.Event | None = None
+        self._gathered: torch.cuda.Event | None = None
+
+    def updated(self, parameters: Collection[int]) -> None:
+        """A `step()` has begun the updates of these, or their states were loaded.
+
+        Raises RankError where another rank updates others.
+        """
+        with self._lock:
+            self.all()
+            rows = tuple(sorted(self._table.shards.keys() & set(parameters)))
+            if rows not in self._alike:
+                self._ranks.require_alike("the parameters that step() updates", [self._table.names[row] for row in rows])
+                self._alike.add(rows)
+            self._rows = set(rows)
+            of_units = (tuple(row for row in unit.rows if row in self._rows) for unit in self._units)
+            self._pending = deque(filter(None, of_units))
+            if self._table.device.type == "cuda":
+                self._committed = torch.cuda.current_stream(self._table.device).record_event()
+
+    def of(self, parameters: Iterable[int]) -> None:
+        """The current stream is to see the new weights of these, whole. Raises RankError."""
+        with self._lock:
+            wanted = self._rows.intersection(parameters)
+            while wanted:
+                rows = self._pending.popleft()
+                self._gather(rows)
+                wanted.difference_update(rows)
+            if self._gathered is not None:
+                torch.cuda.current_stream(self._table.device).wait_event(self._gathered)
+
+    def whole(self, row: int, part: torch.Tensor) -> torch.Tensor:
+        """What every rank keeps of one parameter, together, flat on the CPU.
+
+        part   what this one keeps of it
+
+        Raises RankError where another rank does not ask for it.
+        """
+        shard, name = self._table.shards[row], self._table.names[row]
+        with self._lock:
+            self.all()
+            self._ranks.require_alike("optimizer states that the loop reads", [name])
+            whole = torch.empty(shard.numel, dtype=part.dtype, device=self._table.device)
+            whole[shard.begin : shard.end] = part
+            self._ranks.gather([whole], self._layout((row,)), f"the states of {name}")
+        return whole.cpu()
+
+    def synchronize(self) -> None:
+        """Return when what was gathered is there, for any stream."""
+        if self._gathered is not None:
+            self._gathered.synchronize()
+
+    def all(self) -> None:
+        """`of` all that are not gathered yet."""
+        self.of(list(self._rows))
+
+    def _gather(self, rows: tuple[int, ...]) -> None:
+        stream = None if self._committed is None else torch.cuda.current_stream(self._table.device)
+        if stream is not None and self._committed is not None:
+            stream.wait_event(self._committed)  # the backward has read the old weights on another stream, perhaps
+        self._engine.wait(self._states.pieces.rows(rows))
+        self._rows.difference_update(rows)
+        with torch.no_grad():
+            parameters = {row: self._table.parameters[row] for row in rows}
+            for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
+                alike = tuple(row for row in rows if parameters[row].dtype == dtype)
+                # Memory with a version counter of its own: this is no edit of the parameter.
+                wholes = [flat_alias(parameters[row]) for row in alike]
+                self._ranks.gather(wholes, self._layout(alike), f"the new weights of {self._table.names[alike[0]]} and others")
+        if stream is not None:
+            self._gathered = stream.record_event()
+
+    def _layout(self, rows: tuple[int, ...]) -> ShardLayout:
+        found = self._layouts.get(rows)
+        if found is None:
+            found = self._layouts[rows] = ShardLayout([self._table.shards[row] for row in rows])
+        return found
