@@ -10,7 +10,8 @@ one rank's own would part the ranks unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -18,17 +19,23 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.shards import GradientShards
-from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.runtime.ranks import Packed, Ranks
+from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
 _Calls = tuple[tuple[int, ...], ...]
 
 
 class AveragedGradients:
-    """Averages for one session. `shards`: what has to do with gradients that come in shards."""
+    """Averages for one session.
+
+    shards   what has to do with gradients that come in shards
+    side     where gradients go from rank to rank
+    """
 
     def __init__(self, ranks: Ranks, table: ParameterTable) -> None:
         self.shards = GradientShards(ranks, table)
+        self.side = SideStream(table.device)
         self._ranks = ranks
         self._table = table
         self._alike: set[_Calls] = set()  # what backward graphs make, as far as it was compared
@@ -44,24 +51,38 @@ class AveragedGradients:
             self._ranks.require_alike("the gradients that a backward makes", [f"that of {names[row]}" for rows in calls for row in rows])
             self._alike.add(calls)
 
-    def of(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What one node takes. Raises RankError, and UnsupportedError for a sparse gradient."""
-        table, given = self._table, list(grads)
+    @contextmanager
+    def of(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Around what takes the gradients of one node, averaged.
+
+        Both are done beside the backward, on a stream of their own.
+
+        Raises RankError, and UnsupportedError for a sparse gradient.
+        """
         with without_torch_function():
-            for row, grad in zip(rows, given, strict=True):
-                require_strided(grad, table.names[row])
-            self._averaged.update(rows)
-            kinds = [(row in self.shards, grad.dtype) for row, grad in zip(rows, given, strict=True)]
-            for is_sharded, dtype in dict.fromkeys(kinds):
-                places = [i for i, kind in enumerate(kinds) if kind == (is_sharded, dtype)]
-                of, parts = tuple(rows[i] for i in places), [given[i] for i in places]
-                if is_sharded:
-                    parts = self.shards.mean(of, parts)
-                else:
-                    parts = self._ranks.mean(parts, [table.parameters[row].detach() for row in of], table.names[of[0]])
-                for i, part in zip(places, parts, strict=True):
+            packed = self._pack(rows, grads)
+        self._averaged.update(rows)
+        with self.side.beside(reads=[of.bucket for of in packed.values()]):
+            given = list(grads)
+            for places, of in packed.items():
+                for i, part in zip(places, of.send(), strict=True):
                     given[i] = part
-        return given
+            yield given
+
+    def _pack(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> dict[tuple[int, ...], Packed]:
+        """By positions: what goes from rank to rank together."""
+        table, packed = self._table, dict[tuple[int, ...], Packed]()
+        for row, grad in zip(rows, grads, strict=True):
+            require_strided(grad, table.names[row])
+        kinds = [(row in self.shards, grad.dtype) for row, grad in zip(rows, grads, strict=True)]
+        for kind in dict.fromkeys(kinds):
+            places = tuple(i for i, of in enumerate(kinds) if of == kind)
+            alike, parts = tuple(rows[i] for i in places), [grads[i] for i in places]
+            if kind[0]:
+                packed[places] = self.shards.mean(alike, parts)
+            else:
+                packed[places] = self._ranks.mean(parts, [table.parameters[row].detach() for row in alike], table.names[alike[0]])
+        return packed
 
     def dropped(self) -> None:
         """Nobody has a gradient."""

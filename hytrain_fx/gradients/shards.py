@@ -12,7 +12,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.rows import like_parameter
-from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.runtime.states.pieces import flat_memory
 
@@ -33,11 +33,8 @@ class GradientShards:
     def __contains__(self, row: object) -> bool:
         return row in self._table.shards
 
-    def mean(self, rows: tuple[int, ...], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's shards of the mean of these gradients, which are of one dtype.
-
-        Raises RankError.
-        """
+    def mean(self, rows: tuple[int, ...], grads: Sequence[torch.Tensor]) -> Packed:
+        """This rank's shards of the mean of these gradients, which are of one dtype."""
         names, parameters = self._table.names, self._table.parameters
         wholes = [flat_memory(like_parameter(grad, parameters[row], copy=False)) for row, grad in zip(rows, grads, strict=True)]
         return self._ranks.mean_shards(wholes, self._layout(rows), names[rows[0]])

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed, nn
@@ -62,6 +62,13 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None
     ranks = Ranks(group)
     ranks.start_alike(model)
     return ranks
+
+
+class Packed(NamedTuple):
+    """Memory that is to go from rank to rank, and what sends it and gives what comes of it."""
+
+    bucket: torch.Tensor
+    send: Callable[[], list[torch.Tensor]]
 
 
 class Ranks:
@@ -115,37 +122,44 @@ class Ranks:
         raise RankError(f"{what} differ between ranks: number {at} is {first} on rank 0 and {second} on rank {other}; "
                         "every rank must run the same model, with gradients for the same parameters")
 
-    def mean(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], of: str) -> list[torch.Tensor]:
+    def mean(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], of: str) -> Packed:
         """The mean over the ranks of each tensor, in the order of memory of `like`.
 
         parts  of one dtype
         like   dense tensors of the parts' shapes
         of     whose gradients they are, for messages
 
-        Returns new tensors, which share memory. Raises RankError where a rank does not come in
-        time, or has failed.
+        The parts are read now; what is given sums them, on the stream that is current then. It
+        raises RankError where a rank does not come in time, or has failed.
         """
         bucket, views = _bucket(like, parts[0].dtype)
         _foreach_copy_(views, list(parts))
         bucket.div_(self.size)
-        add = partial(distributed.all_reduce, bucket, group=self._group, async_op=True)
-        self._run(f"the gradients of {of} and others", add)
-        return views
 
-    def mean_shards(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> list[torch.Tensor]:
+        def send() -> list[torch.Tensor]:
+            self._run(f"the gradients of {of} and others", partial(distributed.all_reduce, bucket, group=self._group, async_op=True))
+            return views
+
+        return Packed(bucket, send)
+
+    def mean_shards(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> Packed:
         """This rank's shard of the mean of each tensor, over the ranks.
 
         wholes   flat, of one dtype, in the layout's order
         of       whose gradients they are, for messages
 
-        Returns new flat tensors, which share memory. Raises RankError as `mean` does.
+        As `mean`, with flat tensors.
         """
         bucket = layout.pack(wholes)
         bucket.div_(self.size)
-        own = bucket.new_empty(layout.each)
-        add = partial(distributed.reduce_scatter_tensor, own, bucket, group=self._group, async_op=True)
-        self._run(f"the gradients of {of} and others", add)
-        return layout.shards(own)
+
+        def send() -> list[torch.Tensor]:
+            own = bucket.new_empty(layout.each)
+            add = partial(distributed.reduce_scatter_tensor, own, bucket, group=self._group, async_op=True)
+            self._run(f"the gradients of {of} and others", add)
+            return layout.shards(own)
+
+        return Packed(bucket, send)
 
     def gather(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> None:
         """Each rank's shard of each tensor comes to all ranks.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -77,9 +77,8 @@ class SessionNodes:
             rows, grads = self._keep_returned(rows, grads)
             group = self.gradients.groups[rows]
             group.place(self._states)
-        if self.averaged and rows:
-            grads = self.averaged.of(rows, grads)
-        self.gradients.take(group, grads)
+        with self.averaged.of(rows, grads) if self.averaged and rows else nullcontext(grads) as taken:
+            self.gradients.take(group, taken)
 
     @whole()
     def cpu_step(self, rows: Sequence[int]) -> None:
@@ -94,7 +93,8 @@ class SessionNodes:
         """Arm the update on the device of rows placed there."""
         group = self.gradients.groups[rows]
         if group.on_device:
-            self._engine.arm_gpu(group.pieces)
+            with self.averaged.side.inside() if self.averaged else nullcontext():  # where the gradients were taken
+                self._engine.arm_gpu(group.pieces)
         self.runs["gpu_step"] += len(rows)
 
     @whole()
@@ -124,6 +124,8 @@ class SessionNodes:
         self._offloaded -= self.graph_rows.get(graph, frozenset())
         if rows:
             self.release(rows)
+        if self.averaged:
+            self.averaged.side.join()
         self._marks.mark(Mark.BACKWARD_END)
         self.runs["backward_end"] += 1
 
@@ -200,12 +202,16 @@ class SessionNodes:
             if ran < expected:
                 raise _dropped("backward", graph, kind, ran, expected)
 
-    def fetching_ahead(self, graph: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def fetching_ahead(self, graph: int) -> Iterator[None]:
         """Around one run of a backward graph, all of whose gradients go to `.grad`.
 
         What slots have comes back ahead of its nodes.
         """
-        return self.gradients.fetching_ahead(self.graph_calls[graph])
+        with ExitStack() as ahead:
+            with self.averaged.side.beside() if self.averaged else nullcontext():
+                ahead.enter_context(self.gradients.fetching_ahead(self.graph_calls[graph]))
+            yield
 
     @contextmanager
     def returning(self, elsewhere: Elsewhere) -> Iterator[dict[int, torch.Tensor]]:

@@ -23,7 +23,9 @@ from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.fallback.rows import flat_alias
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayout
+from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 class GatheredWeights:
@@ -41,7 +43,8 @@ class GatheredWeights:
         self._layouts: dict[tuple[int, ...], ShardLayout] = {}
         self._lock = RLock()  # another thread may read weights
         self._committed: torch.cuda.Event | None = None
-        self._gathered: torch.cuda.Event | None = None
+        self._come: dict[int, torch.cuda.Event] = {}  # by row: when it was there, whole
+        self._side = SideStream(table.device)
 
     def updated(self, parameters: Collection[int]) -> None:
         """A `step()` has begun the updates of these, or their states were loaded.
@@ -55,21 +58,37 @@ class GatheredWeights:
                 self._ranks.require_alike("the parameters that step() updates", [self._table.names[row] for row in rows])
                 self._alike.add(rows)
             self._rows = set(rows)
+            self._come.clear()
             of_units = (tuple(row for row in unit.rows if row in self._rows) for unit in self._units)
             self._pending = deque(filter(None, of_units))
             if self._table.device.type == "cuda":
                 self._committed = torch.cuda.current_stream(self._table.device).record_event()
 
     def of(self, parameters: Iterable[int]) -> None:
-        """The current stream is to see the new weights of these, whole. Raises RankError."""
+        """The current stream is to see the new weights of these, whole. Raises RankError.
+
+        Those of the next unit are put on their way, where this rank's have been.
+        """
+        parameters = tuple(parameters)
         with self._lock:
             wanted = self._rows.intersection(parameters)
             while wanted:
-                rows = self._pending.popleft()
-                self._gather(rows)
-                wanted.difference_update(rows)
-            if self._gathered is not None:
-                torch.cuda.current_stream(self._table.device).wait_event(self._gathered)
+                wanted.difference_update(self._gather())
+            if self._come:
+                stream = torch.cuda.current_stream(self._table.device)
+                for come in {self._come[row] for row in parameters if row in self._come}:
+                    stream.wait_event(come)
+            if self._pending and self._engine.issued(self._states.pieces.rows(self._pending[0])):
+                self._gather()
+
+    def all(self) -> None:
+        """`of` all that are not gathered yet."""
+        self.of(self._come.keys() | self._rows)
+
+    def synchronize(self) -> None:
+        """Return when what was gathered is there, for any stream."""
+        for come in set(self._come.values()):
+            come.synchronize()
 
     def whole(self, row: int, part: torch.Tensor) -> torch.Tensor:
         """What every rank keeps of one parameter, together, flat on the CPU.
@@ -87,30 +106,23 @@ class GatheredWeights:
             self._ranks.gather([whole], self._layout((row,)), f"the states of {name}")
         return whole.cpu()
 
-    def synchronize(self) -> None:
-        """Return when what was gathered is there, for any stream."""
-        if self._gathered is not None:
-            self._gathered.synchronize()
-
-    def all(self) -> None:
-        """`of` all that are not gathered yet."""
-        self.of(list(self._rows))
-
-    def _gather(self, rows: tuple[int, ...]) -> None:
-        stream = None if self._committed is None else torch.cuda.current_stream(self._table.device)
-        if stream is not None and self._committed is not None:
-            stream.wait_event(self._committed)  # the backward has read the old weights on another stream, perhaps
-        self._engine.wait(self._states.pieces.rows(rows))
+    def _gather(self) -> tuple[int, ...]:
+        """Gather the next unit; its rows."""
+        rows = self._pending.popleft()
         self._rows.difference_update(rows)
-        with torch.no_grad():
-            parameters = {row: self._table.parameters[row] for row in rows}
-            for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
+        with torch.no_grad(), without_torch_function(), self._side.beside():
+            if self._committed is not None:
+                torch.cuda.current_stream(self._table.device).wait_event(self._committed)  # another thread may be the first to ask
+            self._engine.wait(self._states.pieces.rows(rows))
+            parameters = self._table.parameters
+            for dtype in dict.fromkeys(parameters[row].dtype for row in rows):
                 alike = tuple(row for row in rows if parameters[row].dtype == dtype)
                 # Memory with a version counter of its own: this is no edit of the parameter.
-                wholes = [flat_alias(parameters[row]) for row in alike]
+                wholes = [flat_alias(parameters[row].detach()) for row in alike]
                 self._ranks.gather(wholes, self._layout(alike), f"the new weights of {self._table.names[alike[0]]} and others")
-        if stream is not None:
-            self._gathered = stream.record_event()
+            if self._committed is not None:
+                self._come.update(dict.fromkeys(rows, torch.cuda.current_stream(self._table.device).record_event()))
+        return rows
 
     def _layout(self, rows: tuple[int, ...]) -> ShardLayout:
         found = self._layouts.get(rows)

@@ -92,7 +92,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 def test_a_rank_that_stops_does_not_hang_the_others(tmp_path: Path) -> None:
     """They raise within the group's time limit, and name what they waited for."""
     first, second = started(rank_loops.one_stops, 2, tmp_path, timeout_s=4.0)
-    assert first.startswith("RankError: rank 0 of 2 waited for the gradients of head.weight")
+    assert first.startswith("RankError: rank 0 of 2 waited for the new weights of words.weight")
     assert second is None
 
 

@@ -229,6 +229,15 @@ bool Engine::pending(int row) {
   return state_.row(row).phase == Phase::PENDING;
 }
 
+bool Engine::issued(const int32_t* rows, int n) {
+  std::lock_guard lock(state_.mutex);
+  for (int i = 0; i < n; ++i) {
+    const Row& row = state_.row(rows[i]);
+    if (row.phase == Phase::PENDING && !row.is_issued()) return false;
+  }
+  return true;
+}
+
 // ---- measurement, tests ----
 
 void Engine::record(bool on) {

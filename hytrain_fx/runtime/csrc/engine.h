@@ -99,6 +99,8 @@ class Engine {
   void fetched(uint64_t fetch, void* stream) { fetches_.await(fetch, stream); }
   void discard(const int32_t* rows, int n);
   bool pending(int row);
+  // Whether wait() would return at once.
+  bool issued(const int32_t* rows, int n);
 
   // Measurement, and what tests provoke.
   void record(bool on);

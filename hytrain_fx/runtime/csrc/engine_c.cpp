@@ -144,6 +144,9 @@ int hytrain_discard(Engine* engine, const int32_t* rows, int n) {
 int hytrain_pending(Engine* engine, int row, int* out) {
   return guarded(engine, [&] { *out = engine->pending(row) ? 1 : 0; });
 }
+int hytrain_issued(Engine* engine, const int32_t* rows, int n, int* out) {
+  return guarded(engine, [&] { *out = engine->issued(rows, n) ? 1 : 0; });
+}
 int hytrain_factor_slots(Engine* engine, float** out) {
   return guarded(engine, [&] { *out = engine->factor_slots(); });
 }

@@ -331,6 +331,9 @@ class TorchEngine:
         with self._locked(failures=False):
             return self._row(row).phase is Phase.PENDING
 
+    def issued(self, rows: Sequence[int]) -> bool:
+        return not any(map(self.pending, rows))
+
     # ---- measurement, tests, the end ----
 
     def record(self, on: bool) -> None:

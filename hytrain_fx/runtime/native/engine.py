@@ -354,6 +354,11 @@ class NativeEngine:
         self._call("pending", row, byref(out))
         return bool(out.value)
 
+    def issued(self, rows: Sequence[int]) -> bool:
+        out = c_int()
+        self._call("issued", self._rows_array(rows), len(rows), byref(out))
+        return bool(out.value)
+
     def record(self, on: bool) -> None:
         self._call("record", int(on))
 
