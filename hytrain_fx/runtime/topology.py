@@ -7,7 +7,8 @@ One of each physical core, near the GPU, disjoint between the ranks of a host.
         ->  cpus_for      ->  {2, 3, 4, ...}    for all of them, where they are not
 
 The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also
-how hosts number their GPUs.
+how hosts number their GPUs. Where each rank was bound to CPUs of its own (by numactl, or the
+program itself), those are its block.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Topology:
                  known
     rank, ranks  this process among those of its host
     quota_cores  CPU time that the control group may use, in cores; None without such a limit
+    is_bound     whether these CPUs are this rank's alone
     """
 
     cpus: tuple[LogicalCpu, ...]
@@ -64,6 +66,7 @@ class Topology:
     rank: int = 0
     ranks: int = 1
     quota_cores: float | None = None
+    is_bound: bool = False
 
 
 def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
@@ -90,8 +93,10 @@ def cores_of_rank(topology: Topology) -> tuple[LogicalCpu, ...]:
     for cpu in sorted(topology.cpus, key=lambda cpu: cpu.number):
         first.setdefault(cpu.core, cpu)
     cores = sorted(first.values(), key=lambda cpu: (cpu.node, cpu.number))
-    begin, end = (len(cores) * rank // topology.ranks for rank in (topology.rank, topology.rank + 1))
-    return tuple(sorted(cores[begin:end], key=lambda cpu: (cpu.node != topology.gpu_node, cpu.node, cpu.number)))
+    if not topology.is_bound:
+        begin, end = (len(cores) * rank // topology.ranks for rank in (topology.rank, topology.rank + 1))
+        cores = cores[begin:end]
+    return tuple(sorted(cores, key=lambda cpu: (cpu.node != topology.gpu_node, cpu.node, cpu.number)))
 
 
 def cpus_for(topology: Topology, workers: int) -> frozenset[int]:
@@ -135,7 +140,7 @@ def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topol
     ranks = local_ranks()
     rank = min(max(0, _variable("LOCAL_RANK", 0)), ranks - 1)
     gpu = None if device is None or device.type != "cuda" else _gpu_node(root, device)
-    return Topology(cpus, gpu, _calling_cpu(), rank, ranks, _quota_cores(root))
+    return Topology(cpus, gpu, _calling_cpu(), rank, ranks, _quota_cores(root), is_bound=ranks > 1 and _has_fewer_than_parent())
 
 
 def local_ranks() -> int:
@@ -153,6 +158,14 @@ def cpu_list(text: str) -> tuple[int, ...]:
         low, _, high = part.partition("-")
         numbers += range(int(low), int(high or low) + 1)
     return tuple(numbers)
+
+
+def _has_fewer_than_parent() -> bool:
+    """Whether this process may run on some of the CPUs of the one that started it, but not all."""
+    try:
+        return allowed_cpus() < os.sched_getaffinity(os.getppid())
+    except OSError:  # it is gone
+        return False
 
 
 def _distance_to_caller(topology: Topology, cpu: LogicalCpu) -> tuple[bool, bool]:

@@ -36,17 +36,18 @@ Found = dict[str, Any]
 Work = Callable[[int, int], Any]
 
 
-def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0) -> list[Any]:
+def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backend: str = "gloo") -> list[Any]:
     """What `work(rank, size)` gives on each of `size` ranks, or its error's text, by rank.
 
-    `timeout_s`: of the group.
+    timeout_s   of the group
+    backend     "nccl": each rank has a GPU
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # importing torch takes longer than most of these loops
-    same = (work, size, port, timeout_s)
+    same = (work, size, port, timeout_s, backend)
     ranks = [context.Process(target=_run, args=(rank, str(folder / f"{rank}.pt"), *same), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
@@ -57,18 +58,25 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0) -> lis
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float) -> None:
+def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     try:
-        distributed.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-        with graphs_interpreted():
+        distributed.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        with graphs_interpreted(), _device():
             found = work(rank, size)
     except Exception as error:
         traceback.print_exc()
         found = f"{type(error).__name__}: {error}"
     torch.save(found, result)
     os._exit(0)  # a group whose other ranks are gone may not end by itself
+
+
+def _device() -> torch.device:
+    """Where this rank trains."""
+    return torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -102,7 +110,7 @@ def net(rank: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 def tokens_of(rank: int, number: int) -> torch.Tensor:
     """A batch of one rank."""
-    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(1000 * rank + number))
+    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator("cpu").manual_seed(1000 * rank + number), device="cpu").to(_device())
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -158,7 +166,7 @@ def _trained(
     clip: Callable[[Any], float] = lambda model: 0.0
 ) -> list[float]:
     losses: list[float] = []
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(_device().type, init_scale=1024.0, growth_interval=2)
     for step in range(STEPS):
         if loop == "scaler":
             losses.append(_scaled_step(model, optimizer, scaler, rank, step, after_backward, before_step))

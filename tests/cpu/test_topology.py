@@ -73,6 +73,25 @@ def test_threads_that_launch_have_cores_of_their_own(cores: int, left: int) -> N
     assert launching_cores(cores) == left
 
 
+def test_a_rank_that_is_bound_to_cpus_has_them_alone() -> None:
+    """They are not cut into blocks once more."""
+    topology = Topology(host(8, nodes=1), rank=1, ranks=2)
+    assert len(cores_of_rank(topology)) == 4
+    assert len(cores_of_rank(replace(topology, is_bound=True))) == 8
+
+
+def test_binding_is_seen_from_what_the_parent_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with fewer CPUs than its launcher was bound; one with the same shares them."""
+    own = os.sched_getaffinity(0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for more, is_bound in ((set(), False), ({1000}, True)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, more=more: own | more if pid else own)
+        found = read_topology()
+        assert found is not None
+        assert found.is_bound is is_bound
+
+
+
 @given(topology=topologies())
 def test_ranks_of_one_host_share_all_its_cores_and_none_twice(topology: Topology) -> None:
     """The blocks of all ranks are disjoint and cover the cores, wherever each rank's GPU is."""

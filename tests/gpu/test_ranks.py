@@ -1,0 +1,50 @@
+"""Two processes with a GPU each train one model over NCCL: the loops of tests/cpu/test_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..cpu import rank_loops
+from ..cpu.loops import assert_same
+from ..cpu.rank_loops import LOOPS, started
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+
+
+def test_two_ranks_have_the_bits_of_averaging_by_hand(tmp_path: Path) -> None:
+    """As on CPUs: every loop and placement, with one rank slow."""
+    first, second = started(rank_loops.every_loop, 2, tmp_path, backend="nccl")
+    assert len(first) == len(LOOPS), first
+    for loop in first:
+        for rank in (first, second):
+            expected, *found = rank[loop]
+            for of in found:
+                assert of["losses"] == expected["losses"], loop
+                assert_same(of["weights"], expected["weights"])
+        assert all(map(torch.equal, first[loop][1]["states"], second[loop][1]["states"]))
+
+
+def test_ranks_have_plans_of_their_own(tmp_path: Path) -> None:
+    """Whatever the plan of each of them, weights and states have the same bits."""
+    ranks = started(rank_loops.two_plans, 2, tmp_path, backend="nccl")
+    for found in ranks:
+        for of in found:
+            assert_same(of["weights"], ranks[0][0]["weights"])
+            assert all(map(torch.equal, of["states"], ranks[0][0]["states"]))
+
+
+def test_the_example_ends_with_equal_weights() -> None:
+    """As its text says, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(ROOT / "examples" / "train_ranks.py"), "--steps", "5"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert "2 ranks: all ranks have the same weights" in run.stdout
