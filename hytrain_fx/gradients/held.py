@@ -40,7 +40,7 @@ class HeldGradients:
         parameter, rows = self._table.parameters[row], self._states.pieces.of(row)
         shown = get_grad(parameter)
         if shown is grad:
-            standin = self._standins.make(row, parameter, HeldGradient(grad).begin(self._engine, rows))
+            standin = self._standins.make(row, parameter, HeldGradient(row, grad).begin(self._engine, rows))
             self._standins.lend(row, standin)
             set_grad(parameter, standin)
         elif type(shown) is GradStandIn and type(source := shown.grad_state.source) is HeldGradient and source.unread is grad:

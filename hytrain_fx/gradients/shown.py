@@ -123,7 +123,7 @@ class ShownGradients:
         """Real gradients that nobody else has."""
         for row, parameter, grad in zip(part.rows, part.parameters, kept, strict=True):
             shards = self._slots.shards_of(row)
-            shown = grad if shards is None else GradStandIn(parameter, HeldGradient(grad, row, shards))
+            shown = grad if shards is None else GradStandIn(parameter, HeldGradient(row, grad, shards))
             set_grad(parameter, shown)
             if isinstance(shown, GradStandIn):
                 self.fresh[row] = shown.grad_state

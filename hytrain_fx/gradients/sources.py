@@ -26,14 +26,35 @@ from hytrain_fx.torch_private.tensors import use_count
 _Norms = dict[Norm, torch.Tensor] | None
 
 
-class RowGradient:
+class _Source:
+    """A source of a gradient that is whole here, or of which each rank has a shard."""
+
+    __slots__ = ()
+    _row: int  # of the parameter
+    shards: GradientShards | None  # where the rest of a shard is
+
+    def home(self) -> torch.Tensor:
+        """What is updated here, as a new tensor on the device. Raises GradientConsumedError."""
+        raise NotImplementedError
+
+    def fetch(self) -> torch.Tensor:
+        """The whole gradient, as a new tensor on the device.
+
+        Raises GradientConsumedError, and RankError.
+        """
+        mine = self.home()
+        return mine if self.shards is None else self.shards.whole(self._row, mine)
+
+
+class RowGradient(_Source):
     """Source of one stand-in: what the `generation`-th offload left in the slot of `row`."""
 
-    __slots__ = ("_generation", "_norms", "_row", "_slots")
+    __slots__ = ("_generation", "_norms", "_row", "_slots", "shards")
 
     def __init__(self, slots: GradientSlots, row: int, norms: _Norms) -> None:
         self._slots = slots
         self._row = row
+        self.shards = slots.shards_of(row)
         self._generation = slots.generation[row]
         self._norms = norms
 
@@ -57,19 +78,6 @@ class RowGradient:
         The next `step()` does not find what is in the slot.
         """
         return self._row in self._slots.taken
-
-    @property
-    def shards(self) -> GradientShards | None:
-        """Where the rest of it is, where the slot has a shard."""
-        return self._slots.shards_of(self._row)
-
-    def fetch(self) -> torch.Tensor:
-        """The gradient as a new tensor on the device.
-
-        Raises GradientConsumedError, and RankError.
-        """
-        mine = self.home()
-        return mine if self.shards is None else self.shards.whole(self._row, mine)
 
     def home(self) -> torch.Tensor:
         """What the slot has, as a new tensor on the device. Raises GradientConsumedError."""
@@ -135,21 +143,19 @@ def is_clean(standin: GradStandIn) -> bool:
     return standin.materialized is None and not standin.factors and not standin.zeroed
 
 
-class HeldGradient:
+class HeldGradient(_Source):
     """Source of a stand-in whose values a tensor on the device holds.
 
     That replaces a device row's `.grad` at `step()`: the update may be reading the tensor. A
     gradient that comes in shards is one from the start, as `.grad` has the parameter's shape.
-
-    shards   where the rest of a shard is
     """
 
-    __slots__ = ("_engine", "_grad", "_parameter", "_rows", "shards")
+    __slots__ = ("_engine", "_grad", "_row", "_rows", "shards")
 
-    def __init__(self, grad: torch.Tensor, parameter: int = -1, shards: GradientShards | None = None) -> None:
+    def __init__(self, row: int, grad: torch.Tensor, shards: GradientShards | None = None) -> None:
         self._engine: Engine | None = None
         self._rows: Sequence[int] = ()
-        self._grad, self._parameter, self.shards = grad, parameter, shards
+        self._row, self._grad, self.shards = row, grad, shards
 
     def begin(self, engine: Engine, rows: Sequence[int]) -> HeldGradient:
         """An update of these rows reads it, of the engine: its pieces."""
@@ -169,11 +175,6 @@ class HeldGradient:
         """Always: the update only reads it."""
         return True
 
-    def fetch(self) -> torch.Tensor:
-        """A copy, whole. Raises RankError."""
-        mine = self.home()
-        return mine if self.shards is None else self.shards.whole(self._parameter, mine)
-
     def home(self) -> torch.Tensor:
         """A copy, made after the update.
 
@@ -191,29 +192,26 @@ class HeldGradient:
         """Norms of real gradients are taken when asked for."""
 
 
-class KeptGradient:
+class KeptGradient(_Source):
     """Source of a gradient that `step()` has taken and whose slot has moved.
 
     It was kept on the host.
     """
 
-    __slots__ = ("_device", "_kept")
+    __slots__ = ("_device", "_kept", "_row", "shards")
 
-    def __init__(self, gradient: torch.Tensor) -> None:
+    def __init__(self, row: int, gradient: torch.Tensor, shards: GradientShards | None = None) -> None:
         self._device = gradient.device
         self._kept = gradient.cpu()
+        self._row, self.shards = row, shards
 
     def is_live(self) -> bool:
         """Always."""
         return True
 
-    shards = None
-
-    def fetch(self) -> torch.Tensor:
+    def home(self) -> torch.Tensor:
         """A copy on the device."""
         return self._kept.to(self._device, copy=True)
-
-    home = fetch
 
     def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
         """None: not taken."""

@@ -148,6 +148,9 @@ class SessionGradients:
         It came from outside the graphs, or user code has changed it.
         """
         self.slots.send([row], [like_parameter(grad, self.table.homes[row], copy=False)])
+        shown = get_grad(self.table.parameters[row])
+        if isinstance(shown, GradStandIn) and shown.materialized is None:  # a shard: what it had is in the slot now
+            shown.grad_state.source, shown.grad_state.factors = RowGradient(self.slots, row, None), ()
         self._arm_late(row)
 
     def offload_eager(self, row: int) -> None:
@@ -219,9 +222,9 @@ class SessionGradients:
         """
         with without_torch_function():
             for row, grad in enumerate(map(get_grad, self.table.parameters)):
-                if isinstance(grad, GradStandIn) and in_slot_at_all(grad) and row not in self.table.shards:
+                if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
                     with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
-                        grad.grad_state.source = KeptGradient(self.slots.fetch(row))
+                        grad.grad_state.source = KeptGradient(row, self.slots.fetch(row), self.slots.shards_of(row))
         self.end()
 
     def end(self) -> None:

@@ -45,8 +45,9 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backen
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # importing torch takes longer than most of these loops
+    context: Any = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # CUDA cannot be forked
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload([__name__])  # importing torch takes longer than most of these loops
     same = (work, size, port, timeout_s, backend)
     ranks = [context.Process(target=_run, args=(rank, str(folder / f"{rank}.pt"), *same), daemon=True) for rank in range(size)]
     for process in ranks:
@@ -157,7 +158,7 @@ def by_hand(rank: int, size: int, dtype: torch.dtype, loop: str) -> Found:
             parameter.grad = sums.pop(parameter, None)
 
     model.compile()
-    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, average, put_back, partial(_clipped_in_shards, size))
+    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, average, put_back, partial(clipped_in_shards, size))
     return {"losses": losses, "weights": weights(model)}
 
 
@@ -187,7 +188,7 @@ def _trained(
     return losses
 
 
-def _clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
+def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
     """`clip_grad_norm_`, where the norm of a matrix is that of its shards' norms."""
     norms = []
     for parameter in model.parameters():

@@ -1,0 +1,216 @@
+"""Loops of ranks that read, edit, clip, save and move what is sharded: for test_shards.py.
+
+Each runs with hytrain_fx, whose plan is another one at every step and on every rank, and with torch
+alone on whole gradients, averaged by hand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.utils import clip_grad_norm_
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session.session import Session
+
+from .loops import HYPER, HandAdam, weights
+from .rank_loops import Found, clipped_in_shards, net, tokens_of
+from .test_cut_parameters import cut_plan
+
+STEPS = 4
+
+
+@dataclass
+class Run:
+    """One training run of one rank.
+
+    clip      clips to 0.5 and gives the norm
+    average   makes `.grad`, of one backward, the mean
+    """
+
+    model: Any
+    optimizer: Any
+    rank: int
+    clip: Callable[[nn.Module], float]
+    average: Callable[[], None] | None = None
+    draw: random.Random | None = None
+    seen: list[float] = field(default_factory=list)
+
+    def backward(self, number: int, factor: float = 1.0) -> None:
+        """The backward of batch `number`."""
+        loss = self.model(tokens_of(self.rank, number))
+        self.seen.append(loss.item())
+        if self.average is None:
+            (factor * loss).backward()
+            return
+        before = {p: p.grad for p in self.model.parameters()}
+        for p in before:
+            p.grad = None
+        (factor * loss).backward()
+        self.average()
+        for p, grad in before.items():
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad + p.grad
+
+    def steps(self, count: int = STEPS) -> Iterator[int]:
+        """Numbers of steps; before each, ours moves its states to a drawn plan."""
+        for step in range(count):
+            if self.draw is not None:
+                self.optimizer.zero_grad()
+                place_anywhere(session_of(self.model), self.draw)
+            yield step
+
+    def end_step(self) -> None:
+        """step() and zero_grad()."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Something that both runs must see alike."""
+        self.seen.append(float(tensor.detach().double().abs().sum()))
+
+
+def place_anywhere(session: Session, draw: random.Random) -> None:
+    """Put a drawn plan in force: pieces of every parameter in any place."""
+    steps = [draw.randint(1, 9) for _ in range(3)]
+    places = [draw.choice(list(Placement)) for _ in range(4)]
+    session.place(cut_plan(session, steps, places))
+
+
+def plain(run: Run) -> None:
+    """Nothing else."""
+    for step in run.steps():
+        run.backward(step)
+        run.end_step()
+
+
+def clipped(run: Run) -> None:
+    """By norm."""
+    for step in run.steps():
+        run.backward(step)
+        run.seen.append(run.clip(run.model))
+        run.end_step()
+
+
+def accumulated(run: Run) -> None:
+    """Three backwards a step, the last after a clip."""
+    for step in run.steps():
+        for micro in range(3):
+            if micro == 2:
+                run.seen.append(run.clip(run.model))
+            run.backward(10 * step + micro)
+        run.end_step()
+
+
+def read(run: Run) -> None:
+    """`.grad` before and after step()."""
+    for step in run.steps():
+        run.backward(step)
+        for p in run.model.parameters():
+            if p.grad is not None:
+                run.note(p.grad)
+        run.optimizer.step()
+        run.note(run.model.head.weight.grad)
+        run.note(run.model.words.weight.grad[3])
+        run.optimizer.zero_grad()
+
+
+def edited(run: Run) -> None:
+    """`.grad` is scaled, clamped, replaced, zeroed, dropped; the second backward adds to that."""
+    for step in run.steps():
+        run.backward(10 * step)
+        head, words, first = run.model.head.weight, run.model.words.weight, run.model.layers[0].weight
+        head.grad.mul_(0.5)
+        words.grad.clamp_(-1e-3, 1e-3)
+        first.grad = first.grad * 2
+        run.model.layers[1].weight.grad.zero_()
+        run.model.layers[2].weight.grad = None
+        run.backward(10 * step + 1)
+        run.end_step()
+
+
+def not_dropped(run: Run) -> None:
+    """Steps without zero_grad(), and twice on the same gradients."""
+    for step in range(STEPS):
+        run.backward(step)
+        run.optimizer.step()
+        if step == 2:
+            run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.backward(9)
+    run.end_step()
+
+
+def weights_used(run: Run) -> None:
+    """An average of weights, and writes to them."""
+    average = {name: value.clone() for name, value in weights(run.model).items()}
+    for step in run.steps():
+        run.backward(step)
+        run.end_step()
+        with torch.no_grad():
+            for name, p in run.model.named_parameters():
+                average[name].lerp_(p, 0.5)
+            if step == 1:
+                run.model.head.weight.mul_(0.9)
+            if step == 2:
+                run.model.load_state_dict(average)
+    for value in average.values():
+        run.note(value)
+
+
+LOOPS: dict[str, Callable[[Run], None]] = {
+    loop.__name__: loop for loop in (plain, clipped, accumulated, read, edited, not_dropped, weights_used)
+}
+
+
+def run_ours(rank: int, loop: Callable[[Run], None], dtype: torch.dtype, seed: int = 0, **options: Any) -> Found:
+    """With hytrain_fx. Every second rank is slow."""
+    model: Any = net(rank, dtype)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, replan_every=0, **options)
+    session = session_of(model)
+    for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D) if rank % 2 else ():
+        session.engine.set_delay(stage, 300)
+    draw = random.Random(100 * seed + rank) if session.engine.can_stream else None
+    run = Run(model, optimizer, rank, lambda of: float(clip_grad_norm_(of.parameters(), 0.5)), draw=draw)
+    loop(run)
+    found = {"seen": run.seen, "weights": weights(model), "shards": len(session.table.shards)}
+    hytrain_fx.close(model)
+    return found
+
+
+def run_by_hand(rank: int, size: int, loop: Callable[[Run], None], dtype: torch.dtype) -> Found:
+    """With torch alone."""
+    model: Any = net(rank, dtype)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            distributed.broadcast(tensor, 0)
+
+    def average() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(size)
+                distributed.all_reduce(parameter.grad)
+
+    model.compile()
+    run = Run(model, HandAdam(model.parameters(), **HYPER), rank, partial(clipped_in_shards, size), average)
+    loop(run)
+    return {"seen": run.seen, "weights": weights(model)}
+
+
+# ---- what ranks do ----
+
+
+def every_loop(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
+    """Each loop by hand and with ours, in bf16 and fp32."""
+    kinds = [(name, dtype) for name in LOOPS for dtype in (torch.bfloat16, torch.float32)]
+    return {f"{name} {dtype}": (run_by_hand(rank, size, LOOPS[name], dtype), run_ours(rank, LOOPS[name], dtype))
+            for name, dtype in kinds}
