@@ -200,8 +200,9 @@ class Ranks:
 
     def _missing(self, what: str) -> RankError:
         return RankError(f"rank {self.rank} of {self.size} waited for {what}: another rank has failed or stopped, or has not come so far "
-                         "within the group's time limit, init_process_group(timeout=...). Look at the first error of the other ranks. Each "
-                         "of them must make as many backward passes, with gradients for the same parameters")
+                         "within the group's time limit, init_process_group(timeout=...). Look at the first error of the other ranks. "
+                         "All make as many backward passes, with gradients for the same parameters, and read new weights together: "
+                         "call hytrain_fx.settle(model) on every rank before one of them reads alone, to save or to evaluate")
 
 
 def _bucket(like: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -111,6 +111,8 @@ class Session:
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
                                  self._outside, wants_copies=wants_copies, is_over=lambda: not self._shut_down.alive)
+        if self.nodes.gathered:
+            self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and wants_copies else None

@@ -12,7 +12,8 @@ first. A rank that asks earlier than others waits for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 
 import torch
@@ -29,9 +30,13 @@ from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 class GatheredWeights:
-    """The weights of one session that several ranks update in shards."""
+    """The weights of one session that several ranks update in shards.
+
+    unseen   around what reads weights here: nobody is to wait for them
+    """
 
     def __init__(self, ranks: Ranks, table: ParameterTable, units: Sequence[Unit], engine: Engine, states: StateStore) -> None:
+        self.unseen: Callable[[], AbstractContextManager[None]] = nullcontext
         self._ranks = ranks
         self._table = table
         self._units = units
@@ -110,7 +115,7 @@ class GatheredWeights:
         """Gather the next unit; its rows."""
         rows = self._pending.popleft()
         self._rows.difference_update(rows)
-        with torch.no_grad(), without_torch_function(), self._side.beside():
+        with torch.no_grad(), without_torch_function(), self.unseen(), self._side.beside():
             if self._committed is not None:
                 torch.cuda.current_stream(self._table.device).wait_event(self._committed)  # another thread may be the first to ask
             self._engine.wait(self._states.pieces.rows(rows))

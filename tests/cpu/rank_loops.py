@@ -91,11 +91,16 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.side = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("shift", torch.randn(WIDTH))
+        self.breaks = False
+        self.seen: list[float] = []  # at graph breaks
 
     def forward(self, tokens: torch.Tensor, side: bool = False) -> torch.Tensor:
         x = self.words(tokens) + self.shift
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+            self.seen.append(float(self.head.weight.detach().abs().sum()))
         if side:
             x = x + self.side(x)
         logits = self.head(self.norm(x)).float()

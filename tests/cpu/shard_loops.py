@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.config import OnNonfinite
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
@@ -167,8 +168,17 @@ def weights_used(run: Run) -> None:
         run.note(value)
 
 
+def broken(run: Run) -> None:
+    """Code between graphs reads a weight of a later layer."""
+    run.model.breaks = True
+    for step in run.steps():
+        run.backward(step)
+        run.end_step()
+    run.seen += run.model.seen
+
+
 LOOPS: dict[str, Callable[[Run], None]] = {
-    loop.__name__: loop for loop in (plain, clipped, accumulated, read, edited, not_dropped, weights_used)
+    loop.__name__: loop for loop in (plain, clipped, accumulated, read, edited, not_dropped, weights_used, broken)
 }
 
 
@@ -214,3 +224,85 @@ def every_loop(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
     kinds = [(name, dtype) for name in LOOPS for dtype in (torch.bfloat16, torch.float32)]
     return {f"{name} {dtype}": (run_by_hand(rank, size, LOOPS[name], dtype), run_ours(rank, LOOPS[name], dtype))
             for name, dtype in kinds}
+
+
+def saved(rank: int, size: int) -> Found:
+    """Three steps, then what a checkpoint has."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    run = Run(model, optimizer, rank, lambda of: 0.0, draw=random.Random(rank))
+    for step in run.steps(3):
+        run.backward(step)
+        run.end_step()
+    return {"optimizer": optimizer.state_dict(), "model": weights(model), "exp_avg": optimizer.state[model.head.weight]["exp_avg"].clone()}
+
+
+def resumed(checkpoint: Found, rank: int, size: int) -> Found:
+    """Two steps from a checkpoint.
+
+    Every rank has the same batches, so the mean is what one rank makes.
+    """
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=1.0), workers=1)
+    run = Run(model, optimizer, 0, lambda of: 0.0)
+    run.backward(77)  # what was there is another run's
+    run.end_step()
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    loaded = optimizer.state_dict()
+    for step in range(2):
+        run.backward(step)
+        run.end_step()
+    return {"loaded": loaded, "optimizer": optimizer.state_dict(), "model": weights(model)}
+
+
+def infinite_on_one(mode: OnNonfinite, rank: int, size: int) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The second step is infinite on the last rank: errors, weights before and after it."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, on_nonfinite=mode)
+    run = Run(model, optimizer, rank, lambda of: 0.0)
+    errors = []
+    for step in range(3):
+        before = weights(model)
+        run.backward(step, factor=torch.inf if step == 1 and rank == size - 1 else 1.0)
+        try:
+            run.end_step()
+        except hytrain_fx.errors.NonFiniteGradientError as error:
+            errors.append(str(error))
+            optimizer.zero_grad()
+        if step == 1:
+            kept = before, weights(model)
+    return errors, *kept
+
+
+def other_optimizers(rank: int, size: int) -> dict[str, Found]:
+    """An optimizer with another kernel, and one without: its parameters are whole on each rank."""
+    found: dict[str, Found] = {}
+    for kind in (hytrain_fx.Lion, torch.optim.SGD):
+        model: Any = net(rank)
+        _, optimizer = hytrain_fx.compile(model, kind(model.parameters(), lr=1e-2), workers=1, k=0)
+        run = Run(model, optimizer, rank, lambda of: 0.0)
+        for step in range(3):
+            run.backward(step)
+            run.end_step()
+        found[kind.__name__] = {"weights": weights(model), "shards": len(session_of(model).table.shards)}
+    return found
+
+
+def read_alone(rank: int, size: int) -> str:
+    """The first rank reads weights that all have settled, and then ones that they have not."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    run = Run(model, optimizer, rank, lambda of: 0.0)
+    for settles in (True, False):
+        run.backward(0)
+        run.end_step()
+        if settles:
+            hytrain_fx.settle(model)
+        if rank == 0:
+            try:
+                weights(model)
+            except hytrain_fx.errors.RankError as error:
+                return str(error)
+        distributed.barrier()
+    return "no error"

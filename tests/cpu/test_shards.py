@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from hytrain_fx.config import OnNonfinite
 
 from . import shard_loops
 from .loops import assert_same
@@ -22,3 +27,49 @@ def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
         for by_hand, ours in ((expected, found), second[loop]):
             assert ours["seen"] == by_hand["seen"], loop
             assert_same(ours["weights"], by_hand["weights"])
+
+
+@pytest.mark.sample(0)
+def test_a_checkpoint_is_that_of_one_process(tmp_path: Path) -> None:
+    """It has whole tensors on every rank, and goes on with any number of ranks, bit for bit."""
+    first, second = started(shard_loops.saved, 2, tmp_path)
+    assert_same(_flat(first["optimizer"]), _flat(second["optimizer"]))
+    assert torch.equal(first["exp_avg"], _flat(first["optimizer"])["9.exp_avg"])
+    alone = started(partial(shard_loops.resumed, first), 1, tmp_path)[0]
+    assert_same(_flat(alone["loaded"]), _flat(first["optimizer"]))
+    for size in (2, 4):
+        for found in started(partial(shard_loops.resumed, first), size, tmp_path):
+            for what in ("loaded", "optimizer"):
+                assert_same(_flat(found[what]), _flat(alone[what]))
+            assert_same(found["model"], alone["model"])
+
+
+def _flat(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"{number}.{name}": value for number, entry in state_dict["state"].items() for name, value in entry.items()}
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("mode", ["skip", "raise"])
+def test_a_step_that_is_infinite_on_one_rank_is_left_out_on_all(mode: OnNonfinite, tmp_path: Path) -> None:
+    """Weights stay, and each rank is told where it asked for it."""
+    for errors, before, after in started(partial(shard_loops.infinite_on_one, mode), 2, tmp_path):
+        assert_same(before, after)
+        assert len(errors) == (mode == "raise")
+
+
+@pytest.mark.sample(0)
+def test_other_optimizers_are_alike_on_all_ranks(tmp_path: Path) -> None:
+    """Lion's states come in shards; those of an optimizer without a kernel are whole."""
+    first, second = started(shard_loops.other_optimizers, 2, tmp_path)
+    for kind, shards in (("Lion", 6), ("SGD", 0)):
+        assert first[kind]["shards"] == shards
+        assert_same(first[kind]["weights"], second[kind]["weights"])
+
+
+@pytest.mark.sample(0)
+def test_one_rank_may_read_what_all_have_settled(tmp_path: Path) -> None:
+    """Else it waits for the others, and the error says what to do."""
+    first, second = started(shard_loops.read_alone, 2, tmp_path, timeout_s=4.0)
+    assert "waited for the new weights" in first
+    assert "call hytrain_fx.settle(model) on every rank" in first
+    assert second.startswith("RuntimeError")  # of its barrier, to which the first never came
