@@ -31,11 +31,13 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+import hytrain_fx
 from benchmarks.case import CannotRun, Case
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
 from benchmarks.models import Batch, batches, blocks, build
 from benchmarks.runner import environment
+from benchmarks.timeline import drawn
 from benchmarks.trainer import backward_of
 from hytrain_fx.forecast.bench import loops
 from hytrain_fx.forecast.bench.loops import ADAMW, Trainer
@@ -63,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=None, help="steps before the first window")
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds for one row")
     parser.add_argument("--out", type=Path, default=Path("ranks.json"), help="the rows; what each of them prints is beside it")
+    parser.add_argument("--look", action="store_true",
+                        help="ours: explain's text and three recorded steps of rank 0 go to the row's log, and a Chrome trace beside it")
     parser.add_argument("--rank-of", choices=ROWS, default=None, help=argparse.SUPPRESS)  # what torchrun starts
 
 
@@ -108,7 +112,7 @@ def _row_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks of one row, and read what rank 0 prints."""
     warmup = WARMUP_STEPS[name] if arguments.warmup is None else arguments.warmup
     same = ["--gpus", arguments.gpus, "--size", arguments.size, "--batch", arguments.batch, "--sequence", arguments.sequence,
-            "--window", arguments.window, "--warmup", warmup]
+            "--window", arguments.window, "--warmup", warmup, "--out", arguments.out, *(["--look"] if arguments.look else [])]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus), "-m", "benchmarks",
                "ranks", "--rank-of", name, *map(str, same)]
     log = arguments.out.with_suffix(f".{name}.log")
@@ -154,6 +158,11 @@ def _run_rank(arguments: argparse.Namespace) -> None:
             "plan": _in_words(trainer.about().get("plan"))}
     if rank == 0:
         print(json.dumps(row), flush=True)
+    if arguments.look and name in OURS:
+        paths = [arguments.out.with_suffix(f".{name}.trace.json")] if rank == 0 else []
+        drawn(model, lambda: trainer.step(next(of_rank)), finish, paths, barrier=False)
+        if rank == 0:
+            print(hytrain_fx.explain(model).details(), flush=True)
     distributed.barrier()
     os._exit(0)  # threads of a group, or of an engine, may keep the process from ending
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..cpu import rank_loops
+from ..cpu import rank_loops, shard_loops
 from ..cpu.loops import assert_same
 from ..cpu.rank_loops import LOOPS, started
 
@@ -48,3 +48,13 @@ def test_the_example_ends_with_equal_weights() -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250, env=environment)
     assert run.returncode == 0, run.stderr
     assert "2 ranks: all ranks have the same weights" in run.stdout
+
+
+def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
+    """Reads, edits, clips, sums: each rank's states move at every step, and one rank is slow."""
+    first, second = started(shard_loops.every_loop, 2, tmp_path, backend="nccl")
+    assert len(first) == 2 * len(shard_loops.LOOPS), first
+    for loop, (expected, found) in first.items():
+        for by_hand, ours in ((expected, found), second[loop]):
+            assert ours["seen"] == by_hand["seen"], loop
+            assert_same(ours["weights"], by_hand["weights"])
