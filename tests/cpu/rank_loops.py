@@ -202,7 +202,7 @@ def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
             continue
         shard = shard_of(grad.shape, 0, size)
         if shard is None:
-            norms.append(torch.linalg.vector_norm(grad))
+            norms += torch._foreach_norm([grad])  # as clip_grad_norm_ has it; on CUDA in other bits than vector_norm
         else:
             of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.flatten().split(shard.sizes)]
             norms.append(torch.linalg.vector_norm(torch.stack(of_shards)).to(grad.dtype))
