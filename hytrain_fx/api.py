@@ -100,7 +100,8 @@ def compile(
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
-    process_group    ranks whose gradients are averaged, None: the default group, False: none
+    process_group    ranks that train together and share out the states of matrices, None: the
+                     default group, False: none
     timeout_s        seconds after which a wait on a worker or a copy is an error
     passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
                      of yours

@@ -65,10 +65,11 @@ class Config:
                    that step(), the next forward or the next step(). For the last two each update on
                    the device waits for the end of the backward, and `step()` waits for the device
                    with an engine other than the native one
-    process_group  ranks that train together, each on its own batches: gradients are averaged, and
-                   weights and buffers begin as those of its first rank. None = the default group of
-                   torch.distributed, where that has several ranks; False = gradients stay this
-                   process's own
+    process_group  ranks that train together, each on its own batches: gradients are averaged, each
+                   rank updates its shard of every matrix and keeps that shard's states, and weights
+                   and buffers begin as those of its first rank. None = the default group of
+                   torch.distributed, where that has several ranks; False = this process trains on
+                   its own
     timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
     passes         list of graph passes to run instead of `hytrain_fx.DEFAULT_PASSES`, ours and your
                    own; None = the default ones

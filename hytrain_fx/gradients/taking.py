@@ -15,34 +15,27 @@ handled at once where they are alike, and what can wait for the graph's end does
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.ahead import EarlierGradients
-from hytrain_fx.gradients.held import HeldGradients
-from hytrain_fx.gradients.noted import Noted, is_as_noted
+from hytrain_fx.gradients.at_hand import GradientsAtHand
+from hytrain_fx.gradients.noted import Noted
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, like_parameter, require_strided
 from hytrain_fx.gradients.shards import GradientShards
-from hytrain_fx.gradients.shown import ShownGradients
-from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import (
-    KeptGradient,
     RowGradient,
-    in_slot_at_all,
     is_clean,
     is_gone,
-    is_in_slot,
-    shard_on_device,
 )
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.undo import BeforeBackward
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
-from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.autograd import running_backward
 from hytrain_fx.torch_private.names import private_function
@@ -51,24 +44,17 @@ from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_f
 _foreach_add_: Final = private_function("_foreach_add_")
 
 
-class SessionGradients:
+class SessionGradients(GradientsAtHand):
     """Takes, adds up, keeps and hands over the gradients of one session, by row."""
 
     def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, shards: GradientShards | None = None) -> None:
-        self.table = table
+        super().__init__(table, engine, states, shards)
         self.groups = RowGroups(table, states.copies)
-        self.slots = GradientSlots(table, engine, states, shards)
-        self.shown = ShownGradients(engine, self.slots)
-        self.standins = self.shown.standins
-        self.held = HeldGradients(table, engine, states, self.standins)
         self.parts = BackwardParts(self.end_sums)
         self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
         self.on_eager_parts: Callable[[Sequence[int]], None] = _nobody_waits  # with rows that have had them, of which nobody was told
-        self._engine = engine
-        self._states = states
         self._earlier = EarlierGradients(self.slots.reader, self.groups, self.parts)
         self._before = BeforeBackward()
-        self._summed: dict[int, Noted] = {}  # real gradients of others that the graph has added to
 
     # ---- around a backward ----
 
@@ -140,18 +126,7 @@ class SessionGradients:
                 parameter.grad = of.before
                 self._take_late(row, of.parts)
 
-    # ---- gradients at hand ----
-
-    def offload_real(self, row: int, grad: torch.Tensor) -> None:
-        """Offload a real `.grad` at `step()`.
-
-        It came from outside the graphs, or user code has changed it.
-        """
-        self.slots.send([row], [like_parameter(grad, self.table.homes[row], copy=False)])
-        shown = get_grad(self.table.parameters[row])
-        if isinstance(shown, GradStandIn) and shown.materialized is None:  # a shard: what it had is in the slot now
-            shown.grad_state.source, shown.grad_state.factors = RowGradient(self.slots, row, None), ()
-        self._arm_late(row)
+    # ---- gradients of eager code ----
 
     def offload_eager(self, row: int) -> None:
         """Offload the `.grad` that autograd has just made of a row, for a stand-in.
@@ -168,87 +143,6 @@ class SessionGradients:
             set_grad(parameter, None)
             self._take_late(row, grad)
             del self.shown.fresh[row]  # autograd has told of this one
-
-    def offload_pieces(self, row: int, grad: torch.Tensor) -> None:
-        """As `offload_real`, what the CPU updates of a parameter that is cut.
-
-        `grad` has the parameter's order of memory.
-        """
-        pieces, flat = self._states.host_pieces(row), flat_memory(grad)
-        rows, parts = list(pieces), [flat[piece.begin : piece.end] for piece in pieces.values()]
-        self.slots.on_offload(rows, parts)
-        self._engine.grad_offload(rows, parts)
-        self._arm_late(*pieces)
-
-    def is_eager(self, row: int) -> bool:
-        """Whether the row's present `.grad` has a part that did not come from the graphs.
-
-        Asked when autograd has added what it has.
-        """
-        state = self.shown.fresh.pop(row, None)
-        if state is not None:
-            return state.real is not None  # added to a stand-in, it brings the real gradient back
-        with without_torch_function():
-            grad = get_grad(self.table.parameters[row])
-        if isinstance(grad, GradStandIn):
-            return grad.materialized is not None
-        return grad is not None and not (self.is_untouched(row, grad) or is_as_noted(grad, self._summed.get(row)))
-
-    def on_device(self, row: int, grad: torch.Tensor) -> torch.Tensor:
-        """A real gradient in the parameter's order of memory, for an update to read later.
-
-        A copy of a tensor that user code made.
-        """
-        made = self.shown.own.get(row)
-        return like_parameter(grad, self.table.homes[row], copy=made is None or not made.is_of(grad))
-
-    def real(self, row: int, grad: torch.Tensor) -> torch.Tensor:
-        """What is updated here of a gradient that was edited, or is not where its states are.
-
-        Raises GradientConsumedError, and UnsupportedError for a sparse one.
-        """
-        shards = self.slots.shards_of(row)
-        if isinstance(grad, GradStandIn):
-            if shards is not None and grad.grad_state.source.shards is not None and grad.materialized is None:
-                return grad.grad_state.copy_home()
-            grad = grad.grad_state.materialize()
-        require_strided(grad, self.table.names[row])
-        return grad if shards is None else shards.part(row, grad)
-
-    def before_move(self) -> None:
-        """Slots are about to be other memory.
-
-        What `.grad` still shows of them after `step()` is kept on the host.
-        """
-        with without_torch_function():
-            for row, grad in enumerate(map(get_grad, self.table.parameters)):
-                if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
-                    with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
-                        grad.grad_state.source = KeptGradient(row, self.slots.fetch(row), self.slots.shards_of(row))
-        self.end()
-
-    def end(self) -> None:
-        """No slot has a gradient from now on."""
-        self.held.let_go_of_all()
-        self.slots.gone.update(range(len(self.table)))
-
-    def is_untouched(self, row: int, grad: torch.Tensor) -> bool:
-        """Whether this real gradient was made by the graphs and not edited since."""
-        return is_as_noted(grad, self.shown.own.get(row))
-
-    def untouched(self, row: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """What is updated here of such a gradient: all of it, or a shard. None for others."""
-        found = shard_on_device(grad) if row in self.table.shards else grad
-        return found if found is not None and self.is_untouched(row, found) else None
-
-    def any_in_place(self) -> bool:
-        """Whether a gradient that `step()` may take rests where the present placement has it.
-
-        In a slot, or ready on the device.
-        """
-        with without_torch_function():
-            found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
-            return any((isinstance(grad, GradStandIn) and is_in_slot(grad)) or self.untouched(row, grad) is not None for row, grad in found)
 
     # ---- taking gradients ----
 
@@ -306,10 +200,6 @@ class SessionGradients:
         self.shown.own.pop(row, None)  # the events that the nodes have recorded do not cover it
         if group.on_host:
             self._arm_late(row)
-
-    def _arm_late(self, *rows: int) -> None:
-        self._engine.arm_cpu(rows)
-        self._engine.arm_reload(rows)
 
     def _take_next(
         self,

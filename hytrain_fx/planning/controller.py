@@ -8,7 +8,8 @@ One machine of named states, from values alone.
     DUE        they have been: a plan is solved before the next forward
     SETTLED    a plan is in force, and its steps are watched
     BALANCING  the same, while the streamed share moves towards ends of updates that lie together
-    TRYING     all states are on the device, to see whether steps are shorter there
+    TRYING     all states are on the device, or all on the host are streamed, to see whether steps
+               are shorter
     FIXED      the plan in force stays
 
 After each step the controller is given a `StepReport`. What it shows is an event; so is the end of
@@ -19,6 +20,7 @@ A plan is looked at again for five reasons: a move is to be judged; steps have a
 take longer than with all states on the device; updates begin differently from what the plan was
 solved for; updates of both kinds end apart. All of them share one `Patience`. The first four solve
 k again. The last one moves the streamed share, and solves k only where the profile contradicts it.
+Where updates end together, the caller may say that streaming all states is untried.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class State(StrEnum):
     DUE = "solving a plan before the next forward"
     SETTLED = "settled"
     BALANCING = "balancing the streamed share"
-    TRYING = "trying all states on the device"
+    TRYING = "trying another plan"
     FIXED = "fixed"
 
 
@@ -68,11 +70,12 @@ class Event(StrEnum):
     FAILED = "an error came up"
     PLACED = "a plan that was not solved is in force"
     TOGETHER = "updates of both kinds end together"
+    UNTRIED = "steps may be shorter with all states streamed, so that is tried"
     APART = "they end apart, and another share is predicted to repay its move"
     CONTRADICTED = "they end apart, and the profile says that no share would repay"
     REFUSED = "so it says with times measured again"
-    PAID = "steps are shorter with all states on the device"
-    VAIN = "steps are no shorter with all states on the device"
+    PAID = "steps are shorter under the plan that was tried"
+    VAIN = "steps are no shorter under the plan that was tried"
     FINAL = "the first solved plan is to stay"
 
 
@@ -98,6 +101,7 @@ _WATCHED: dict[Event, _Next] = {
     Event.DOUBTED: (State.ASKED, Action.NOTHING),
     Event.CONTRADICTED: (State.ASKED, Action.NOTHING),
     Event.DOUBT_CONFIRMED: (State.TRYING, Action.TRY),
+    Event.UNTRIED: (State.TRYING, Action.PLACE),
     Event.APART: (State.BALANCING, Action.PLACE),
     Event.TOGETHER: (State.SETTLED, Action.NOTHING),
     Event.REFUSED: (State.SETTLED, Action.NOTHING),
@@ -297,6 +301,8 @@ class Controller:
                 self._measured_for.add(event)
             case Event.DOUBT_CONFIRMED:
                 self._promise.begin_trial(self._report)
+            case Event.UNTRIED:
+                self._promise.begin_stream_trial(self._report)
             case Event.UNMEASURED | Event.FAILED if was in (State.MEASURING, State.DUE):
                 self._retry = done + (self.patience.factor - 1) * self._window
             case _:

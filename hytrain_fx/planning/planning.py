@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.planning.aside import Aside
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
 from hytrain_fx.planning.first_plan import FIRST_STEPS, first_plan
@@ -36,6 +36,7 @@ from hytrain_fx.planning.marks import StepMarks
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
 from hytrain_fx.planning.profiling import Measured, Probes, StepReader, build_profile, cpu_steps_us, stream_us_per_param
 from hytrain_fx.planning.solving import MoveCosts, Solver, expected_us
+from hytrain_fx.planning.stream_trial import StreamTrial
 from hytrain_fx.planning.watches import FinishedStep, StepReport
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import total_bytes
@@ -46,36 +47,6 @@ _COLD_STEPS = 2
 _AGAIN = "looked at again after"  # begins the note about the last decision
 # What stays noted about the plan for good, next to the last decision.
 _NOTED = (Event.DOUBTED, Event.DOUBT_CONFIRMED, Event.PAID, Event.VAIN)
-_MOST_TROUBLES = 5
-_log = logging.getLogger("hytrain_fx")
-
-
-class Aside:
-    """The rule that measuring, planning, recording and explaining never raise into the loop.
-
-        with aside("making a plan"):
-            ...             what training does not need: an error in it is logged, kept for
-                            `explain`, and training goes on
-
-    troubles    the last different errors, in sentences
-    """
-
-    def __init__(self) -> None:
-        self.troubles: tuple[str, ...] = ()
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Use it around what training does not need.
-
-        Interrupts pass. An engine that has failed says so at the loop's next call.
-        """
-        try:
-            yield
-        except Exception as error:
-            text = f"{what} failed and was left out: {type(error).__name__}: {error}"
-            if text not in self.troubles:
-                _log.warning("%s", text, exc_info=True)
-                self.troubles = (*self.troubles, text)[-_MOST_TROUBLES:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +89,7 @@ class Planning:
         self.captured_steps = 0
         self._reader = StepReader(engine, marks)
         self._balancing = Balancing()
+        self._stream_trial = StreamTrial()
         self._last = FinishedStep()
         self._due: _Due | None = None
         self._guard = GUARD
@@ -226,7 +198,8 @@ class Planning:
     @property
     def _follows_ends(self) -> bool:
         """Whether the streamed share follows what running steps show."""
-        return self.controller.state is not State.FIXED and self._solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
+        is_open = self.controller.state is not State.FIXED and not self._stream_trial.kept
+        return is_open and self._solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
 
     def _all_on_device_us(self) -> float | None:
         """Predicted for all states on the device, where steps are compared with it.
@@ -261,6 +234,8 @@ class Planning:
                 self._want(self._before_trial, decision.why)
             case _:
                 pass
+        if decision.event in (Event.PAID, Event.VAIN):
+            self._stream_trial.ended(paid=decision.event is Event.PAID)
         if decision.event in _NOTED and decision.why not in self.plan.notes:
             self.history[-1] = replace(self.plan, notes=(*self.plan.notes, decision.why))
 
@@ -276,6 +251,7 @@ class Planning:
         better = self._balancing.better(self.plan, self.units(), self._last.steps_us[-1], self._last.steps_done)
         if better is None:
             self.controller.hear(Event.TOGETHER)
+            self._try_streaming()
             return
         if self.profile is not None:
             better = self._solver.predicted(self.profile, better, self.discipline)
@@ -287,6 +263,14 @@ class Planning:
                     return
         if self.controller.hear(Event.APART, better.notes[-1]).action is Action.PLACE:
             self._due = _Due(Event.PLACED, better)
+
+    def _try_streaming(self) -> None:
+        if self._table.device.type != "cuda" or self._last.tries:  # a CPU's steps are too uneven
+            return
+        predict = partial(self._solver.predicted, discipline=self.discipline)
+        found = self._stream_trial.plan(self.plan, self.units(), self._last.steps_us, predict)
+        if found is not None and self.controller.hear(Event.UNTRIED, found.notes[-1]).action is Action.PLACE:
+            self._before_trial, self._due = self.plan, _Due(Event.PLACED, found)
 
     # ---- before a forward ----
 
@@ -333,13 +317,14 @@ class Planning:
         probes = Probes(device_update_us_per_param, partial(stream_us_per_param, units, device))
         profile = build_profile(measured, probes, self.profile, streams=self._solver.may_stream)
         self._guard = planning_guard(cpu_steps_us(measured))
+        self._stream_trial.measured(profile, streaming=self._saw_streaming)
         return profile
 
     def _solve(self, profile: Profile) -> Plan | None:
         """A plan solved from the profile, if it is the first, or worth moving states for."""
         discipline = self.discipline
         try:
-            share_stays = self._follows_ends and self.controller.solved_for is not None
+            share_stays = (self._follows_ends or self._stream_trial.kept) and self.controller.solved_for is not None
             if share_stays and self._solver.keeps_k(profile, self._guard, discipline, self.plan.k):
                 self._stay(profile, f"k={self.plan.k} is still solved")
                 return None
@@ -388,5 +373,6 @@ class Planning:
         self.history.append(new)
         self._marks.clear()
         self._balancing.restart(new)
+        self._stream_trial.restart(new)
         why = new.notes[-1] if new.notes and new.notes[-1].startswith(_AGAIN) else f"solved after {self._last.steps_done} steps"
         self.controller.hear(Event.PLACED if self._due is None else self._due.event, why)

@@ -24,9 +24,11 @@ PROMISE_STEPS = 8  # steps whose median is compared with the promise
 REST_STEPS = 500  # steps after a trial, until the promise is doubted again
 _SETTLING_STEPS = 3  # steps after a change of plan: the one that moved states, and those after it
 _MARGIN = 0.05  # steps that are this much longer are no noise of the prediction
-_GAIN = 0.03  # what all states on the device must bring to stay there
+_GAIN = 0.03  # what a plan that is tried must bring to stay
 _KNOWN = 8  # lengths that are remembered
 _MOST_FACTOR = 64
+_ON_DEVICE = "all states on the device"
+_STREAMED = "streamed updates of all states on the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,14 @@ class FinishedStep:
     steps_done, steps_us             finished steps, and the lengths of the last ones, newest last
     early_updates, awaits_factors    whether updates will begin before `step()`, and whether they
                                      wait for clipping's or the loss scale's factor
+    tries                            whether it is being found out when they had better begin
     """
 
     steps_done: int = 0
     steps_us: tuple[float, ...] = ()
     early_updates: bool = False
     awaits_factors: bool = False
+    tries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +188,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a trial of all states on the device ended."""
+    """How the trial of a plan ended."""
 
     paid: bool
     why: str
@@ -205,6 +209,7 @@ class Promise:
         self._settling = _SETTLING_STEPS
         self._rests_until = 0
         self._before_us, self._predicted_us = 0.0, 0.0
+        self._what = _ON_DEVICE
 
     def restart(self) -> None:
         """Another plan is in force, or the same with other times.
@@ -244,18 +249,23 @@ class Promise:
 
     def begin_trial(self, report: StepReport) -> None:
         """All states go to the device; the trial is compared with the steps judged last."""
-        self._predicted_us = report.predicted_us or 0.0
+        self._what, self._predicted_us = _ON_DEVICE, report.predicted_us or 0.0
+
+    def begin_stream_trial(self, report: StepReport) -> None:
+        """All states on the host are streamed; the trial is compared with the last steps."""
+        self._what, self._predicted_us = _STREAMED, 0.0
+        self._before_us = median(report.steps_us[-PROMISE_STEPS:])
 
     def trial(self) -> Trial | None:
         """How it ended; None where too few steps have reported."""
         if self._seen < PROMISE_STEPS:
             return None
         now_us, before_us = self._median_us(), self._before_us
-        why = f"all states on the device were tried: {time_text(now_us)} a step instead of {time_text(before_us)}"
+        why = f"{self._what} were tried: {time_text(now_us)} a step instead of {time_text(before_us)}"
         if now_us > (1 - _GAIN) * before_us:
             return Trial(False, f"{why}, so they went back")
         self.hope = max(before_us / self._predicted_us, 1.0) if self._predicted_us else 1.0
-        return Trial(True, f"{why}, so they stay there")
+        return Trial(True, f"{why}, so they stay")
 
     def _median_us(self) -> float:
         found = median(self._steps_us)

@@ -129,7 +129,8 @@ class Session:
         self.places = ParameterPlaces(model, self.table)
         self.eager.follow_placement()
         self.plain.guard()
-        self.turns.keep_whole_in_forks(settling(self.engine))
+        settle = settling(self.engine)
+        self.turns.keep_whole_in_forks(self.nodes.gathered.before_fork(settle) if self.nodes.gathered else settle)
         # Not a reference to the session: it must not be kept alive by its own end.
         ends = (self.engine, self.number, os.getpid(), weakref.ref(model), self.copies.restore)
         self._shut_down = weakref.finalize(model, shut_down, *ends)
@@ -254,7 +255,7 @@ class Session:
         self.steps_done += 1
         foresight = self.foresight
         self.planning.after_step(
-            FinishedStep(self.steps_done, tuple(self.step_us), foresight.will_go_ahead, foresight.awaits_factors))
+            FinishedStep(self.steps_done, tuple(self.step_us), foresight.will_go_ahead, foresight.awaits_factors, foresight.tries))
         if self.clock.step_ends():
             self.resources.full_speed()
         self._outside.stepped(self.planning.captured_steps > 0, bool(self.eager.last_gradient_rows))

@@ -11,6 +11,8 @@ first. A rank that asks earlier than others waits for them.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +49,7 @@ class GatheredWeights:
         self._alike: set[tuple[int, ...]] = set()  # rows of steps, as far as they were compared
         self._layouts: dict[tuple[int, ...], ShardLayout] = {}
         self._lock = RLock()  # another thread may read weights
+        self._pid = os.getpid()
         self._committed: torch.cuda.Event | None = None
         self._come: dict[int, torch.cuda.Event] = {}  # by row: when it was there, whole
         self._side = SideStream(table.device)
@@ -75,6 +78,8 @@ class GatheredWeights:
         Those of the next unit are put on their way, where this rank's have been.
         """
         parameters = tuple(parameters)
+        if os.getpid() != self._pid:
+            return  # a forked child: all was gathered before
         with self._lock:
             wanted = self._rows.intersection(parameters)
             while wanted:
@@ -94,6 +99,19 @@ class GatheredWeights:
         """Return when what was gathered is there, for any stream."""
         for come in set(self._come.values()):
             come.synchronize()
+
+    def before_fork(self, settle: Callable[[], None]) -> Callable[[], None]:
+        """What settles and gathers all: a child finds whole weights, and can gather none."""
+        found = weakref.ref(self)
+
+        def settle_and_gather() -> None:
+            settle()
+            alive = found()
+            if alive is not None:
+                alive.all()
+                alive.synchronize()
+
+        return settle_and_gather
 
     def whole(self, row: int, part: torch.Tensor) -> torch.Tensor:
         """What every rank keeps of one parameter, together, flat on the CPU.

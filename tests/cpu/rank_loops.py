@@ -195,7 +195,7 @@ def _trained(
 
 def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
     """`clip_grad_norm_`, where the norm of a matrix is that of its shards' norms."""
-    norms = []
+    norms: list[torch.Tensor] = []
     for parameter in model.parameters():
         grad = parameter.grad
         if grad is None:

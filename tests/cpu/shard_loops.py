@@ -6,6 +6,7 @@ alone on whole gradients, averaged by hand.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -306,3 +307,20 @@ def read_alone(rank: int, size: int) -> str:
                 return str(error)
         distributed.barrier()
     return "no error"
+
+
+def forked(rank: int, size: int) -> tuple[float, float]:
+    """The sum of all weights in a child that was forked behind step(), and here."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    Run(model, optimizer, rank, lambda of: 0.0).backward(0)
+    optimizer.step()
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        os.write(writes, repr(_sum(model)).encode())
+        os._exit(0)
+    return float(os.read(reads, 100)), _sum(model)
+
+
+def _sum(model: nn.Module) -> float:
+    return float(sum(p.detach().double().sum() for p in model.parameters()))

@@ -73,3 +73,10 @@ def test_one_rank_may_read_what_all_have_settled(tmp_path: Path) -> None:
     assert "waited for the new weights" in first
     assert "call hytrain_fx.settle(model) on every rank" in first
     assert second.startswith("RuntimeError")  # of its barrier, to which the first never came
+
+
+@pytest.mark.sample(0)
+def test_a_forked_child_finds_whole_weights(tmp_path: Path) -> None:
+    """Those of the step that was committed before, on every rank."""
+    for in_child, here in started(shard_loops.forked, 2, tmp_path):
+        assert in_child == here

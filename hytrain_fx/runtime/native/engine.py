@@ -58,7 +58,7 @@ from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # nothing is in flight in a child
-_SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight")
+_SETTLED_AT_FORK = ("wait", "settle", "drain", "discard", "set_unit", "send_weight", "issued")
 _RECORD_CAPACITY = 1 << 16
 _ARRAYS_KEPT = 4096
 # Fetches under way at once: the next node's and one read by hand are two. Older ones were left by
