@@ -142,7 +142,7 @@ def compile(
 def close(model: nn.Module) -> None:
     """Finish committed updates, stop the threads and free what they used.
 
-    The weights stay as trained, and the model is a plain one.
+    The weights stay as trained, and the model is a plain one. Of several ranks each must call it.
 
     The optimizer's states can be read as long as the optimizer is kept, and are freed with it.
     Raises UnsupportedError for a model that is not compiled.
@@ -157,7 +157,8 @@ def settle(model: nn.Module) -> None:
     """Return when every committed update is done and every weight of `model` shows it.
 
     Only for readers that this library cannot see: a raw pointer, or C++ code that keeps the
-    parameter. Everybody else finds the new weights anyway. Raises UnsupportedError for a model that
+    parameter. Everybody else finds the new weights anyway. Of several ranks each must call it,
+    before one of them reads weights alone. Raises UnsupportedError for a model that
     is not compiled, EngineError where the engine has failed.
     """
     session_of(model).settle()

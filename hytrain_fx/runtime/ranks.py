@@ -31,6 +31,7 @@ from torch import distributed, nn
 from hytrain_fx.errors import ConfigError, RankError
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
+from hytrain_fx.torch_private.process_groups import time_limit
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 _ALIGNED_BYTES: Final = 64  # where a tensor begins in what is summed together: kernels read whole lines
@@ -55,11 +56,11 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None
                           "call torch.distributed.init_process_group first")
     if distributed.get_world_size(group) == 1:
         return None
-    device, backends = next(model.parameters()).device.type, distributed.get_backend_config(group)
-    if f"{device}:" not in backends:
-        raise ConfigError(f"option process_group: the group has {backends} and the model is on {device}; expected one that works there, as "
-                          'of init_process_group("nccl") for GPUs and "gloo" for CPUs')
-    ranks = Ranks(group)
+    device, backends = next(model.parameters()).device, distributed.get_backend_config(group)
+    if f"{device.type}:" not in backends:
+        raise ConfigError(f"option process_group: the group has {backends} and the model is on {device.type}; expected one that works "
+                          'there, as of init_process_group("nccl") for GPUs and "gloo" for CPUs')
+    ranks = Ranks(group, device)
     ranks.start_alike(model)
     return ranks
 
@@ -77,15 +78,26 @@ class Ranks:
     rank, size   this process's number in the group, and how many there are
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device) -> None:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self._group = group
-        # Ranks outside the group do not make this call, so it must not wait for them
+        # Collectives of the loop's own, on the group that it gave, may come between ours at another
+        # place on each rank (async_save's come at any time). So ours have a group to themselves.
+        # Ranks outside the group do not make these calls, so they must not wait for them
         # (use_local_synchronization). A comparison may wait for half an hour, gloo's limit: one
-        # rank finds its graphs in a cache, another compiles for minutes. The group is never given
+        # rank finds its graphs in a cache, another compiles for minutes. The groups are never given
         # back. torch names a new group by the groups that exist, so two ranks that gave one back
         # at different times would wait for each other under different names.
-        self._control = distributed.new_group(distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        ranks = distributed.get_process_group_ranks(group)
+        limit, backend = time_limit(group, device), distributed.get_backend_config(group)
+        self._group = distributed.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
+        self._control = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def mesh(self) -> Any:
+        """The ranks as a DeviceMesh of one dimension, for DTensors on the CPU."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._control, "cpu")
 
     def in_words(self) -> str:
         """For `explain`."""

@@ -11,6 +11,7 @@ import torch
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session.session import Session
+from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
 from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states
 from hytrain_fx.torch_private.optimizers import load_state_dict_hooks
 
@@ -72,6 +73,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         shown = object.__new__(type(self))
         vars(shown).update(vars(self) | {"state": states})
         return torch.optim.Optimizer.state_dict(shown)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Committed states for `torch.distributed.checkpoint`, by the parameters' names.
+
+        Each rank has its shards, as DTensors on the CPU. Waits for running updates. Every rank must
+        call it. Raises UnsupportedError for an optimizer whose states are not sharded.
+        """
+        self._require_own()
+        with self.session.turns.state:
+            self.session.drain()
+            return sharded_states(self.session)
+
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `sharded_state_dict` gave and `torch.distributed.checkpoint.load` has filled.
+
+        Raises ValueError, and changes nothing, where it does not fit.
+        """
+        self._require_own()
+        with self.session.turns.state:
+            self.session.drain()
+            load_sharded_states(self.session, state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave.

@@ -116,7 +116,7 @@ def _own_entries(session: Session) -> OwnEntries | None:
 
 def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
     with without_torch_function():
-        states, parameter = _whole(session, row), session.table.parameters[row]
+        states, parameter = whole_states(session, row), session.table.parameters[row]
         if (own := _own_entries(session)) is not None:
             return own.read(row)
     entry = {"step": torch.tensor(float(session.builder.steps[row]))}
@@ -126,7 +126,7 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
     return entry
 
 
-def _whole(session: Session, row: int) -> RowStates:
+def whole_states(session: Session, row: int) -> RowStates:
     """As `StateStore.whole`, with what other ranks keep."""
     states, gathered = session.states.whole(row), session.nodes.gathered
     if gathered is None or row not in session.table.shards:

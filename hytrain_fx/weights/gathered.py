@@ -88,7 +88,8 @@ class GatheredWeights:
                 stream = torch.cuda.current_stream(self._table.device)
                 for come in {self._come[row] for row in parameters if row in self._come}:
                     stream.wait_event(come)
-            if self._pending and self._engine.issued(self._states.pieces.rows(self._pending[0])):
+            # On the CPU a collective blocks this thread: when depends on no rank's own pace there.
+            if self._pending and self._committed and self._engine.issued(self._states.pieces.rows(self._pending[0])):
                 self._gather()
 
     def all(self) -> None:

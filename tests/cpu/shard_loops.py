@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
@@ -324,3 +327,39 @@ def forked(rank: int, size: int) -> tuple[float, float]:
 
 def _sum(model: nn.Module) -> float:
     return float(sum(p.detach().double().sum() for p in model.parameters()))
+
+
+def saved_in_shards(folder: str, rank: int, size: int) -> Found:
+    """Three steps, then a checkpoint that each rank writes its part of."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    run = Run(model, optimizer, rank, lambda of: 0.0)
+    for step in range(3):
+        run.backward(step)
+        run.end_step()
+    sharded = optimizer.sharded_state_dict()
+    saving: Any = async_save({"optimizer": sharded, "model": weights(model)}, checkpoint_id=folder)
+    whole = optimizer.state_dict()
+    run.backward(3)  # goes on meanwhile
+    run.end_step()
+    saving.result()
+    dtensors = [name for name, entry in sharded["state"].items() if isinstance(entry["exp_avg"], DTensor)]
+    return {"whole": whole, "dtensors": dtensors}
+
+
+def resumed_from_shards(folder: str, rank: int, size: int) -> Found:
+    """What another number of ranks finds in it."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=1.0), workers=1)
+    run = Run(model, optimizer, 0, lambda of: 0.0)
+    run.backward(77)  # states are there to be filled from the first step on
+    run.end_step()
+    found = {"optimizer": optimizer.sharded_state_dict(), "model": weights(model)}
+    load(found, checkpoint_id=folder)
+    model.load_state_dict(found["model"])
+    optimizer.load_sharded_state_dict(found["optimizer"])
+    loaded = optimizer.state_dict()
+    for step in range(2):
+        run.backward(step)
+        run.end_step()
+    return {"loaded": loaded, "optimizer": optimizer.state_dict(), "model": weights(model), "lr": optimizer.param_groups[0]["lr"]}

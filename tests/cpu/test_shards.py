@@ -12,7 +12,7 @@ import torch
 from hytrain_fx.config import OnNonfinite
 
 from . import shard_loops
-from .loops import assert_same
+from .loops import HYPER, assert_same
 from .rank_loops import started
 from .shard_loops import LOOPS
 
@@ -80,3 +80,20 @@ def test_a_forked_child_finds_whole_weights(tmp_path: Path) -> None:
     """Those of the step that was committed before, on every rank."""
     for in_child, here in started(shard_loops.forked, 2, tmp_path):
         assert in_child == here
+
+
+@pytest.mark.sample(0)
+def test_each_rank_saves_its_shards_and_any_number_loads_them(tmp_path: Path) -> None:
+    """By torch.distributed.checkpoint, while training goes on; two ranks save, 1, 2 and 4 load."""
+    folder = str(tmp_path / "checkpoint")
+    first, _ = started(partial(shard_loops.saved_in_shards, folder), 2, tmp_path)
+    assert "head.weight" in first["dtensors"]
+    assert "norm.weight" not in first["dtensors"]
+    alone = started(partial(shard_loops.resumed_from_shards, folder), 1, tmp_path)[0]
+    assert_same(_flat(alone["loaded"]), _flat(first["whole"]))
+    assert alone["lr"] == HYPER["lr"]
+    for size in (2, 4):
+        for found in started(partial(shard_loops.resumed_from_shards, folder), size, tmp_path):
+            for what in ("loaded", "optimizer"):
+                assert_same(_flat(found[what]), _flat(alone[what]))
+            assert_same(found["model"], alone["model"])

@@ -308,9 +308,8 @@ class NativeEngine:
         self._call("set_shadow", byref(CShadowMemory(base, self._shadow.nbytes, arrays)))
 
     def guess_counts(self) -> GuessCounts:
-        out = CGuessCounts()
-        self._call("guess_counts", byref(out))
-        return GuessCounts(out.commits, out.missed, out.params, out.redone, out.shadow_bytes, out.sent)
+        self._call("guess_counts", byref(out := CGuessCounts()))
+        return GuessCounts(*(getattr(out, field.name) for field in fields(GuessCounts)))
 
     def early_counts(self) -> EarlyCounts:
         self._call("early_counts", byref(out := CEarlyCounts()))
@@ -350,13 +349,11 @@ class NativeEngine:
         self._call("discard", self._rows_array(rows), len(rows))
 
     def pending(self, row: int) -> bool:
-        out = c_int()
-        self._call("pending", row, byref(out))
+        self._call("pending", row, byref(out := c_int()))
         return bool(out.value)
 
     def issued(self, rows: Sequence[int]) -> bool:
-        out = c_int()
-        self._call("issued", self._rows_array(rows), len(rows), byref(out))
+        self._call("issued", self._rows_array(rows), len(rows), byref(out := c_int()))
         return bool(out.value)
 
     def record(self, on: bool) -> None:

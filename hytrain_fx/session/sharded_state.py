@@ -1,0 +1,118 @@
+"""Optimizer states as `torch.distributed.checkpoint` saves and loads them: each rank its shards.
+
+    {"state": {name: {"step": ..., "exp_avg": ..., "exp_avg_sq": ..., "master": ...}},
+     "param_groups": [{"params": [names], "lr": ..., ...}]}
+
+A tensor whose shards are slices of its first dimension is a DTensor, and nothing of it is gathered.
+Others are whole on every rank. On one rank all are. So a checkpoint of any number of ranks is
+loaded by any other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.ir.shard import Shard
+from hytrain_fx.runtime.engine import RowStates
+from hytrain_fx.session.session import Session
+from hytrain_fx.session.state_dict import whole_states
+from hytrain_fx.torch_private.tensors import without_torch_function
+
+
+def sharded_states(session: Session) -> dict[str, Any]:
+    """Copies on the CPU. The session must be drained. Raises UnsupportedError, RankError."""
+    if session.rule is not None:
+        raise UnsupportedError(f"sharded_state_dict() of {session.rule.name}: each rank has whole states; use state_dict(), on one rank")
+    session.states.require_whole()
+    session.follow_written_weights()
+    names, steps = session.table.names, session.builder.steps
+    rows = [row for row, count in enumerate(steps) if count]
+    state = {names[row]: {"step": torch.tensor(float(steps[row])), **_tensors(session, row)} for row in rows}
+    return {"state": state, "param_groups": _groups(session)}
+
+
+def load_sharded_states(session: Session, saved: Mapping[str, Any]) -> None:
+    """Write what `sharded_states` gave and a checkpoint has filled. The session must be drained.
+
+    Raises ValueError, and writes nothing, where a parameter or a state is missing or has another
+    shape.
+    """
+    found = saved["state"]
+    entries = {row: _required(session, row, found[name]) for row, name in enumerate(session.table.names) if name in found}
+    session.follow_written_weights()
+    with session.states.loading(all_states=True):
+        for group, options in zip(session.groups, saved["param_groups"], strict=True):
+            group.update(copy.deepcopy({key: value for key, value in options.items() if key != "params"}))
+        for row in range(len(session.table)):
+            _load(session, row, entries.get(row))
+    if session.nodes.gathered:
+        session.nodes.gathered.updated(range(len(session.table)))
+
+
+def _tensors(session: Session, row: int) -> dict[str, Any]:
+    parameter, shard = session.table.parameters[row], session.table.shards.get(row)
+    with without_torch_function():
+        sliced = shard is not None and _is_slice(shard, parameter)
+        states = session.states.whole(row) if sliced else whole_states(session, row)
+        found = states.named() | ({} if parameter.dtype == torch.float32 else {"master": states.master})
+        if shard is None or not sliced:
+            return {name: flat.as_strided(parameter.shape, parameter.stride()).to("cpu", copy=True) for name, flat in found.items()}
+        shape = (parameter.shape[0] // shard.ranks, *parameter.shape[1:])
+        return {name: _dtensor(session, flat.to("cpu", copy=True).view(shape), parameter) for name, flat in found.items()}
+
+
+def _dtensor(session: Session, part: torch.Tensor, parameter: torch.Tensor) -> Any:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Slices
+
+    assert session.ranks is not None
+    return DTensor.from_local(part, session.ranks.mesh, [Slices(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _is_slice(shard: Shard, parameter: torch.Tensor) -> bool:
+    """Whether the shards are equal slices of the first dimension."""
+    return parameter.is_contiguous() and parameter.shape[0] % shard.ranks == 0 and shard.each * shard.ranks == shard.numel
+
+
+def _groups(session: Session) -> list[dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in zip(session.table.names, session.table.parameters, strict=True)}
+    return [{**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
+             "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]} for group in session.groups]
+
+
+def _required(session: Session, row: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameter, name = session.table.parameters[row], session.table.names[row]
+    for key in ("step", *session.states.table(row).names):
+        if key not in entry:
+            raise ValueError(f"the checkpoint has no {key} for {name}, only {sorted(entry)}")
+        if key != "step" and entry[key].shape != parameter.shape:
+            raise ValueError(f"{key} of {name} has shape {tuple(entry[key].shape)} in the checkpoint, expected {tuple(parameter.shape)}")
+    return entry
+
+
+def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
+    session.builder.steps[row] = 0 if entry is None else int(entry["step"])
+    if entry is None:
+        session.states.clear(row)
+        return
+    parameter, table, memory = session.table.parameters[row], session.states.table(row), session.states.pieces.memory
+    with without_torch_function():
+        wide = parameter.dtype == torch.float32 or "master" not in entry
+        master = memory(row, parameter).to(torch.float32) if wide else _home(session, row, entry["master"])
+        session.states.write(row, RowStates(table, master, tuple(_home(session, row, entry[name]) for name in table.names)))
+
+
+def _home(session: Session, row: int, value: Any) -> torch.Tensor:
+    """What is updated here of a state, flat, in fp32, in the order of the parameter's memory."""
+    if isinstance(value, distributed.tensor.DTensor):
+        return value.to_local().to(torch.float32).reshape(-1)
+    parameter = session.table.parameters[row]
+    flat = torch.empty(parameter.numel(), dtype=torch.float32)
+    flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
+    return session.states.pieces.memory(row, flat)
