@@ -4,6 +4,9 @@
 
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
+With several processes (`accelerate launch`, torchrun) hytrain_fx averages their gradients, and the
+model is not wrapped in DistributedDataParallel.
+
 Nothing of Accelerate's is imported: the accelerator is handed over.
 """
 
@@ -31,14 +34,26 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     if accelerator.device_placement and isinstance(model, nn.Module):
         model.to(accelerator.device)  # compile() numbers what is on the device
     model, offloaded = hytrain_fx.compile(model, optimizer, **options)
+    if accelerator.num_processes > 1:
+        model = prepare_unwrapped(accelerator, model)
     prepared: tuple[Any, ...] = accelerator.prepare(model, offloaded, *others)
+    return prepared
+
+
+def prepare_unwrapped(accelerator: Any, model: nn.Module) -> nn.Module:
+    """As `accelerator.prepare_model`, without DistributedDataParallel around it.
+
+    Accelerate wraps no model for evaluations, and none that it has prepared before.
+    """
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    prepared._is_accelerate_prepared = True  # type: ignore[assignment]
     return prepared
 
 
 def require_plain(accelerator: Any) -> None:
     """Raise UnsupportedError where `accelerator.prepare` would make another model of the given one.
 
-    It wraps one for several processes, replaces layers for fp8, and compiles. A torch.compile with
+    It shards one, replaces layers for fp8, and compiles. A torch.compile with
     its defaults, around the whole model, leaves our graphs inside, so it is let through.
     """
     if not hasattr(accelerator, "distributed_type"):
@@ -51,10 +66,10 @@ def require_plain(accelerator: Any) -> None:
             "Accelerate is set up for DEEPSPEED; expected no DeepSpeed: hytrain_fx offloads the optimizer itself. Leave deepspeed= out of "
             "the TrainingArguments, or the plugin out of the Accelerator, and start the script without `accelerate launch`"
         )
-    if found != "NO":
+    if found not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise UnsupportedError(
-            f"Accelerate is set up for {found}; expected one process on one device. Start the script without `accelerate launch`, "
-            "torchrun or a plugin for several devices"
+            f"Accelerate is set up for {found}; expected processes with one device each, CPU or GPU. Start the script without a plugin "
+            "for several devices"
         )
     if accelerator.mixed_precision == "fp8":
         raise UnsupportedError('Accelerate\'s mixed_precision is fp8, which replaces layers; expected "no", "bf16" or "fp16"')

@@ -4,6 +4,8 @@
 
     trainer = HyTrainer(model=model, args=args, train_dataset=data)
 
+Started by torchrun, each process trains with a GPU of its own, and hytrain_fx averages gradients.
+
 `OffloadMixin` does the same for any subclass of Trainer: your own, or TRL's.
 
     class HySFTTrainer(OffloadMixin, SFTTrainer): ...
@@ -22,7 +24,7 @@ from transformers import Trainer
 
 import hytrain_fx
 from hytrain_fx.errors import HytrainWarning, UnsupportedError
-from hytrain_fx.integrations.accelerate import require_plain
+from hytrain_fx.integrations.accelerate import prepare_unwrapped, require_plain
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 
 TRIED = "adamw_torch, adamw_torch_fused, adafactor, adagrad, rmsprop and sgd"
@@ -53,7 +55,7 @@ class OffloadMixin:
         optimizer of its own. Raises UnsupportedError where the Trainer would wrap the model.
         """
         self._require_one_device()
-        given = self.optimizer is not None
+        given, several = self.optimizer is not None, self.accelerator.num_processes > 1
         optimizer = super().create_optimizer(model)  # type: ignore[misc]  # the Trainer's
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper is there from the second train() on
         if isinstance(inner, OffloadedOptimizer):
@@ -65,7 +67,27 @@ class OffloadMixin:
             if not given:
                 error.add_note(f"the Trainer made its {type(optimizer).__name__} for optim={self.args.optim.value!r}; tried are {TRIED}")
             raise
+        if several:
+            prepare_unwrapped(self.accelerator, self.model)
         return self.optimizer
+
+    def save_model(self, *args: Any, **others: Any) -> None:
+        """As the Trainer's. One process reads weights that all of them have settled."""
+        if self._is_shared:
+            hytrain_fx.settle(self.model)
+        super().save_model(*args, **others)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: Any) -> None:
+        """As the Trainer's. One process asks for all states, and the others give theirs."""
+        if self._is_shared and not self.args.should_save:
+            self.optimizer.state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether several processes train the model together."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        return self.accelerator.num_processes > 1 and isinstance(inner, OffloadedOptimizer) and not inner.session.closed
 
     def _require_one_device(self) -> None:
         require_plain(self.accelerator)

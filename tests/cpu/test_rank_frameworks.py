@@ -1,0 +1,34 @@
+"""Trainer and Accelerate with two processes: the bits of their DistributedDataParallel."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from . import rank_frameworks
+from .loops import assert_same
+from .rank_loops import Found, started
+
+pytestmark = pytest.mark.sample(0)
+
+
+def moments(found: Found) -> dict[str, torch.Tensor]:
+    """The states that torch's AdamW has, too."""
+    return {f"{number}.{name}": entry[name] for number, entry in found["states"].items() for name in ("step", "exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.parametrize("framework", [rank_frameworks.trainer, rank_frameworks.accelerated])
+def test_two_processes_have_the_bits_of_distributed_data_parallel(framework: Any, tmp_path: Path) -> None:
+    """Losses, weights and the checkpoint, also of a training that goes on from DDP's."""
+    pytest.importorskip("transformers")
+    for found in started(partial(framework, tmp_path), 2, tmp_path):
+        assert isinstance(found, list), found
+        plain, ours, *resumed = found
+        assert ours["losses"] == plain["losses"]
+        for of in (ours, *resumed):
+            assert_same(of["weights"], plain["weights"])
+            assert_same(moments(of), moments(plain))
