@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.errors import RankError, UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.runtime.ranks import Packed, Ranks
@@ -40,12 +40,19 @@ class AveragedGradients:
         self._table = table
         self._alike: set[_Calls] = set()  # what backward graphs make, as far as it was compared
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
+        self._sent = 0  # nodes of the running graph whose gradients have gone from rank to rank
+        self._broken_off: str | None = None  # what ended a backward in the middle
 
     def begin(self, calls: _Calls) -> None:
         """A backward graph begins, whose nodes take the gradients of these rows in this order.
 
-        Raises RankError where another rank's is different.
+        Raises RankError where another rank's is different, or where this rank's last one was broken
+        off: the others wait for the rest of it.
         """
+        if self._broken_off is not None:
+            raise RankError(f"a backward of this rank was broken off ({self._broken_off}), and the other ranks wait for the rest of its "
+                            "gradients: what comes next would be added to those. End all ranks, and start them from a checkpoint")
+        self._sent = 0
         if calls not in self._alike:
             names = self._table.names
             self._ranks.require_alike("the gradients that a backward makes", [f"that of {names[row]}" for rows in calls for row in rows])
@@ -62,6 +69,7 @@ class AveragedGradients:
         with without_torch_function():
             packed = self._pack(rows, grads)
         self._averaged.update(rows)
+        self._sent += 1
         with self.side.beside(reads=[of.bucket for of in packed.values()]):
             given = list(grads)
             for places, of in packed.items():
@@ -83,6 +91,11 @@ class AveragedGradients:
             else:
                 packed[places] = self._ranks.mean(parts, [table.parameters[row].detach() for row in alike], table.names[alike[0]])
         return packed
+
+    def broken_off(self, error: BaseException) -> None:
+        """The running graph ends in an error."""
+        if self._sent:
+            self._broken_off = f"{type(error).__name__}: {error}"
 
     def dropped(self) -> None:
         """Nobody has a gradient."""

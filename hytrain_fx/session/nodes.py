@@ -191,9 +191,14 @@ class SessionNodes:
         before = self.runs.copy()
         self._offloaded.clear()  # by a graph that ended in an error
         self.gradients.forget_fresh()
-        with self.gradients.all_or_none(self.graph_rows[graph]):
-            yield
-            self._require_all_ran(graph, before)
+        try:
+            with self.gradients.all_or_none(self.graph_rows[graph]):
+                yield
+                self._require_all_ran(graph, before)
+        except BaseException as error:
+            if self.averaged:
+                self.averaged.broken_off(error)
+            raise
 
     def _require_all_ran(self, graph: int, before: Counter[str]) -> None:
         rows = len(self.graph_rows[graph])

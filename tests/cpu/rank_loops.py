@@ -294,3 +294,28 @@ def in_pairs(rank: int, size: int) -> Found:
     """Groups of two ranks, each with a model of its own."""
     groups = [distributed.new_group([begin, begin + 1]) for begin in range(0, size, 2)]
     return ours(rank, torch.bfloat16, "plain", k=0, process_group=groups[rank // 2])
+
+
+def broken_off(rank: int, size: int) -> list[str]:
+    """On the last rank a node of the second backward fails once; it tries again."""
+    model: Any = net(rank)
+    optimizer = compiled(model)
+    nodes, errors = session_of(model).nodes, []
+    arm, calls = nodes.cpu_step, 0
+
+    def fails_once(rows: Sequence[int]) -> None:
+        nonlocal calls
+        calls += 1
+        if rank == size - 1 and calls == 9:
+            raise KeyboardInterrupt("by hand")
+        arm(rows)
+
+    nodes.cpu_step = fails_once  # type: ignore[method-assign]
+    for step in range(3):
+        try:
+            model(tokens_of(rank, step)).backward()
+            optimizer.step()
+        except (hytrain_fx.errors.RankError, KeyboardInterrupt) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        optimizer.zero_grad()
+    return errors

@@ -96,6 +96,16 @@ def test_a_rank_that_stops_does_not_hang_the_others(tmp_path: Path) -> None:
     assert second is None
 
 
+@pytest.mark.sample(0)
+def test_a_backward_that_one_rank_breaks_off_is_told_on_all(tmp_path: Path) -> None:
+    """Its next gradients are not added to those that the other rank still waits for."""
+    first, second = started(rank_loops.broken_off, 2, tmp_path, timeout_s=4.0)
+    assert first
+    assert first[0].startswith("RankError: rank 0 of 2 waited for the gradients of")
+    assert second[0] == "KeyboardInterrupt: by hand"
+    assert second[1].startswith("RankError: a backward of this rank was broken off (KeyboardInterrupt: by hand)")
+
+
 def test_gradients_of_code_outside_the_graphs_are_refused(tmp_path: Path) -> None:
     """They are one rank's own: training on would part the ranks."""
     for found in started(rank_loops.eager_gradient, 2, tmp_path):
