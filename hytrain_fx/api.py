@@ -246,10 +246,11 @@ def inspect(model: nn.Module) -> Inspection:
 def _inspection(session: Session) -> Inspection:
     unit_of = unit_of_rows(session.units)
     names = tuple(unit.name or "(model)" for unit in session.units)
+    table, states = session.table, session.states
     rows = tuple(
-        InspectedRow(name, names[unit_of[row]], session.states.travelling_bytes(row), session.states.params_by_place(row),
-                     session.states.traffic([row]))
-        for row, name in enumerate(session.table.names)
+        InspectedRow(name, names[unit_of[row]], states.travelling_bytes(row), states.params_by_place(row), states.traffic([row]),
+                     table.parameters[row].nbytes if session.ranks else 0, row in table.shards)
+        for row, name in enumerate(table.names)
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
     explanation = _explanation(session)

@@ -56,7 +56,7 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backen
     for process in ranks:
         process.join(max(end_s - time.monotonic(), 0.0))
         process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(size)]
 
 
 def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str) -> None:
@@ -136,6 +136,8 @@ def ours(rank: int, dtype: torch.dtype, loop: str, **options: Any) -> Found:
         session.engine.set_delay(stage, 500)
     losses = _trained(model, optimizer, rank, loop, lambda: None, clip=lambda of: float(clip_grad_norm_(of.parameters(), 0.5)))
     found = {"losses": losses, "weights": weights(model), "runs": dict(session.nodes.runs), "text": hytrain_fx.explain(model).details()}
+    graphs = hytrain_fx.inspect(model)
+    found["nodes"] = [node.note for graph in graphs for node in graphs.nodes(graph)]
     found["states"] = [state["exp_avg_sq"].clone() for state in optimizer.state_dict()["state"].values()]
     hytrain_fx.close(model)
     return found

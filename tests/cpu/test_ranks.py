@@ -44,6 +44,8 @@ def test_two_ranks_have_the_bits_of_averaging_by_hand(tmp_path: Path) -> None:
             assert_same(ours["weights"], theirs["weights"])
         assert all(map(torch.equal, one[1]["states"], other[1]["states"]))
         assert one[1]["runs"]["grad_offload"] == other[1]["runs"]["grad_offload"] > 0
+        nodes = " ".join(one[1]["nodes"])
+        assert all(word in nodes for word in ("reduce-scattered", "all-reduced", "gathered from all ranks"))
         for number, of in enumerate((one, other)):
             assert f"2 ranks train together, this is rank {number}" in " ".join(of[1]["text"].split())
 

@@ -8,6 +8,9 @@ Its layers, where they are updated, bytes, and times.
                                                                  streamed ones too
     reload          new weights copied to the device             rows updated by the CPU
     wait, release, backward_end    the weights they are about    all their rows
+
+With several ranks `grad_offload` sends gradients from rank to rank first, and `wait` gathers new
+weights.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ class InspectedRow:
 
     Its name and its unit's, the bytes of its gradient, what updates move of its states.
 
-    placed   by where they are updated now: elements; a parameter that is cut has several places
+    placed       by where they are updated now: elements; a parameter that is cut has several places
+    whole_bytes  bytes of what goes from rank to rank for it; 0 where there is one rank. All other
+                 figures are of what this rank updates
+    sharded      whether that is a shard
     """
 
     name: str
@@ -48,6 +54,8 @@ class InspectedRow:
     grad_bytes: int
     placed: Mapping[Placement, int] = field(hash=False)
     traffic: StateTraffic = ADAMW_TRAFFIC
+    whole_bytes: int = 0
+    sharded: bool = False
 
     @property
     def numel(self) -> int:
@@ -91,6 +99,7 @@ class InspectedNode:
     shares             placement -> share 0..1 of its parameters' elements
     nbytes             bytes it moves, updates or guards under this placement (see the module's
                        table)
+    collective         what goes from rank to rank for it, in words; "" where nothing does
     predicted_us, measured_us, profiled_us    as in `UnitTimes`, summed over its layers; None where
                                               nothing is known
     """
@@ -104,6 +113,7 @@ class InspectedNode:
     nbytes: int
     line: str
     made_by: str = ""
+    collective: str = ""
     predicted_us: float | None = None
     measured_us: float | None = None
     profiled_us: float | None = None
@@ -142,7 +152,8 @@ class InspectedNode:
         one = f"{self.layers[0]}." if len(self.layers) == 1 else ""
         names = shortened([name.removeprefix(one) for name in self.parameters])
         whom = [f"{shortened(self.layers)}: {names}", self.place] if self.rows else [*self.layers] or ["no parameter"]
-        return "; ".join(part for part in (*whom, self.size, self.times, f"made by {self.made_by}" if self.made_by else "") if part)
+        made_by = f"made by {self.made_by}" if self.made_by else ""
+        return "; ".join(part for part in (*whom, self.size, self.collective, self.times, made_by) if part)
 
 
 def describe(
@@ -166,12 +177,19 @@ def describe(
     return InspectedNode(
         graph, op, numbers, tuple(row.name for row in own), layers, {name: count / total for name, count in elements.items()},
         sum(_moved_bytes(row, row.params_in(places), updates) for row in own), node.text.strip(), noted.made_by,
+        _collective(op, own),
         *(_sum_us(kind, op, own, rows, times) for kind in ("predicted", "measured", "profiled")),
     )
 
 
 def _moved_bytes(row: InspectedRow, params: int, updates: bool) -> int:
     return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // row.numel
+
+
+def _collective(op: str, own: Sequence[InspectedRow]) -> str:
+    sharded, whole = (sum(row.whole_bytes for row in own if row.sharded is is_sharded) for is_sharded in (True, False))
+    words = {"grad_offload": ("reduce-scattered", "all-reduced"), "wait": ("gathered from all ranks", "")}.get(op, ("", ""))
+    return ", ".join(f"{bytes_text(nbytes)} {word}" for nbytes, word in zip((sharded, whole), words, strict=True) if nbytes and word)
 
 
 def unit_times(explanation: Explained, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:
