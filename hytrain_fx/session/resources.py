@@ -112,7 +112,7 @@ class Resources:
         `shadow_bytes`: as there.
         """
         placed = self._states.placed
-        estimate, sizes, tiers = self.estimate(placed), self._sizes(placed), self._tiers(placed)
+        estimate, tiers = self.estimate(placed), self._tiers(placed)
         on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
         host_bytes = tiers.host_bytes
         return MemoryInUse(

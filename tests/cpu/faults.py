@@ -89,7 +89,8 @@ def _disk_full() -> BaseException:
 
 
 # Calls of the engine that do nothing on the device; what cannot be measured is another test's.
-_MEASURING = ("early_counts", "guess_counts", "finish_times", "take_records", "cpu_update_us", "record", "set_delay", "pending", "destroy")
+_MEASURING = ("early_counts", "guess_counts", "finish_times", "take_records", "cpu_update_us", "record", "set_delay", "pending", "issued",
+              "destroy")
 _FACTORIES = ("empty", "zeros", "empty_like", "zeros_like", "empty_strided", "full", "rand", "tensor", "where", "stack")
 _METHODS = ("clone", "to", "float", "contiguous", "__add__")
 KINDS = {

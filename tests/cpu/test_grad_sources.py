@@ -81,6 +81,9 @@ class Slots:
     def name(self, row: int) -> str:
         return str(row)
 
+    def shards_of(self, row: int) -> None:
+        """All gradients are whole."""
+
 
 KEPT_OF_SLOTS: dict[str, Callable[[GradStandIn, nn.Parameter], object]] = {
     **KEPT,
