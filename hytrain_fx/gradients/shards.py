@@ -13,7 +13,7 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.rows import like_parameter
 from hytrain_fx.runtime.ranks import Packed, Ranks
-from hytrain_fx.runtime.shard_layout import ShardLayout
+from hytrain_fx.runtime.shard_layout import ShardLayouts
 from hytrain_fx.runtime.states.pieces import flat_memory
 
 
@@ -28,7 +28,7 @@ class GradientShards:
         self.weights_first: Callable[[], None] = _nothing
         self._ranks = ranks
         self._table = table
-        self._layouts: dict[tuple[int, ...], ShardLayout] = {}
+        self._layouts = ShardLayouts(table.shards)
 
     def __contains__(self, row: object) -> bool:
         return row in self._table.shards
@@ -37,7 +37,7 @@ class GradientShards:
         """This rank's shards of the mean of these gradients, which are of one dtype."""
         names, parameters = self._table.names, self._table.parameters
         wholes = [flat_memory(like_parameter(grad, parameters[row], copy=False)) for row, grad in zip(rows, grads, strict=True)]
-        return self._ranks.mean_shards(wholes, self._layout(rows), names[rows[0]])
+        return self._ranks.mean_shards(wholes, self._layouts[rows], names[rows[0]])
 
     def part(self, row: int, whole: torch.Tensor) -> torch.Tensor:
         """A copy of this rank's shard of a whole gradient."""
@@ -55,7 +55,7 @@ class GradientShards:
         gradient = torch.empty_like(self._table.parameters[row].detach())
         flat = flat_memory(gradient)
         flat[shard.begin : shard.end] = part
-        self._ranks.gather([flat], self._layout((row,)), f"the gradient of {name}")
+        self._ranks.gather([flat], self._layouts[(row,)], f"the gradient of {name}")
         return gradient
 
     def norms(self, of_shards: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -71,12 +71,6 @@ class GradientShards:
         """The largest of every rank's number, 0-dim. NaN is larger than any. Raises RankError."""
         self.weights_first()
         return self._ranks.of_each(own.reshape(1), "whether gradients are finite").amax()
-
-    def _layout(self, rows: tuple[int, ...]) -> ShardLayout:
-        found = self._layouts.get(rows)
-        if found is None:
-            found = self._layouts[rows] = ShardLayout([self._table.shards[row] for row in rows])
-        return found
 
 
 def _nothing() -> None:

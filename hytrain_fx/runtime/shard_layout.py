@@ -10,7 +10,7 @@ Each rank's part has the same length. What a shorter last shard leaves is not re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -69,3 +69,17 @@ class ShardLayout:
     def _parts(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts = [whole.split(sizes) for whole, sizes in zip(wholes, self._sizes, strict=True)]
         return [of[rank] for rank in range(self.ranks) for of in parts]
+
+
+class ShardLayouts:
+    """The layouts of one table's parameters, by their rows, made when they are first asked for."""
+
+    def __init__(self, shards: Mapping[int, Shard]) -> None:
+        self._shards = shards
+        self._made: dict[tuple[int, ...], ShardLayout] = {}
+
+    def __getitem__(self, rows: tuple[int, ...]) -> ShardLayout:
+        found = self._made.get(rows)
+        if found is None:
+            found = self._made[rows] = ShardLayout([self._shards[row] for row in rows])
+        return found

@@ -25,7 +25,7 @@ from hytrain_fx.capture.units import Unit
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.fallback.rows import flat_alias
 from hytrain_fx.runtime.ranks import Ranks
-from hytrain_fx.runtime.shard_layout import ShardLayout
+from hytrain_fx.runtime.shard_layout import ShardLayouts
 from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
@@ -47,7 +47,7 @@ class GatheredWeights:
         self._pending: deque[tuple[int, ...]] = deque()  # rows of each unit whose shards are to come, in the units' order
         self._rows: set[int] = set()  # in them
         self._alike: set[tuple[int, ...]] = set()  # rows of steps, as far as they were compared
-        self._layouts: dict[tuple[int, ...], ShardLayout] = {}
+        self._layouts = ShardLayouts(table.shards)
         self._lock = RLock()  # another thread may read weights
         self._pid = os.getpid()
         self._committed: torch.cuda.Event | None = None
@@ -127,7 +127,7 @@ class GatheredWeights:
             self._ranks.require_alike("optimizer states that the loop reads", [name])
             whole = torch.empty(shard.numel, dtype=part.dtype, device=self._table.device)
             whole[shard.begin : shard.end] = part
-            self._ranks.gather([whole], self._layout((row,)), f"the states of {name}")
+            self._ranks.gather([whole], self._layouts[(row,)], f"the states of {name}")
         return whole.cpu()
 
     def _gather(self) -> tuple[int, ...]:
@@ -143,13 +143,7 @@ class GatheredWeights:
                 alike = tuple(row for row in rows if parameters[row].dtype == dtype)
                 # Memory with a version counter of its own: this is no edit of the parameter.
                 wholes = [flat_alias(parameters[row].detach()) for row in alike]
-                self._ranks.gather(wholes, self._layout(alike), f"the new weights of {self._table.names[alike[0]]} and others")
+                self._ranks.gather(wholes, self._layouts[alike], f"the new weights of {self._table.names[alike[0]]} and others")
             if self._committed is not None:
                 self._come.update(dict.fromkeys(rows, torch.cuda.current_stream(self._table.device).record_event()))
         return rows
-
-    def _layout(self, rows: tuple[int, ...]) -> ShardLayout:
-        found = self._layouts.get(rows)
-        if found is None:
-            found = self._layouts[rows] = ShardLayout([self._table.shards[row] for row in rows])
-        return found

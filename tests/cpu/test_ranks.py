@@ -5,18 +5,21 @@ With two ranks every bit is that of averaging by hand.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import hytrain_fx
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.ir.shard import Shard, shard_of
 from hytrain_fx.runtime.ranks import _bucket
+from hytrain_fx.runtime.shard_layout import ShardLayouts
 
 from . import rank_loops
 from .loops import HYPER, assert_same
@@ -144,3 +147,42 @@ def test_what_is_summed_together_keeps_its_form(shapes: list[list[int]], dtype: 
         view.fill_(number + 1)
     assert int((bucket != 0).sum()) == sum(t.numel() for t in like)
     assert all(bool((view == number + 1).all()) for number, view in enumerate(views))
+
+
+@given(shapes=st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=3), min_size=1, max_size=5), ranks=st.integers(2, 5))
+def test_shards_cover_a_parameter_once_and_come_together_again(shapes: list[list[int]], ranks: int) -> None:
+    """What ranks take out of one memory and put into another is the whole, bit for bit."""
+    found = {row: shard_of(shape, 0, ranks) for row, shape in enumerate(shapes)}
+    rows = tuple(row for row, shard in found.items() if shard is not None)
+    wholes = [torch.randn(math.prod(shapes[row])) for row in rows]
+    assume(rows)
+    layouts = [ShardLayouts({row: Shard(math.prod(shapes[row]), rank, ranks) for row in rows})[rows] for rank in range(ranks)]
+    packed = layouts[0].pack(wholes)
+    parts = packed.view(ranks, -1)
+    for rank, layout in enumerate(layouts):
+        for row, whole, mine in zip(rows, wholes, layout.shards(parts[rank]), strict=True):
+            shard = Shard(whole.numel(), rank, ranks)
+            assert mine.numel() == shard.sizes[rank] > 0
+            assert torch.equal(mine, whole[shard.begin : shard.end])
+            if shapes[row][0] % ranks == 0 and shard.each * ranks == shard.numel:
+                assert torch.equal(mine, whole.view(shapes[row]).chunk(ranks)[rank].flatten())
+        others = [torch.full_like(whole, torch.nan) for whole in wholes]
+        layout.unpack_others(packed, others)
+        for whole, other in zip(wholes, others, strict=True):
+            shard = Shard(whole.numel(), rank, ranks)
+            assert bool(other[shard.begin : shard.end].isnan().all())
+            other[shard.begin : shard.end] = whole[shard.begin : shard.end]
+            assert torch.equal(other, whole)
+        bucket, own = layout.pack_own(wholes)
+        assert own.data_ptr() == bucket[rank * layout.each :].data_ptr()
+        assert all(map(torch.equal, layout.shards(own), layout.shards(parts[rank])))
+
+
+def test_vectors_and_small_matrices_are_whole() -> None:
+    """Every rank updates them; what is large enough is cut into equal parts but for the last."""
+    assert shard_of((4096,), 0, 2) is None
+    assert shard_of((8, 8), 1, 2) is None
+    cut = shard_of((50257, 1600), 1, 2)
+    assert cut is not None
+    assert cut.sizes == [40205632, 40205568]
+    assert (cut.begin, cut.end) == (40205632, 50257 * 1600)
