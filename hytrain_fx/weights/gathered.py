@@ -23,10 +23,10 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.runtime.engine import Engine
-from hytrain_fx.runtime.fallback.rows import flat_alias
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayouts
 from hytrain_fx.runtime.side_stream import SideStream
+from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
 

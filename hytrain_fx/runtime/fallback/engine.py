@@ -36,9 +36,10 @@ from hytrain_fx.runtime.fallback.gradient_copies import GradientCopies
 from hytrain_fx.runtime.fallback.host_updates import host_update
 from hytrain_fx.runtime.fallback.lanes import Event, Lane
 from hytrain_fx.runtime.fallback.pipeline import LaneRecord, Pipeline
-from hytrain_fx.runtime.fallback.rows import Phase, Row, flat_alias, update_in_parts
+from hytrain_fx.runtime.fallback.rows import Phase, Row, update_in_parts
 from hytrain_fx.runtime.own_states import leaves
 from hytrain_fx.runtime.scalars import UpdateScalars
+from hytrain_fx.runtime.states.pieces import flat_alias
 
 _LANE_OF = {Stage.D2H: Lane.D2H, Stage.GPU_UPDATE: Lane.UPDATE, Stage.H2D: Lane.H2D}
 

@@ -16,6 +16,7 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates, RowStep
 from hytrain_fx.runtime.fallback.lanes import Event
 from hytrain_fx.runtime.scalars import UpdateScalars
+from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.slabs import padded_bytes
 
 
@@ -201,16 +202,6 @@ class Landing:
     generation: int = 0
     begin: Event | None = None
     keep: Sequence[torch.Tensor] = field(default=())  # memory that the copy reads
-
-
-def flat_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory, with a version counter of its own.
-
-    The engine's writes must not count as edits of the parameter: autograd and the session both look
-    at its version.
-    """
-    data = tensor.data
-    return data.as_strided((data.numel(),), (1,), data.storage_offset())
 
 
 def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,6 +26,16 @@ def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def flat_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory, with a version counter of its own.
+
+    Writes of new weights must not count as edits of the parameter: autograd and the session both
+    look at its version.
+    """
+    data = tensor.data
+    return data.as_strided((data.numel(),), (1,), data.storage_offset())
+
+
 class PieceRows:
     """The rows of one engine, whose first ones are the parameters as a whole.
 
