@@ -321,3 +321,9 @@ def broken_off(rank: int, size: int) -> list[str]:
             errors.append(f"{type(error).__name__}: {error}")
         optimizer.zero_grad()
     return errors
+
+
+def two_nodes(rank: int, size: int) -> Found:
+    """Two machines of two ranks each, as torchrun tells."""
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2))
+    return ours(rank, torch.bfloat16, "clipped", k=rank % 3)

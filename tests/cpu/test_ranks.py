@@ -64,6 +64,14 @@ def test_four_ranks_stay_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.sample(0)
+def test_ranks_of_two_machines_stay_alike(tmp_path: Path) -> None:
+    """Only cores and memory are shared among the ranks of one."""
+    ranks = started(rank_loops.two_nodes, 4, tmp_path)
+    for found in ranks:
+        assert_same(found["weights"], ranks[0]["weights"])
+
+
+@pytest.mark.sample(0)
 def test_groups_of_two_train_two_models(tmp_path: Path) -> None:
     """A group that is given is used in place of the default one."""
     first, second, third, fourth = started(rank_loops.in_pairs, 4, tmp_path)
