@@ -3,14 +3,15 @@
     a vector (norm, bias)    the mean, on every rank
     what is larger           each rank gets its shard of the mean, flat
 
-Only those that captured graphs make: autograd may add what eager code makes of a gradient at any
-time, in another order on each rank. A step with such a gradient is refused, since training on with
-one rank's own would part the ranks unnoticed.
+What eager code makes autograd adds at any time, so it is averaged when the backward ends. Where
+that cannot be told from what was averaged before, the step is refused: training on with one rank's
+own would part the ranks unnoticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +41,7 @@ class AveragedGradients:
         self._table = table
         self._alike: set[_Calls] = set()  # what backward graphs make, as far as it was compared
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
+        self._of_eager_code: set[int] = set()  # those of them that eager code has made, in one backward
         self._sent = 0  # nodes of the running graph whose gradients have gone from rank to rank
         self._broken_off: str | None = None  # what ended a backward in the middle
 
@@ -92,6 +94,17 @@ class AveragedGradients:
                 packed[places] = self._ranks.mean(parts, [table.parameters[row].detach() for row in alike], table.names[alike[0]])
         return packed
 
+    def may_take_eager(self, row: int) -> bool:
+        """Whether the `.grad` that eager code has just made is of the running backward alone.
+
+        Then it can be averaged. To one that was averaged, autograd has added this rank's own.
+        """
+        if row in self._averaged:
+            self._of_eager_code.discard(row)
+            return False
+        self._of_eager_code.add(row)
+        return True
+
     def broken_off(self, error: BaseException) -> None:
         """The running graph ends in an error."""
         if self._sent:
@@ -100,18 +113,21 @@ class AveragedGradients:
     def dropped(self) -> None:
         """Nobody has a gradient."""
         self._averaged.clear()
+        self._of_eager_code.clear()
 
-    def require_all(self, eager: Collection[int]) -> None:
+    def require_all(self, eager: AbstractSet[int]) -> None:
         """Before a step. `eager`: rows that code outside the graphs has given a part.
 
         Raises UnsupportedError for a gradient that is not averaged.
         """
         with without_torch_function():
+            mixed = eager - self._of_eager_code
             alone = [row for row, parameter in enumerate(self._table.parameters)
-                     if get_grad(parameter) is not None and (row in eager or row not in self._averaged)]
+                     if get_grad(parameter) is not None and (row in mixed or row not in self._averaged)]
         if alone:
             raise UnsupportedError(
                 f"the gradient of {self._table.names[alone[0]]} (and of {len(alone) - 1} more) was made outside captured graphs and is "
-                "this rank's own: with several ranks only gradients of captured graphs are averaged. Let torch.compile capture the code "
-                "(TORCH_LOGS=graph_breaks tells what it does not), or pass process_group=False and average gradients yourself"
+                "this rank's own: with several ranks such a gradient is averaged where one backward makes a step, and no graph "
+                "makes a part of it. Let torch.compile capture the code (TORCH_LOGS=graph_breaks tells what it does not), or "
+                "average gradients yourself with process_group=False"
             )

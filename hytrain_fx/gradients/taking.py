@@ -124,7 +124,7 @@ class SessionGradients(GradientsAtHand):
                 if parameter.grad is not None:
                     of.parts.add_(self.real(row, parameter.grad))
                 parameter.grad = of.before
-                self._take_late(row, of.parts)
+                self.take_late([row], [of.parts])
 
     # ---- gradients of eager code ----
 
@@ -141,7 +141,7 @@ class SessionGradients(GradientsAtHand):
             if not group.on_host or type(grad) is not torch.Tensor or grad.requires_grad or not group.fits([grad]):
                 return
             set_grad(parameter, None)
-            self._take_late(row, grad)
+            self.take_late([row], [grad])
             del self.shown.fresh[row]  # autograd has told of this one
 
     # ---- taking gradients ----
@@ -192,14 +192,17 @@ class SessionGradients(GradientsAtHand):
         if not (alike and self._take_next(group, grads, held, earlier, again)):
             self._take_each(group, grads, earlier, again)
 
-    def _take_late(self, row: int, grad: torch.Tensor) -> None:
-        """A gradient that comes after the nodes of its row."""
-        group = self.groups[[row]]
+    def take_late(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Gradients that come after the nodes of their rows, or of rows without nodes.
+
+        Called `without_torch_function` and without gradients.
+        """
+        group = self.groups[rows]
         group.place(self._states)
-        self._take_each(group, [grad], {}, [row])
-        self.shown.own.pop(row, None)  # the events that the nodes have recorded do not cover it
-        if group.on_host:
-            self._arm_late(row)
+        self._take_each(group, grads, {}, rows)
+        for row in rows:
+            self.shown.own.pop(row, None)  # the events that the nodes have recorded do not cover it
+        self._arm_late(*group.on_host.rows)
 
     def _take_next(
         self,

@@ -183,7 +183,9 @@ class EagerAccess:
         self._several_a_step |= row in self.gradient_rows
         self.gradient_rows.add(row)
         self._gradients.parts.several.add(row)
-        if not (self._accumulates or self._several_a_step or row in self._nodes.captured_rows or self._is_over()):
+        if self._nodes.averaged:
+            self._nodes.average_later(row)
+        elif not (self._accumulates or self._several_a_step or row in self._nodes.captured_rows or self._is_over()):
             self._gradients.offload_eager(row)
 
     def close(self) -> None:

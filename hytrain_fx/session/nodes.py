@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -28,6 +29,8 @@ from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
+from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
 from hytrain_fx.weights.gathered import GatheredWeights
 
 
@@ -54,6 +57,8 @@ class SessionNodes:
         self._states = states
         self._marks = marks
         self._offloaded: set[int] = set()
+        self._eager_rows: set[int] = set()  # whose `.grad` eager code has made in the backward that runs
+        self._eager_backward = -1
         self._elsewhere = NOWHERE_ELSE
         self._returned: dict[int, torch.Tensor] = {}
         self._unwaited: set[int] = set()  # rows of the last steps whose new weights no forward has waited for yet
@@ -146,7 +151,7 @@ class SessionNodes:
         if self.gradients.held:
             self.gradients.held.let_go(rows)
 
-    def before_step(self, eager: Collection[int]) -> None:
+    def before_step(self, eager: AbstractSet[int]) -> None:
         """A `step()` begins. `eager`: rows that code outside the graphs has given a gradient.
 
         Raises RankError, and UnsupportedError for a gradient that is this rank's own.
@@ -173,6 +178,39 @@ class SessionNodes:
         ran, expected = self.runs["wait"] - before, self.graph_waits[graph]
         if ran < expected:
             raise _dropped("forward", graph, "wait", ran, expected)
+
+    def average_later(self, row: int) -> None:
+        """Eager code has made this row's `.grad`: it is averaged when the backward ends.
+
+        It is not where other parts are in it; `step()` refuses it then.
+        """
+        if self.averaged is None or row in self.captured_rows or not self.averaged.may_take_eager(row):
+            return
+        backward = running_backward()
+        if backward != self._eager_backward:  # an earlier one may have ended in an error
+            self._eager_backward = backward
+            self._eager_rows.clear()
+            at_end_of_backward(self._average_eager)
+        self._eager_rows.add(row)
+
+    @whole()
+    def _average_eager(self) -> None:
+        rows, averaged = tuple(sorted(self._eager_rows)), self.averaged
+        self._eager_rows.clear()
+        assert averaged is not None
+        if self.gathered:
+            self.gathered.all()
+        parameters = [self.table.parameters[row] for row in rows]
+        with torch.no_grad(), without_torch_function():
+            grads = [grad for grad in map(get_grad, parameters) if grad is not None]
+            for parameter in parameters:
+                set_grad(parameter, None)
+            averaged.begin((rows,))
+            with averaged.of(rows, grads) as taken:
+                self.gradients.take_late(rows, taken)
+            averaged.side.join()
+            for row in rows:
+                self.gradients.shown.fresh.pop(row, None)  # autograd has told of this one
 
     # ---- around one run of a backward graph ----
 

@@ -275,11 +275,12 @@ def one_stops(rank: int, size: int) -> None:
 
 
 def eager_gradient(rank: int, size: int) -> str:
-    """A part of the model that is not captured makes gradients."""
+    """A part of the model that is not captured makes gradients, in two backwards of a step."""
     model: Any = net(0)
     model.side.forward = torch.compiler.disable(model.side.forward)
     optimizer = compiled(model)
-    model(tokens_of(rank, 0), side=True).backward()
+    for number in range(2):
+        model(tokens_of(rank, number), side=True).backward()
     try:
         optimizer.step()
     except hytrain_fx.errors.UnsupportedError as error:

@@ -49,10 +49,11 @@ class Run:
     average: Callable[[], None] | None = None
     draw: random.Random | None = None
     seen: list[float] = field(default_factory=list)
+    side: bool = False
 
     def backward(self, number: int, factor: float = 1.0) -> None:
         """The backward of batch `number`."""
-        loss = self.model(tokens_of(self.rank, number))
+        loss = self.model(tokens_of(self.rank, number), side=self.side)
         self.seen.append(loss.item())
         if self.average is None:
             (factor * loss).backward()
@@ -181,8 +182,27 @@ def broken(run: Run) -> None:
     run.seen += run.model.seen
 
 
+def partly_eager(run: Run) -> None:
+    """A layer that is not captured makes gradients."""
+    run.side = True
+    run.model.side.forward = torch.compiler.disable(run.model.side.forward)
+    for step in run.steps():
+        run.backward(step)
+        run.seen.append(run.clip(run.model))
+        run.end_step()
+
+
+def all_eager(run: Run) -> None:
+    """No part is captured."""
+    run.model.forward = torch.compiler.disable(run.model.forward)
+    for step in run.steps():
+        run.backward(step)
+        run.seen.append(run.clip(run.model))
+        run.end_step()
+
+
 LOOPS: dict[str, Callable[[Run], None]] = {
-    loop.__name__: loop for loop in (plain, clipped, accumulated, read, edited, not_dropped, weights_used, broken)
+    loop.__name__: loop for loop in (plain, clipped, accumulated, read, edited, not_dropped, weights_used, broken, partly_eager, all_eager)
 }
 
 

@@ -119,8 +119,8 @@ def test_a_backward_that_one_rank_breaks_off_is_told_on_all(tmp_path: Path) -> N
     assert second[1].startswith("RankError: a backward of this rank was broken off (KeyboardInterrupt: by hand)")
 
 
-def test_gradients_of_code_outside_the_graphs_are_refused(tmp_path: Path) -> None:
-    """They are one rank's own: training on would part the ranks."""
+def test_sums_of_gradients_of_code_outside_the_graphs_are_refused(tmp_path: Path) -> None:
+    """One rank's own part is in them: training on would part the ranks."""
     for found in started(rank_loops.eager_gradient, 2, tmp_path):
         assert found.startswith("the gradient of side.weight (and of 1 more) was made outside captured graphs")
 
