@@ -122,6 +122,9 @@ def compile(
         process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise UnsupportedError("this optimizer was returned by hytrain_fx.compile() before; make a new one from model.parameters(), and "
+                               "load the state_dict() of this one to go on with its states")
     called = called_of(model)
     module = called.model
     if isinstance(module, nn.Module) and find_session(module) is not None:

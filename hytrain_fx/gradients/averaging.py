@@ -10,6 +10,7 @@ own would part the ranks unnoticed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -39,14 +40,20 @@ class AveragedGradients:
         self.side = SideStream(table.device)
         self._ranks = ranks
         self._table = table
-        self._alike: set[_Calls] = set()  # what backward graphs make, as far as it was compared
+        # by what backward graphs make, as far as it was compared: the order on all ranks
+        self._orders: dict[frozenset[tuple[int, ...]], _Calls] = {}
+        self._order: deque[tuple[int, ...]] = deque()  # nodes of the running graph that have not been taken
+        self._ready: dict[tuple[int, ...], tuple[tuple[int, ...], dict[tuple[int, ...], Packed]]] = {}
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
         self._of_eager_code: set[int] = set()  # those of them that eager code has made, in one backward
         self._sent = 0  # nodes of the running graph whose gradients have gone from rank to rank
         self._broken_off: str | None = None  # what ended a backward in the middle
 
     def begin(self, calls: _Calls) -> None:
-        """A backward graph begins, whose nodes take the gradients of these rows in this order.
+        """A backward graph begins, whose nodes take the gradients of these rows.
+
+        Their turns come in the order that rank 0 had when such nodes first ran: another graph of
+        them, for a batch of another size, may have them in another order.
 
         Raises RankError where another rank's is different, or where this rank's last one was broken
         off: the others wait for the rest of it.
@@ -55,29 +62,47 @@ class AveragedGradients:
             raise RankError(f"a backward of this rank was broken off ({self._broken_off}), and the other ranks wait for the rest of its "
                             "gradients: what comes next would be added to those. End all ranks, and start them from a checkpoint")
         self._sent = 0
-        if calls not in self._alike:
-            names = self._table.names
-            self._ranks.require_alike("the gradients that a backward makes", [f"that of {names[row]}" for rows in calls for row in rows])
-            self._alike.add(calls)
+        key, names = frozenset(calls), self._table.names
+        if key not in self._orders:
+            made = [f"that of {names[row]}, with that of {names[rows[0]]}" for rows in sorted(calls) for row in rows]
+            self._ranks.require_alike("the gradients that a backward makes", made)
+            self._orders[key] = self._ranks.of_first("the order of gradients", calls)
+        self._order, self._ready = deque(self._orders[key]), {}
+
+    def pack(self, call: tuple[int, ...], rows: tuple[int, ...], grads: Sequence[torch.Tensor]) -> None:
+        """Get the gradients of one node ready, which die after this call.
+
+        call   the rows that the node names
+        rows   those of them that have a gradient here
+
+        Raises UnsupportedError for a sparse gradient.
+        """
+        with without_torch_function():
+            self._ready[call] = rows, self._pack(rows, grads)
+
+    def due(self) -> Iterator[tuple[int, ...]]:
+        """The nodes that are ready and whose turn it is."""
+        while self._order and self._order[0] in self._ready:
+            yield self._order.popleft()
+
+    def holds(self, call: tuple[int, ...]) -> bool:
+        """Whether a node is ready and its turn has not come."""
+        return call in self._ready
 
     @contextmanager
-    def of(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Around what takes the gradients of one node, averaged.
+    def taken(self, call: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[torch.Tensor]]]:
+        """Around what takes the gradients of one node, averaged: its rows, and they.
 
         Both are done beside the backward, on a stream of their own.
 
-        Raises RankError, and UnsupportedError for a sparse gradient.
+        Raises RankError.
         """
-        with without_torch_function():
-            packed = self._pack(rows, grads)
+        rows, packed = self._ready.pop(call)
         self._averaged.update(rows)
         self._sent += 1
         with self.side.beside(reads=[of.bucket for of in packed.values()]):
-            given = list(grads)
-            for places, of in packed.items():
-                for i, part in zip(places, of.send(), strict=True):
-                    given[i] = part
-            yield given
+            parts = {i: part for places, of in packed.items() for i, part in zip(places, of.send(), strict=True)}
+            yield rows, [parts[i] for i in range(len(rows))]
 
     def _pack(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> dict[tuple[int, ...], Packed]:
         """By positions: what goes from rank to rank together."""

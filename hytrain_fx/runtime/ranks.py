@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import distributed, nn
@@ -31,9 +31,10 @@ from torch import distributed, nn
 from hytrain_fx.errors import ConfigError, RankError
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
-from hytrain_fx.torch_private.process_groups import time_limit
+from hytrain_fx.torch_private.process_groups import all_gather, reduce_scatter, time_limit
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
+T = TypeVar("T")
 _ALIGNED_BYTES: Final = 64  # where a tensor begins in what is summed together: kernels read whole lines
 
 
@@ -124,8 +125,13 @@ class Ranks:
 
         Raises RankError, on every rank, where one differs or does not answer in time.
         """
-        digests = self._gathered(what, hashlib.sha256("\n".join(found).encode()).hexdigest())
-        if len(set(digests)) == 1:
+        digest = int.from_bytes(hashlib.sha256("\n".join(found).encode()).digest()[:7], "big")
+        digests = torch.empty(self.size, dtype=torch.int64)
+        try:
+            all_gather(digests, torch.tensor([digest]), group=self._control)
+        except RuntimeError as error:
+            raise self._missing(what) from error
+        if bool((digests == digest).all()):
             return
         of_ranks = self._gathered(what, tuple(found))
         other = next(rank for rank, of in enumerate(of_ranks) if of != of_ranks[0])
@@ -133,6 +139,11 @@ class Ranks:
         at, (first, second) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise RankError(f"{what} differ between ranks: number {at} is {first} on rank 0 and {second} on rank {other}; "
                         "every rank must run the same model, with gradients for the same parameters")
+
+    def of_first(self, what: str, found: T) -> T:
+        """What the first rank has found. Raises RankError as `mean` does."""
+        first: T = self._gathered(what, found)[0]
+        return first
 
     def mean(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], of: str) -> Packed:
         """The mean over the ranks of each tensor, in the order of memory of `like`.
@@ -167,7 +178,7 @@ class Ranks:
 
         def send() -> list[torch.Tensor]:
             own = bucket.new_empty(layout.each)
-            add = partial(distributed.reduce_scatter_tensor, own, bucket, group=self._group, async_op=True)
+            add = partial(reduce_scatter, own, bucket, group=self._group, async_op=True)
             self._run(f"the gradients of {of} and others", add)
             return layout.shards(own)
 
@@ -182,7 +193,7 @@ class Ranks:
         Raises RankError as `mean` does.
         """
         bucket, own = layout.pack_own(wholes)
-        send = partial(distributed.all_gather_into_tensor, bucket, own, group=self._group, async_op=True)
+        send = partial(all_gather, bucket, own, group=self._group, async_op=True)
         self._run(of, send)
         layout.unpack_others(bucket, wholes)
 
@@ -192,7 +203,7 @@ class Ranks:
         Raises RankError as `mean` does.
         """
         found = own.new_empty(self.size * own.numel())
-        self._run(of, partial(distributed.all_gather_into_tensor, found, own.contiguous(), group=self._group, async_op=True))
+        self._run(of, partial(all_gather, found, own.contiguous(), group=self._group, async_op=True))
         return found.view(self.size, -1)
 
     def _gathered(self, what: str, found: object) -> list[Any]:

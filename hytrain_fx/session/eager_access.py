@@ -183,8 +183,8 @@ class EagerAccess:
         self._several_a_step |= row in self.gradient_rows
         self.gradient_rows.add(row)
         self._gradients.parts.several.add(row)
-        if self._nodes.averaged:
-            self._nodes.average_later(row)
+        if self._nodes.of_ranks:
+            self._nodes.of_ranks.average_later(row, self._nodes.captured_rows)
         elif not (self._accumulates or self._several_a_step or row in self._nodes.captured_rows or self._is_over()):
             self._gradients.offload_eager(row)
 

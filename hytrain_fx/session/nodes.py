@@ -29,8 +29,7 @@ from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
-from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
+from hytrain_fx.session.rank_gradients import RankGradients
 from hytrain_fx.weights.gathered import GatheredWeights
 
 
@@ -47,6 +46,7 @@ class SessionNodes:
         if self.averaged and self.gathered:
             self.averaged.shards.weights_first = self.gathered.all
         self.gradients = SessionGradients(table, engine, states, self.averaged.shards if self.averaged and table.shards else None)
+        self.of_ranks = RankGradients(self.averaged, self.gathered, self.gradients, table, engine) if self.averaged else None
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.captured_rows: frozenset[int] = frozenset()  # rows that any backward graph offloads
@@ -57,8 +57,6 @@ class SessionNodes:
         self._states = states
         self._marks = marks
         self._offloaded: set[int] = set()
-        self._eager_rows: set[int] = set()  # whose `.grad` eager code has made in the backward that runs
-        self._eager_backward = -1
         self._elsewhere = NOWHERE_ELSE
         self._returned: dict[int, torch.Tensor] = {}
         self._unwaited: set[int] = set()  # rows of the last steps whose new weights no forward has waited for yet
@@ -76,20 +74,22 @@ class SessionNodes:
         self.runs["grad_offload"] += len(rows)
         if self._unwaited and not self._unwaited.isdisjoint(rows):  # a backward that comes after the step() that its forward came before
             self._end_updates(rows)
-        group = self.gradients.groups[rows]
+        call, group = rows, self.gradients.groups[rows]
         group.place(self._states)  # the nodes after this one go by it, whichever of its gradients are taken
         if self._elsewhere:
             rows, grads = self._keep_returned(rows, grads)
             group = self.gradients.groups[rows]
             group.place(self._states)
-        with self.averaged.of(rows, grads) if self.averaged and rows else nullcontext(grads) as taken:
-            self.gradients.take(group, taken)
+        if self.of_ranks:
+            self.of_ranks.take(call, rows, grads)
+        else:
+            self.gradients.take(group, grads)
 
     @whole()
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
         group = self.gradients.groups[rows]
-        if group.on_host:
+        if group.on_host and not self._holds(rows):
             self._engine.arm_cpu(group.pieces)
         self.runs["cpu_step"] += len(rows)
 
@@ -97,7 +97,7 @@ class SessionNodes:
     def gpu_step(self, rows: Sequence[int]) -> None:
         """Arm the update on the device of rows placed there."""
         group = self.gradients.groups[rows]
-        if group.on_device:
+        if group.on_device and not self._holds(rows):
             with self.averaged.side.inside() if self.averaged else nullcontext():  # where the gradients were taken
                 self._engine.arm_gpu(group.pieces)
         self.runs["gpu_step"] += len(rows)
@@ -106,9 +106,12 @@ class SessionNodes:
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights of rows placed on the host."""
         group = self.gradients.groups[rows]
-        if group.on_host:
+        if group.on_host and not self._holds(rows):
             self._engine.arm_reload(group.pieces)
         self.runs["reload"] += len(rows)
+
+    def _holds(self, rows: Sequence[int]) -> bool:
+        return self.of_ranks is not None and self.of_ranks.holds(rows)
 
     @whole()
     def release(self, rows: Sequence[int]) -> None:
@@ -178,39 +181,6 @@ class SessionNodes:
         ran, expected = self.runs["wait"] - before, self.graph_waits[graph]
         if ran < expected:
             raise _dropped("forward", graph, "wait", ran, expected)
-
-    def average_later(self, row: int) -> None:
-        """Eager code has made this row's `.grad`: it is averaged when the backward ends.
-
-        It is not where other parts are in it; `step()` refuses it then.
-        """
-        if self.averaged is None or row in self.captured_rows or not self.averaged.may_take_eager(row):
-            return
-        backward = running_backward()
-        if backward != self._eager_backward:  # an earlier one may have ended in an error
-            self._eager_backward = backward
-            self._eager_rows.clear()
-            at_end_of_backward(self._average_eager)
-        self._eager_rows.add(row)
-
-    @whole()
-    def _average_eager(self) -> None:
-        rows, averaged = tuple(sorted(self._eager_rows)), self.averaged
-        self._eager_rows.clear()
-        assert averaged is not None
-        if self.gathered:
-            self.gathered.all()
-        parameters = [self.table.parameters[row] for row in rows]
-        with torch.no_grad(), without_torch_function():
-            grads = [grad for grad in map(get_grad, parameters) if grad is not None]
-            for parameter in parameters:
-                set_grad(parameter, None)
-            averaged.begin((rows,))
-            with averaged.of(rows, grads) as taken:
-                self.gradients.take_late(rows, taken)
-            averaged.side.join()
-            for row in rows:
-                self.gradients.shown.fresh.pop(row, None)  # autograd has told of this one
 
     # ---- around one run of a backward graph ----
 

@@ -131,7 +131,8 @@ def whole_states(session: Session, row: int) -> RowStates:
     states, gathered = session.states.whole(row), session.nodes.gathered
     if gathered is None or row not in session.table.shards:
         return states
-    return states.changed(partial(gathered.whole, row))
+    whole = partial(gathered.whole, row)  # not of slots, which a rank has or not, as its plan says
+    return RowStates(states.table, whole(states.master), tuple(map(whole, states.states)))
 
 
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import distributed
 
 from hytrain_fx.errors import UnsupportedError
+
+# The newer of two names for the same, where torch has it: 2.13 warns of the other.
+# None where torch was built without torch.distributed.
+_names = vars(distributed)
+all_gather: Final[Callable[..., Any]] = _names.get("all_gather_single") or _names.get("all_gather_into_tensor")  # type: ignore[assignment]
+reduce_scatter: Final[Callable[..., Any]] = _names.get("reduce_scatter_single") or _names.get("reduce_scatter_tensor")  # type: ignore[assignment]
 
 
 def time_limit(group: Any, device: torch.device) -> timedelta:
