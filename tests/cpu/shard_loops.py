@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.config import OnNonfinite
+from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
@@ -383,3 +384,37 @@ def resumed_from_shards(folder: str, rank: int, size: int) -> Found:
         run.backward(step)
         run.end_step()
     return {"loaded": loaded, "optimizer": optimizer.state_dict(), "model": weights(model), "lr": optimizer.param_groups[0]["lr"]}
+
+
+def saved_under_other_plans(rank: int, size: int) -> list[dict[str, Any]]:
+    """The state_dict after each step. One rank has all states on the host, others have not."""
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, k=3 if rank else 0)
+    run, found = Run(model, optimizer, rank, lambda of: 0.0), []
+    for step in range(3):
+        run.backward(step)
+        run.end_step()
+        found.append(optimizer.state_dict())
+    return found
+
+
+def in_another_order(rank: int, size: int) -> tuple[Found, ...]:
+    """The compiler runs the nodes of one rank in another order than those of the other."""
+    found: list[Found] = [run_by_hand(rank, size, accumulated, torch.bfloat16)]
+    model: Any = net(rank)
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, k=2)
+    session = session_of(model)
+    nodes, begin = session.nodes, AveragedGradients.begin
+
+    def begins(averaged: AveragedGradients, calls: tuple[tuple[int, ...], ...]) -> None:
+        # The first rank says the order: its nodes run in another, and those of the others do not.
+        shuffled = list(calls)
+        random.Random(7).shuffle(shuffled)
+        begin(averaged, tuple(shuffled) if rank == 0 else calls)
+
+    assert nodes.averaged is not None
+    nodes.averaged.begin = partial(begins, nodes.averaged)  # type: ignore[method-assign]
+    run = Run(model, optimizer, rank, lambda of: float(clip_grad_norm_(of.parameters(), 0.5)))
+    accumulated(run)
+    found.append({"seen": run.seen, "weights": weights(model)})
+    return tuple(found)

@@ -97,3 +97,19 @@ def test_each_rank_saves_its_shards_and_any_number_loads_them(tmp_path: Path) ->
             for what in ("loaded", "optimizer"):
                 assert_same(_flat(found[what]), _flat(alone[what]))
             assert_same(found["model"], alone["model"])
+
+
+@pytest.mark.sample(0)
+def test_states_are_saved_whatever_the_plans(tmp_path: Path) -> None:
+    """Each rank asks the others for the same, though only some have slots."""
+    first, second = started(shard_loops.saved_under_other_plans, 2, tmp_path)
+    for one, other in zip(first, second, strict=True):
+        assert_same(_flat(one), _flat(other))
+
+
+@pytest.mark.sample(0)
+def test_nodes_that_run_in_another_order_wait_for_their_turn(tmp_path: Path) -> None:
+    """Gradients go from rank to rank in one order, with the bits of averaging by hand."""
+    for expected, found in started(shard_loops.in_another_order, 2, tmp_path):
+        assert found["seen"] == expected["seen"]
+        assert_same(found["weights"], expected["weights"])
