@@ -122,15 +122,15 @@ def compile(
         process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
-    if isinstance(optimizer, OffloadedOptimizer):
-        raise UnsupportedError("this optimizer was returned by hytrain_fx.compile() before; make a new one from model.parameters(), and "
-                               "load the state_dict() of this one to go on with its states")
     called = called_of(model)
     module = called.model
     if isinstance(module, nn.Module) and find_session(module) is not None:
         raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it again")
     if isinstance(module, nn.Module) and compiled_call(module) is not None:
         raise UnsupportedError("this model was compiled with Module.compile(); hand over the plain model, hytrain_fx compiles it itself")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise UnsupportedError("this optimizer was returned by hytrain_fx.compile() before; make a new one from model.parameters(), and "
+                               "load the state_dict() of this one to go on with its states")
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
     session = Session(module, optimizer, config)
     put_gate(module, session)

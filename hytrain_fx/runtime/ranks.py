@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -93,7 +93,7 @@ class Ranks:
         self._group = distributed.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
         self._control = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
-    @property
+    @cached_property
     def mesh(self) -> Any:
         """The ranks as a DeviceMesh of one dimension, for DTensors on the CPU."""
         from torch.distributed.device_mesh import DeviceMesh

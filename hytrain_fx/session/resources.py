@@ -56,7 +56,8 @@ class Resources:
         self._clock = clock
         self._states = states
         self._device = table.device
-        self._weights_bytes = sum(parameter.nbytes for parameter in table.parameters)  # whole, also where states are sharded
+        homes = ((table.parameters[row], table.homes[row]) for row in table.shards)
+        self._elsewhere_bytes = sum(whole.nbytes - home.nbytes for whole, home in homes)  # of weights that other ranks update
         self._engine = engine
         self._limit_bytes = config.host_memory
         self._ring_bytes = partial(ring_bytes_for, table.homes, config)
@@ -99,7 +100,7 @@ class Resources:
         placement = [of.placement for of in placed]
         ring_bytes = self._ring_bytes(_streams(placed))
         found = estimate_memory(self._sizes(placed), placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
-        return replace(found, weights_bytes=self._weights_bytes)
+        return replace(found, weights_bytes=found.weights_bytes + self._elsewhere_bytes)
 
     def announce(self, placed: Sequence[PlacedPiece]) -> None:
         """Say what states will take, before they are allocated or moved."""
@@ -120,7 +121,7 @@ class Resources:
             host_bytes=host_bytes,
             ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
-            weights_bytes=self._weights_bytes,
+            weights_bytes=sum(size.weight_bytes for size in self._sizes(placed)) + self._elsewhere_bytes,
             staging_bytes=estimate.staging_bytes,
             pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
             shadow_bytes=shadow_bytes,
