@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -36,8 +37,6 @@ class ParameterTable:
 
     row_of   maps `id(parameter)` to the row
     shards   by row of a parameter that is updated in shards, each by another rank: this rank's
-    homes    by row: the form of what is updated here, the parameter's or its shard's. Only for
-             shape, strides and dtype: those of shards have no memory
     """
 
     names: tuple[str, ...]
@@ -45,13 +44,17 @@ class ParameterTable:
     row_of: dict[int, int]
     device: torch.device
     shards: Mapping[int, Shard] = field(default_factory=dict)
-    homes: tuple[torch.Tensor, ...] = ()
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def homes(self) -> tuple[torch.Tensor, ...]:
+        """By row: the form of what is updated here, the parameter's or its shard's.
+
+        Only for shape, strides and dtype: those of shards have no memory.
+        """
         homes = list[torch.Tensor](self.parameters)
         for row, shard in self.shards.items():
             homes[row] = torch.empty(shard.end - shard.begin, dtype=homes[row].dtype, device="meta")
-        object.__setattr__(self, "homes", tuple(homes))
+        return tuple(homes)
 
     def __len__(self) -> int:
         return len(self.names)

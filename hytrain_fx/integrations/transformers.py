@@ -55,7 +55,7 @@ class OffloadMixin:
         optimizer of its own. Raises UnsupportedError where the Trainer would wrap the model.
         """
         self._require_one_device()
-        given, several = self.optimizer is not None, self.accelerator.num_processes > 1
+        given = self.optimizer is not None
         optimizer = super().create_optimizer(model)  # type: ignore[misc]  # the Trainer's
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper is there from the second train() on
         if isinstance(inner, OffloadedOptimizer):
@@ -67,7 +67,7 @@ class OffloadMixin:
             if not given:
                 error.add_note(f"the Trainer made its {type(optimizer).__name__} for optim={self.args.optim.value!r}; tried are {TRIED}")
             raise
-        if several:
+        if self.accelerator.num_processes > 1:
             prepare_unwrapped(self.accelerator, self.model)
         return self.optimizer
 

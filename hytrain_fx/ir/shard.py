@@ -13,9 +13,9 @@ from hytrain_fx.ir.plan import CUT_ALIGN_PARAMS
 class Shard:
     """One rank's part of one parameter.
 
-    It is the elements `begin..end`, in the order of the parameter's memory. All shards of a
-    parameter have `each` elements, but for the last, which may have fewer. Where the first
-    dimension divides into as many ranks they are slices of it.
+    It is the elements `begin..end`, in the order of the parameter's memory. A shard has `each`
+    elements. The last one may have fewer. Where the first dimension divides by the number of ranks,
+    shards are slices of it.
 
     numel   of the whole parameter
     """

@@ -113,8 +113,7 @@ class EagerAccess:
         """Return when the new weights of these rows are there, whoever reads them."""
         self._engine.settle(self._states.pieces.rows(rows))
         if self._nodes.gathered:
-            self._nodes.gathered.of(rows)
-            self._nodes.gathered.synchronize()
+            self._nodes.gathered.settle(rows)
 
     @whole()
     def touch(self, parameter: nn.Parameter) -> None:

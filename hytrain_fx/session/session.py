@@ -313,8 +313,7 @@ class Session:
         if not self.closed:
             self.engine.settle(range(self.engine.rows))
             if self.nodes.gathered:
-                self.nodes.gathered.all()
-                self.nodes.gathered.synchronize()
+                self.nodes.gathered.settle()
             self.copies.fill(self._all_rows)
 
     @in_turn

@@ -21,7 +21,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.shard import Shard
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import whole_states
+from hytrain_fx.session.state_dict import flat_of, shaped, whole_states
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
@@ -62,7 +62,7 @@ def _tensors(session: Session, row: int) -> dict[str, Any]:
         states = session.states.whole(row) if sliced else whole_states(session, row)
         found = states.named() | ({} if parameter.dtype == torch.float32 else {"master": states.master})
         if shard is None or not sliced:
-            return {name: flat.as_strided(parameter.shape, parameter.stride()).to("cpu", copy=True) for name, flat in found.items()}
+            return {name: shaped(flat, parameter) for name, flat in found.items()}
         shape = (parameter.shape[0] // shard.ranks, *parameter.shape[1:])
         return {name: _dtensor(session, flat.to("cpu", copy=True).view(shape), parameter) for name, flat in found.items()}
 
@@ -112,7 +112,4 @@ def _home(session: Session, row: int, value: Any) -> torch.Tensor:
     """What is updated here of a state, flat, in fp32, in the order of the parameter's memory."""
     if isinstance(value, distributed.tensor.DTensor):
         return value.to_local().to(torch.float32).reshape(-1)
-    parameter = session.table.parameters[row]
-    flat = torch.empty(parameter.numel(), dtype=torch.float32)
-    flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
-    return session.states.pieces.memory(row, flat)
+    return session.states.pieces.memory(row, flat_of(value, session.table.parameters[row]))

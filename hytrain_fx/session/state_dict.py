@@ -120,9 +120,9 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
         if (own := _own_entries(session)) is not None:
             return own.read(row)
     entry = {"step": torch.tensor(float(session.builder.steps[row]))}
-    entry |= {name: _shaped(flat, parameter) for name, flat in states.named().items()}
+    entry |= {name: shaped(flat, parameter) for name, flat in states.named().items()}
     if parameter.dtype != torch.float32:
-        entry["master"] = _shaped(states.master, parameter)
+        entry["master"] = shaped(states.master, parameter)
     return entry
 
 
@@ -202,7 +202,7 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
         return
     session.builder.steps[row] = int(saved["step"])
     master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
-    loaded = RowStates(table, _flat(master, parameter), tuple(_flat(saved[name], parameter) for name in table.names))
+    loaded = RowStates(table, flat_of(master, parameter), tuple(flat_of(saved[name], parameter) for name in table.names))
     session.states.write(row, loaded.changed(partial(session.states.pieces.memory, row)))
 
 
@@ -239,7 +239,7 @@ def _is_count(value: object) -> bool:
         return False
 
 
-def _flat(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def flat_of(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """As fp32, in the order of the parameter's memory."""
     flat = torch.empty(parameter.numel(), dtype=torch.float32, device=saved.device)
     _view(flat, parameter).copy_(saved.detach())
@@ -250,7 +250,7 @@ def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
 
-def _shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return _view(flat, parameter).to("cpu", copy=True)
 
 

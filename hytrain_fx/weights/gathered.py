@@ -96,8 +96,12 @@ class GatheredWeights:
         """`of` all that are not gathered yet."""
         self.of(self._come.keys() | self._rows)
 
-    def synchronize(self) -> None:
-        """Return when what was gathered is there, for any stream."""
+    def settle(self, parameters: Iterable[int] | None = None) -> None:
+        """Return when these, or all, are there for any stream. Raises RankError."""
+        if parameters is None:
+            self.all()
+        else:
+            self.of(parameters)
         for come in set(self._come.values()):
             come.synchronize()
 
@@ -109,8 +113,7 @@ class GatheredWeights:
             settle()
             alive = found()
             if alive is not None:
-                alive.all()
-                alive.synchronize()
+                alive.settle()
 
         return settle_and_gather
 

@@ -26,7 +26,7 @@ from hytrain_fx.ir.shard import shard_of
 from hytrain_fx.runtime.engine import Stage
 
 from .interpreted import graphs_interpreted
-from .loops import HYPER, HandAdam, weights
+from .loops import HYPER, HandAdam, assert_same, weights
 
 WIDTH, WORDS = 48, 40
 LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"),
@@ -78,6 +78,18 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
 def _device() -> torch.device:
     """Where this rank trains."""
     return torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else torch.device("cpu")
+
+
+def require_bits_by_hand(ranks: Sequence[Mapping[str, Sequence[Found]]], noted: str) -> None:
+    """Each loop of each rank has the numbers and weights of the first run, which is by hand.
+
+    `noted`: under which name a run has its numbers
+    """
+    for rank in ranks:
+        for loop, (by_hand, *runs) in rank.items():
+            for run in runs:
+                assert run[noted] == by_hand[noted], loop
+                assert_same(run["weights"], by_hand["weights"])
 
 
 class Net(nn.Module):

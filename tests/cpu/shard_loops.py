@@ -29,7 +29,7 @@ from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
 
 from .loops import HYPER, HandAdam, weights
-from .rank_loops import Found, clipped_in_shards, net, tokens_of
+from .rank_loops import Found, clipped_in_shards, compiled, net, tokens_of
 from .test_cut_parameters import cut_plan
 
 STEPS = 4
@@ -210,7 +210,7 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 def run_ours(rank: int, loop: Callable[[Run], None], dtype: torch.dtype, seed: int = 0, **options: Any) -> Found:
     """With hytrain_fx. Every second rank is slow."""
     model: Any = net(rank, dtype)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, replan_every=0, **options)
+    optimizer = compiled(model, replan_every=0, **options)
     session = session_of(model)
     for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D) if rank % 2 else ():
         session.engine.set_delay(stage, 300)
@@ -254,7 +254,7 @@ def every_loop(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
 def saved(rank: int, size: int) -> Found:
     """Three steps, then what a checkpoint has."""
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    optimizer = compiled(model)
     run = Run(model, optimizer, rank, lambda of: 0.0, draw=random.Random(rank))
     for step in run.steps(3):
         run.backward(step)
@@ -284,7 +284,7 @@ def resumed(checkpoint: Found, rank: int, size: int) -> Found:
 def infinite_on_one(mode: OnNonfinite, rank: int, size: int) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The second step is infinite on the last rank: errors, weights before and after it."""
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, on_nonfinite=mode)
+    optimizer = compiled(model, on_nonfinite=mode)
     run = Run(model, optimizer, rank, lambda of: 0.0)
     errors = []
     for step in range(3):
@@ -317,7 +317,7 @@ def other_optimizers(rank: int, size: int) -> dict[str, Found]:
 def read_alone(rank: int, size: int) -> str:
     """The first rank reads weights that all have settled, and then ones that they have not."""
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    optimizer = compiled(model)
     run = Run(model, optimizer, rank, lambda of: 0.0)
     for settles in (True, False):
         run.backward(0)
@@ -336,7 +336,7 @@ def read_alone(rank: int, size: int) -> str:
 def forked(rank: int, size: int) -> tuple[float, float]:
     """The sum of all weights in a child that was forked behind step(), and here."""
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    optimizer = compiled(model)
     Run(model, optimizer, rank, lambda of: 0.0).backward(0)
     optimizer.step()
     reads, writes = os.pipe()
@@ -353,7 +353,7 @@ def _sum(model: nn.Module) -> float:
 def saved_in_shards(folder: str, rank: int, size: int) -> Found:
     """Three steps, then a checkpoint that each rank writes its part of."""
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    optimizer = compiled(model)
     run = Run(model, optimizer, rank, lambda of: 0.0)
     for step in range(3):
         run.backward(step)
@@ -389,7 +389,7 @@ def resumed_from_shards(folder: str, rank: int, size: int) -> Found:
 def saved_under_other_plans(rank: int, size: int) -> list[dict[str, Any]]:
     """The state_dict after each step. One rank has all states on the host, others have not."""
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, k=3 if rank else 0)
+    optimizer = compiled(model, k=3 if rank else 0)
     run, found = Run(model, optimizer, rank, lambda of: 0.0), []
     for step in range(3):
         run.backward(step)
@@ -402,7 +402,7 @@ def in_another_order(rank: int, size: int) -> tuple[Found, ...]:
     """The compiler runs the nodes of one rank in another order than those of the other."""
     found: list[Found] = [run_by_hand(rank, size, accumulated, torch.bfloat16)]
     model: Any = net(rank)
-    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, k=2)
+    optimizer = compiled(model, k=2)
     session = session_of(model)
     nodes, begin = session.nodes, AveragedGradients.begin
 

@@ -23,7 +23,7 @@ from hytrain_fx.runtime.shard_layout import ShardLayouts
 
 from . import rank_loops
 from .loops import HYPER, assert_same
-from .rank_loops import LOOPS, started
+from .rank_loops import LOOPS, require_bits_by_hand, started
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ranks.py"
 
@@ -35,12 +35,8 @@ def test_two_ranks_have_the_bits_of_averaging_by_hand(tmp_path: Path) -> None:
     """
     first, second = started(rank_loops.every_loop, 2, tmp_path)
     assert len(first) == len(LOOPS)
+    require_bits_by_hand((first, second), "losses")
     for loop in first:
-        for rank in (first, second):
-            expected, *found = rank[loop]
-            for of in found:
-                assert of["losses"] == expected["losses"], loop
-                assert_same(of["weights"], expected["weights"])
         one, other = first[loop], second[loop]
         assert one[0]["losses"][0] != other[0]["losses"][0]  # each has batches of its own
         for ours, theirs in zip(one, other, strict=True):
@@ -187,7 +183,7 @@ def test_shards_cover_a_parameter_once_and_come_together_again(shapes: list[list
 
 
 def test_vectors_and_small_matrices_are_whole() -> None:
-    """Every rank updates them; what is large enough is cut into equal parts but for the last."""
+    """Every rank updates them. A larger matrix is cut into equal parts; the last may be smaller."""
     assert shard_of((4096,), 0, 2) is None
     assert shard_of((8, 8), 1, 2) is None
     cut = shard_of((50257, 1600), 1, 2)
