@@ -43,15 +43,14 @@ from hytrain_fx.forecast.bench import loops
 from hytrain_fx.forecast.bench.loops import ADAMW, Trainer
 from hytrain_fx.forecast.bench.memory import memory
 from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
-from hytrain_fx.forecast.bench.windows import timed
+from hytrain_fx.forecast.bench.windows import CALM_STEPS, OUR_WARMUP_STEPS, timed
 from hytrain_fx.runtime.energy import meter_of
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
 }
 ROWS = ("floor", "ddp", "fsdp2", "fsdp2_offload", *OURS)
-# Every rank makes as many steps, so nobody waits until no plan is made: ours are settled by then.
-WARMUP_STEPS = {row: 180 if row in OURS else 6 for row in ROWS}
+WARMUP_STEPS = {row: OUR_WARMUP_STEPS if row in OURS else 6 for row in ROWS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +146,7 @@ def _run_rank(arguments: argparse.Namespace) -> None:
         trainer.finish()
         distributed.barrier()
 
-    together = Trainer(trainer.step, finish)  # that makes no plans to wait for: the ranks would wait for different ones
+    together = Trainer(trainer.step, finish, tries=_Unsettled(trainer))
     of_all = batches(case.size, case.batch, case.sequence, device, torch.bfloat16)
     of_rank = itertools.islice(of_all, rank, None, size)
     row = timed(together, of_rank, arguments.warmup, arguments.window, device, meter_of(device), case.tokens)
@@ -165,6 +164,30 @@ def _run_rank(arguments: argparse.Namespace) -> None:
             print(hytrain_fx.explain(model).details(), flush=True)
     distributed.barrier()
     os._exit(0)  # threads of a group, or of an engine, may keep the process from ending
+
+
+class _Unsettled:
+    """Whether any rank has made a plan lately, or still tries ways of updating: the same on all.
+
+    Asked after each step. The ranks tell each other after every tenth, so that the steps between,
+    which plans go by, are not held up.
+    """
+
+    def __init__(self, trainer: Trainer[Batch]) -> None:
+        self._trainer = trainer
+        self._group = distributed.new_group(backend="gloo")
+        self._asked = 0
+        self._plans = 0
+        self._any = True
+
+    def __call__(self) -> bool:
+        self._asked += 1
+        if self._asked % CALM_STEPS == 0:
+            plans = self._trainer.plans()
+            found = torch.tensor([plans != self._plans or self._trainer.tries()], dtype=torch.int64)
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
+            self._plans, self._any = plans, bool(found)
+        return self._any
 
 
 def _in_words(plan: Mapping[str, Any] | None) -> str | None:

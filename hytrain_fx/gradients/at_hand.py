@@ -23,6 +23,7 @@ from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import KeptGradient, RowGradient, in_slot_at_all, is_in_slot, shard_on_device
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.side_stream import read_here
 from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
@@ -96,6 +97,7 @@ class GradientsAtHand:
                 return grad.grad_state.copy_home()
             grad = grad.grad_state.materialize()
         require_strided(grad, self.table.names[row])
+        read_here(grad)
         return grad if shards is None else shards.part(row, grad)
 
     def before_move(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hytrain_fx.errors import EngineError
 from hytrain_fx.gradients.factors import Factor
 from hytrain_fx.gradients.shards import GradientShards
+from hytrain_fx.runtime.side_stream import read_here
 
 MAX_LOGGED_FACTORS: Final = 4
 """Factors kept before the gradient is brought back instead: a clip, an unscale and two by hand."""
@@ -122,6 +123,8 @@ class GradState:
                                   "gradients cannot be read while torch traces")
             for factor in self.factors:
                 real.mul_(factor)
+                if isinstance(factor, Tensor):
+                    read_here(factor)
         return real
 
     def log(self, factor: Factor) -> bool:

@@ -1,8 +1,9 @@
 """A stream of a GPU beside the one that computes. On the CPU, where there are no streams, nothing.
 
-Memory is not given to `record_stream`: the launching thread runs ahead of the device, so that
-nothing of it would be free again before the backward ends. Instead what the side stream reads of
-the computing stream's is kept until that stream has been made to wait.
+Memory of nodes is not given to `record_stream`: the launching thread runs ahead of the device, so
+that nothing of it would be free again before the backward ends. Instead what the side stream reads
+of the computing stream's is kept until that stream has been made to wait. Other memory that is
+dropped once it was read, a gradient that user code made, is for `read_here`.
 """
 
 from __future__ import annotations
@@ -56,3 +57,9 @@ class SideStream:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._kept.clear()
+
+
+def read_here(tensor: torch.Tensor) -> None:
+    """The current stream reads it, whichever stream's memory it is: it may be dropped at once."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
