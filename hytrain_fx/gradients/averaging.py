@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
@@ -21,11 +22,12 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import RankError, UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.shards import GradientShards
+from hytrain_fx.gradients.turns import Rows, turns
 from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
-_Calls = tuple[tuple[int, ...], ...]
+_DONE: Final = ("the end",)  # what a rank tells that has run all graphs of a backward
 
 
 class AveragedGradients:
@@ -40,69 +42,110 @@ class AveragedGradients:
         self.side = SideStream(table.device)
         self._ranks = ranks
         self._table = table
-        # by what backward graphs make, as far as it was compared: the order on all ranks
-        self._orders: dict[frozenset[tuple[int, ...]], _Calls] = {}
-        self._order: deque[tuple[int, ...]] = deque()  # nodes of the running graph that have not been taken
-        self._ready: dict[tuple[int, ...], tuple[tuple[int, ...], dict[tuple[int, ...], Packed]]] = {}
+        self._backwards = 0
+        self._orders: dict[tuple[int, ...], tuple[Rows, ...]] = {}  # by what each rank has told of its graph
+        self._order: deque[Rows] = deque()  # turns of the running graph that have not come
+        self._turn_of: dict[Rows, Rows] = {}  # by node
+        self._to_come: dict[Rows, int] = {}  # by turn: nodes of this rank that have not run
+        self._ready: dict[Rows, dict[tuple[int, ...], Packed]] = {}
+        self._kept: dict[Rows, dict[int, torch.Tensor]] = {}  # by turn and row, where that is not one node
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
         self._of_eager_code: set[int] = set()  # those of them that eager code has made, in one backward
-        self._sent = 0  # nodes of the running graph whose gradients have gone from rank to rank
         self._broken_off: str | None = None  # what ended a backward in the middle
 
-    def begin(self, calls: _Calls) -> None:
-        """A backward graph begins, whose nodes take the gradients of these rows.
+    def next_backward(self) -> None:
+        """A backward begins.
 
-        Their turns come in the order that rank 0 had when such nodes first ran: another graph of
-        them, for a batch of another size, may have them in another order.
-
-        Raises RankError where another rank's is different, or where this rank's last one was broken
-        off: the others wait for the rest of it.
+        Raises RankError where the last one of this rank was broken off.
         """
         if self._broken_off is not None:
             raise RankError(f"a backward of this rank was broken off ({self._broken_off}), and the other ranks wait for the rest of its "
                             "gradients: what comes next would be added to those. End all ranks, and start them from a checkpoint")
-        self._sent = 0
-        key, names = frozenset(calls), self._table.names
-        if key not in self._orders:
-            made = [f"that of {names[row]}, with that of {names[rows[0]]}" for rows in sorted(calls) for row in rows]
-            self._ranks.require_alike("the gradients that a backward makes", made)
-            self._orders[key] = self._ranks.of_first("the order of gradients", calls)
-        self._order, self._ready = deque(self._orders[key]), {}
+        self._backwards += 1
 
-    def pack(self, call: tuple[int, ...], rows: tuple[int, ...], grads: Sequence[torch.Tensor]) -> None:
+    def begin(self, nodes: Sequence[Rows]) -> None:
+        """A backward graph begins, whose nodes make gradients of these rows.
+
+        Turns come in the order that rank 0 had when such graphs first ran on the ranks: another
+        graph of the same nodes, for a batch of another size, may have them in another order.
+
+        Raises RankError where another rank is not in this backward.
+        """
+        digests = self._ranks.tell(f"backward {self._backwards}", tuple(map(str, nodes)) or _DONE)
+        if digests not in self._orders:
+            self._orders[digests] = turns(self._ranks.of_all("the gradients that a backward makes", tuple(nodes)))
+        order = self._orders[digests]
+        self._order, self._ready, self._kept = deque(order), {}, {}
+        self._to_come = dict.fromkeys(order, 0)
+        self._turn_of = {}
+        if order == tuple(nodes):
+            self._turn_of = dict(zip(order, order, strict=True))
+            self._to_come = dict.fromkeys(order, 1)
+            return
+        turn_of_row = {row: turn for turn in order for row in turn}
+        for node in nodes:
+            if node:
+                self._turn_of[node] = turn_of_row[node[0]]
+                self._to_come[turn_of_row[node[0]]] += 1
+
+    def all_done(self) -> bool:
+        """Whether all ranks have ended the backward.
+
+        Otherwise another graph of it begins on another rank, and this rank adds zeros. Raises
+        RankError as `begin` does.
+        """
+        self.begin(())
+        done = not self._order
+        if done:
+            self._ranks.all_have_compiled()  # this backward: none waits for another to compile
+        return done
+
+    def pack(self, rows: Rows, grads: Sequence[torch.Tensor]) -> None:
         """Get the gradients of one node ready, which die after this call.
-
-        call   the rows that the node names
-        rows   those of them that have a gradient here
 
         Raises UnsupportedError for a sparse gradient.
         """
+        turn = self._turn_of[rows]
+        self._to_come[turn] -= 1
         with without_torch_function():
-            self._ready[call] = rows, self._pack(rows, grads)
+            if turn == rows:
+                self._ready[turn] = self._pack(rows, grads)
+            else:
+                self._kept.setdefault(turn, {}).update((row, grad.clone()) for row, grad in zip(rows, grads, strict=True))
 
-    def due(self) -> Iterator[tuple[int, ...]]:
-        """The nodes that are ready and whose turn it is."""
-        while self._order and self._order[0] in self._ready:
+    def due(self) -> Iterator[Rows]:
+        """The rows that are ready and whose turn it is."""
+        while self._order and not self._to_come[self._order[0]]:
             yield self._order.popleft()
 
-    def holds(self, call: tuple[int, ...]) -> bool:
-        """Whether a node is ready and its turn has not come."""
-        return call in self._ready
+    def is_of_node(self, turn: Rows) -> bool:
+        """Whether these are the rows of one node of this rank's graph."""
+        return self._turn_of.get(turn) == turn
+
+    def holds(self, node: Rows) -> bool:
+        """Whether the gradients of this node have not been taken."""
+        turn = self._turn_of.get(node)
+        return turn is not None and (turn != node or turn in self._ready)
 
     @contextmanager
-    def taken(self, call: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[torch.Tensor]]]:
-        """Around what takes the gradients of one node, averaged: its rows, and they.
+    def taken(self, turn: Rows) -> Iterator[list[torch.Tensor]]:
+        """Around what takes the gradients of these rows, averaged.
 
         Both are done beside the backward, on a stream of their own.
 
         Raises RankError.
         """
-        rows, packed = self._ready.pop(call)
-        self._averaged.update(rows)
-        self._sent += 1
+        packed = self._ready.pop(turn, None) or self._pack_with_zeros(turn)
+        self._averaged.update(turn)
         with self.side.beside(reads=[of.bucket for of in packed.values()]):
             parts = {i: part for places, of in packed.items() for i, part in zip(places, of.send(), strict=True)}
-            yield rows, [parts[i] for i in range(len(rows))]
+            yield [parts[i] for i in range(len(turn))]
+
+    def _pack_with_zeros(self, turn: Rows) -> dict[tuple[int, ...], Packed]:
+        """Of rows that this rank may have no gradient of."""
+        with torch.no_grad(), without_torch_function():
+            own = self._kept.pop(turn, {})
+            return self._pack(turn, [own[row] if row in own else torch.zeros_like(self._table.parameters[row].detach()) for row in turn])
 
     def _pack(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> dict[tuple[int, ...], Packed]:
         """By positions: what goes from rank to rank together."""
@@ -131,9 +174,8 @@ class AveragedGradients:
         return True
 
     def broken_off(self, error: BaseException) -> None:
-        """The running graph ends in an error."""
-        if self._sent:
-            self._broken_off = f"{type(error).__name__}: {error}"
+        """A graph that has begun ends in an error."""
+        self._broken_off = f"{type(error).__name__}: {error}"
 
     def dropped(self) -> None:
         """Nobody has a gradient."""

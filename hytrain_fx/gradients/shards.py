@@ -51,7 +51,7 @@ class GradientShards:
         """
         shard, name = self._table.shards[row], self._table.names[row]
         self.weights_first()
-        self._ranks.require_alike("gradients that the loop reads", [name])
+        self._ranks.require_alike("gradients that the loop reads", (name,))
         gradient = torch.empty_like(self._table.parameters[row].detach())
         flat = flat_memory(gradient)
         flat[shard.begin : shard.end] = part
@@ -64,7 +64,7 @@ class GradientShards:
         The norm of the shards' norms, in the order of the ranks. Raises RankError.
         """
         self.weights_first()
-        self._ranks.require_alike("norms of gradients that the loop asks for", [f"{len(of_shards)} of order {order}"])
+        self._ranks.require_alike("norms of gradients that the loop asks for", (f"{len(of_shards)} of order {order}",))
         of_ranks = self._ranks.of_each(torch.stack(list(of_shards)), "the norms of gradients")
         return list(torch.linalg.vector_norm(of_ranks, order, dim=0).unbind())
 

@@ -1,15 +1,15 @@
 """The processes that train one model together, each on its own batches.
 
     ranks_that_begin_alike    weights and buffers become those of the first rank
-    require_alike             every rank has found the same: called where a graph is new
+    tell                      what each rank has found, at a point that all come to
+    require_alike             every rank has found the same
     mean                      the mean of each rank's tensors, element by element
     mean_shards               the same, and each rank gets its shards alone
     gather                    each rank's shards come to all ranks
 
 A collective that one rank does not come to would hang the others. So all of them are called by the
-launching thread, in the order of the compiled graphs, which `require_alike` compares first. What is
-compared goes over a gloo group of its own: a comparison that only one rank makes must not meet
-another rank's gradients.
+launching thread, in an order that the ranks agree on first. What they tell each other goes over a
+gloo group of its own, with the point where a rank is: ranks at different points are told so.
 
 The mean is that of DistributedDataParallel: each rank divides its own tensor by the number of
 ranks, then all are summed in their dtype. With two ranks the sum is one rounding, so that no bit
@@ -21,7 +21,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from datetime import timedelta
+from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -35,6 +36,7 @@ from hytrain_fx.torch_private.process_groups import all_gather, reduce_scatter, 
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 T = TypeVar("T")
+_COMPILING: Final = timedelta(minutes=30)  # until all have compiled: one rank finds its graphs in a cache, another does not
 _ALIGNED_BYTES: Final = 64  # where a tensor begins in what is summed together: kernels read whole lines
 
 
@@ -84,14 +86,14 @@ class Ranks:
         # Collectives of the loop's own, on the group that it gave, may come between ours at another
         # place on each rank (async_save's come at any time). So ours have a group to themselves.
         # Ranks outside the group do not make these calls, so they must not wait for them
-        # (use_local_synchronization). A comparison may wait for half an hour, gloo's limit: one
-        # rank finds its graphs in a cache, another compiles for minutes. The groups are never given
-        # back. torch names a new group by the groups that exist, so two ranks that gave one back
-        # at different times would wait for each other under different names.
+        # (use_local_synchronization). The groups are never given back: torch names a new group by
+        # the groups that exist, so two ranks that gave one back at different times would wait for
+        # each other under different names.
         ranks = distributed.get_process_group_ranks(group)
-        limit, backend = time_limit(group, device), distributed.get_backend_config(group)
-        self._group = distributed.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True)
-        self._control = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._limit, self._patience = time_limit(group, device), _COMPILING
+        backend = distributed.get_backend_config(group)
+        self._group = distributed.new_group(ranks, timeout=self._limit, backend=backend, use_local_synchronization=True)
+        self._control = distributed.new_group(ranks, timeout=_COMPILING, backend="gloo", use_local_synchronization=True)
 
     @cached_property
     def mesh(self) -> Any:
@@ -111,7 +113,8 @@ class Ranks:
         Raises RankError where the models differ in more than values.
         """
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        self.require_alike("the model's parameters and buffers", [f"{name} {tuple(of.shape)} {of.dtype}" for name, of in tensors])
+        form = tuple(f"{name} {tuple(of.shape)} {of.dtype}" for name, of in tensors)
+        self.require_alike("the model's parameters and buffers", form)
         with torch.no_grad():
             for name, of in tensors:
                 whole = of.detach().contiguous()
@@ -120,30 +123,54 @@ class Ranks:
                 if whole.data_ptr() != of.data_ptr():
                     of.copy_(whole)
 
-    def require_alike(self, what: str, found: Sequence[str]) -> None:
+    def tell(self, point: str, found: tuple[str, ...]) -> tuple[int, ...]:
+        """Tell all ranks what this one has found, at a point that all come to.
+
+        Gives a digest for each rank: equal ones have found the same. Every rank gets the same
+        digests.
+
+        Raises RankError, on every rank, where one is at another point or does not come in time.
+        """
+        own = torch.tensor([_digest((point,)), _digest(found)])
+        of_ranks = torch.empty(2 * self.size, dtype=torch.int64)
+        try:
+            all_gather(of_ranks, own, group=self._control, async_op=True).wait(self._patience)
+        except RuntimeError as error:
+            raise self._missing(point) from error
+        points, digests = of_ranks.view(self.size, 2).unbind(1)
+        if bool((points == points[0]).all()):
+            return tuple(digests.tolist())
+        at = self.of_all(point, point)
+        other = next(rank for rank, of in enumerate(at) if of != at[0])
+        raise RankError(f"rank 0 has come to {at[0]}, rank {other} to {at[other]}: all ranks make as many forwards, backwards and steps, "
+                        "and read gradients, states and weights together")
+
+    def require_alike(self, what: str, found: tuple[str, ...]) -> None:
         """Compare what the ranks have found, item by item.
 
-        Raises RankError, on every rank, where one differs or does not answer in time.
+        Raises RankError, on every rank, where one differs, and as `tell` does.
         """
-        digest = int.from_bytes(hashlib.sha256("\n".join(found).encode()).digest()[:7], "big")
-        digests = torch.empty(self.size, dtype=torch.int64)
-        try:
-            all_gather(digests, torch.tensor([digest]), group=self._control)
-        except RuntimeError as error:
-            raise self._missing(what) from error
-        if bool((digests == digest).all()):
+        if len(set(self.tell(what, found))) == 1:
             return
-        of_ranks = self._gathered(what, tuple(found))
+        of_ranks = self.of_all(what, found)
         other = next(rank for rank, of in enumerate(of_ranks) if of != of_ranks[0])
         pairs = enumerate(zip_longest(of_ranks[0], of_ranks[other], fillvalue="nothing"))
         at, (first, second) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise RankError(f"{what} differ between ranks: number {at} is {first} on rank 0 and {second} on rank {other}; "
-                        "every rank must run the same model, with gradients for the same parameters")
+                        "every rank must run the same model, and ask for the same")
 
-    def of_first(self, what: str, found: T) -> T:
-        """What the first rank has found. Raises RankError as `mean` does."""
-        first: T = self._gathered(what, found)[0]
-        return first
+    def all_have_compiled(self) -> None:
+        """From now on no rank waits for another longer than the group's time limit."""
+        self._patience = self._limit
+
+    def of_all(self, what: str, found: T) -> list[T]:
+        """What each rank has found. Raises RankError as `mean` does."""
+        of_ranks: list[Any] = [None] * self.size
+        try:
+            distributed.all_gather_object(of_ranks, found, group=self._control)
+        except RuntimeError as error:
+            raise self._missing(what) from error
+        return of_ranks
 
     def mean(self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor], of: str) -> Packed:
         """The mean over the ranks of each tensor, in the order of memory of `like`.
@@ -206,14 +233,6 @@ class Ranks:
         self._run(of, partial(all_gather, found, own.contiguous(), group=self._group, async_op=True))
         return found.view(self.size, -1)
 
-    def _gathered(self, what: str, found: object) -> list[Any]:
-        of_ranks: list[Any] = [None] * self.size
-        try:
-            distributed.all_gather_object(of_ranks, found, group=self._control)
-        except RuntimeError as error:
-            raise self._missing(what) from error
-        return of_ranks
-
     def _run(self, what: str, begin: Callable[[], Any]) -> None:
         """Run a collective with the group's time limit. On a GPU the stream waits, not the host."""
         try:
@@ -224,8 +243,13 @@ class Ranks:
     def _missing(self, what: str) -> RankError:
         return RankError(f"rank {self.rank} of {self.size} waited for {what}: another rank has failed or stopped, or has not come so far "
                          "within the group's time limit, init_process_group(timeout=...). Look at the first error of the other ranks. "
-                         "All make as many backward passes, with gradients for the same parameters, and read new weights together: "
+                         "All make as many forward and backward passes and steps, and read new weights together: "
                          "call hytrain_fx.settle(model) on every rank before one of them reads alone, to save or to evaluate")
+
+
+@lru_cache(maxsize=256)
+def _digest(found: tuple[str, ...]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(found).encode()).digest()[:7], "big")
 
 
 def _bucket(like: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:

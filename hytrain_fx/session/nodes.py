@@ -46,7 +46,8 @@ class SessionNodes:
         if self.averaged and self.gathered:
             self.averaged.shards.weights_first = self.gathered.all
         self.gradients = SessionGradients(table, engine, states, self.averaged.shards if self.averaged and table.shards else None)
-        self.of_ranks = RankGradients(self.averaged, self.gathered, self.gradients, table, engine) if self.averaged else None
+        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, engine, self._end_updates)
+                         if self.averaged else None)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.captured_rows: frozenset[int] = frozenset()  # rows that any backward graph offloads
@@ -81,7 +82,7 @@ class SessionNodes:
             group = self.gradients.groups[rows]
             group.place(self._states)
         if self.of_ranks:
-            self.of_ranks.take(call, rows, grads)
+            self.of_ranks.take(call, grads)
         else:
             self.gradients.take(group, grads)
 
@@ -185,8 +186,8 @@ class SessionNodes:
     # ---- around one run of a backward graph ----
 
     @contextmanager
-    def all_run(self, graph: int) -> Iterator[None]:
-        """Around one run of a compiled backward graph.
+    def all_run(self, graph: int, elsewhere: Elsewhere) -> Iterator[None]:
+        """Around one run of a compiled backward graph, some of whose gradients go elsewhere.
 
         Raises DroppedNodeError where it ends and fewer rows were counted than it offloads.
 
@@ -194,8 +195,8 @@ class SessionNodes:
         """
         if self.gathered:
             self.gathered.all()
-        if self.averaged:
-            self.averaged.begin(self.graph_calls[graph])
+        if self.of_ranks:
+            self.of_ranks.begin(self.graph_calls[graph], elsewhere.returned | elsewhere.unwanted)
         before = self.runs.copy()
         self._offloaded.clear()  # by a graph that ended in an error
         self.gradients.forget_fresh()

@@ -1,23 +1,29 @@
 """The gradients of several ranks on their way from the nodes: averaged in one order on all ranks.
 
-    a node runs        its gradients are packed
-    its turn comes     they go from rank to rank, and are taken
+    a graph begins        the ranks tell each other which gradients theirs make
+    a node runs           its gradients are packed
+    its turn comes        they go from rank to rank, and are taken
+    the backward ends     what eager code made goes the same way, as do zeros for what other ranks
+                          still make, until all ranks are done
 
-Turns are in the order of the captured graph. The compiler may run nodes in another, and two graphs
-of the same nodes (one for each size of a batch) in two: then a node that runs early is held back,
-with its arms. Gradients that eager code makes have no node: they are averaged when the backward
-ends.
+Turns are in the order of rank 0's graph. The compiler may run nodes in another, and two graphs of
+the same nodes (one for each size of a batch) in two: then a node that runs early is held back, with
+its arms. What is not, on this rank, the gradients of one node is taken when the backward ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.gradients.turns import Rows
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
 from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
@@ -25,37 +31,62 @@ from hytrain_fx.weights.gathered import GatheredWeights
 
 
 class RankGradients:
-    """Those of one session."""
+    """Those of one session.
+
+    end_updates   called with rows whose last updates must have ended: their next gradients come
+    """
 
     def __init__(
         self, averaged: AveragedGradients, gathered: GatheredWeights | None, gradients: SessionGradients, table: ParameterTable,
-        engine: Engine
+        engine: Engine, end_updates: Callable[[Sequence[int]], None]
     ) -> None:
         self._averaged = averaged
         self._gathered = gathered
         self._gradients = gradients
         self._table = table
         self._engine = engine
-        self._eager_rows: set[int] = set()  # whose `.grad` eager code has made in the backward that runs
-        self._eager_backward = -1
+        self._end_updates = end_updates
+        self._own: dict[Rows, Rows] = {}  # by the rows that a node names: those whose gradients go to `.grad`
+        self._ends: dict[int, _AtEnd] = {}  # by backward: one may run inside another
 
-    def take(self, call: Sequence[int], rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """The gradients of one node.
+    def begin(self, nodes: Sequence[Rows], elsewhere: AbstractSet[int]) -> None:
+        """A backward graph begins, whose nodes make gradients of these rows.
 
-        call   the rows that it names
-        rows   those of them whose gradients go to `.grad`
+        elsewhere   rows whose gradients do not go to `.grad`
+
+        Raises RankError.
         """
-        self._averaged.pack(tuple(call), tuple(rows), grads)
-        for turn in self._averaged.due():
-            with self._averaged.taken(turn) as (own, taken):
-                if own:
-                    self._gradients.take(self._gradients.groups[own], taken)
-            if turn != tuple(call):
-                self._arm(turn)
+        self._own = {node: tuple(row for row in node if row not in elsewhere) for node in nodes} if elsewhere else {n: n for n in nodes}
+        own = tuple(filter(None, self._own.values()))
+        if own:
+            self._enter_backward()
+            self._averaged.begin(own)
 
-    def holds(self, rows: Sequence[int]) -> bool:
-        """Whether the node of these rows is held back: its arms come with its turn."""
-        return self._averaged.holds(tuple(rows))
+    def take(self, node: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """The gradients of one node that go to `.grad`."""
+        own = self._own[tuple(node)]
+        if own:
+            self._averaged.pack(own, grads)
+            self._send_due(self._ends[running_backward()], own)
+
+    def holds(self, node: Sequence[int]) -> bool:
+        """Whether the gradients of a node are held back: its arms come with them."""
+        return self._averaged.holds(self._own[tuple(node)])
+
+    def _send_due(self, end: _AtEnd, running: Rows | None = None) -> None:
+        """Send what is due.
+
+        running   the node that runs, whose arms come by themselves; None: the graphs are over
+        """
+        for turn in self._averaged.due():
+            is_of_node = running is not None and self._averaged.is_of_node(turn)
+            with self._averaged.taken(turn) as parts:
+                if is_of_node:
+                    self._gradients.take(self._gradients.groups[turn], parts)
+                else:
+                    end.late.append((turn, parts))
+            if is_of_node and turn != running:
+                self._arm(turn)
 
     def _arm(self, rows: Sequence[int]) -> None:
         group = self._gradients.groups[rows]
@@ -76,28 +107,57 @@ class RankGradients:
         """
         if row in captured or not self._averaged.may_take_eager(row):
             return
-        backward = running_backward()
-        if backward != self._eager_backward:  # an earlier one may have ended in an error
-            self._eager_backward = backward
-            self._eager_rows.clear()
-            at_end_of_backward(self._average_eager)
-        self._eager_rows.add(row)
+        self._enter_backward()
+        self._ends[running_backward()].eager.add(row)
 
-    def _average_eager(self) -> None:
-        rows = tuple(sorted(self._eager_rows))
-        self._eager_rows.clear()
+    def dropped(self) -> None:
+        """Nobody has a gradient."""
+        self._averaged.dropped()
+        self._ends.clear()  # of backwards that have ended in errors
+
+    def _enter_backward(self) -> None:
+        backward = running_backward()
+        if backward not in self._ends:
+            self._averaged.next_backward()
+            self._ends[backward] = _AtEnd()
+            at_end_of_backward(partial(self._end_backward, backward))
+
+    def _end_backward(self, backward: int) -> None:
+        """All gradients of this rank are there."""
         if self._gathered:
             self._gathered.all()
-        parameters = [self._table.parameters[row] for row in rows]
+        end = self._ends[backward]
         with torch.no_grad(), without_torch_function():
-            grads = [grad for grad in map(get_grad, parameters) if grad is not None]
-            for parameter in parameters:
-                set_grad(parameter, None)
-            self._averaged.begin((rows,))
-            self._averaged.pack(rows, rows, grads)
-            for turn in self._averaged.due():
-                with self._averaged.taken(turn) as (own, taken):
-                    self._gradients.take_late(own, taken)
+            if end.eager:
+                self._begin_eager(tuple(sorted(end.eager)))
+                self._send_due(end)
+            while not self._averaged.all_done():
+                self._send_due(end)
+            for rows, parts in end.late:
+                self._end_updates(rows)
+                with self._averaged.side.beside():
+                    self._gradients.take_late(rows, parts)
+                for row in rows:
+                    self._gradients.shown.fresh.pop(row, None)  # autograd has told of those of eager code
             self._averaged.side.join()
-            for row in rows:
-                self._gradients.shown.fresh.pop(row, None)  # autograd has told of this one
+        del self._ends[backward]
+
+    def _begin_eager(self, rows: Rows) -> None:
+        parameters = [self._table.parameters[row] for row in rows]
+        grads = [grad for grad in map(get_grad, parameters) if grad is not None]
+        for parameter in parameters:
+            set_grad(parameter, None)
+        self._averaged.begin((rows,))
+        self._averaged.pack(rows, grads)
+
+
+@dataclass
+class _AtEnd:
+    """What is to be done when a backward ends.
+
+    eager   rows whose `.grad` eager code has made
+    late    averaged gradients that are not those of one node here
+    """
+
+    eager: set[int] = field(default_factory=set)
+    late: list[tuple[Rows, list[torch.Tensor]]] = field(default_factory=list)

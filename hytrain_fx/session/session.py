@@ -293,8 +293,8 @@ class Session:
             self.engine.discard(range(self.engine.rows))
             self.nodes.gradients.slots.taken.update(self._all_rows)
             self.foresight.dropped()
-            if self.nodes.averaged:
-                self.nodes.averaged.dropped()
+            if self.nodes.of_ranks:
+                self.nodes.of_ranks.dropped()
 
     @in_turn
     @whole()

@@ -46,7 +46,7 @@ class GatheredWeights:
         self._states = states
         self._pending: deque[tuple[int, ...]] = deque()  # rows of each unit whose shards are to come, in the units' order
         self._rows: set[int] = set()  # in them
-        self._alike: set[tuple[int, ...]] = set()  # rows of steps, as far as they were compared
+        self._named: dict[tuple[int, ...], tuple[str, ...]] = {}  # by the rows of a step: their parameters
         self._layouts = ShardLayouts(table.shards)
         self._lock = RLock()  # another thread may read weights
         self._pid = os.getpid()
@@ -62,9 +62,9 @@ class GatheredWeights:
         with self._lock:
             self.all()
             rows = tuple(sorted(self._table.shards.keys() & set(parameters)))
-            if rows not in self._alike:
-                self._ranks.require_alike("the parameters that step() updates", [self._table.names[row] for row in rows])
-                self._alike.add(rows)
+            if rows not in self._named:
+                self._named[rows] = tuple(self._table.names[row] for row in rows)
+            self._ranks.require_alike("the parameters that step() updates", self._named[rows])
             self._rows = set(rows)
             self._come.clear()
             of_units = (tuple(row for row in unit.rows if row in self._rows) for unit in self._units)
@@ -127,7 +127,7 @@ class GatheredWeights:
         shard, name = self._table.shards[row], self._table.names[row]
         with self._lock:
             self.all()
-            self._ranks.require_alike("optimizer states that the loop reads", [name])
+            self._ranks.require_alike("optimizer states that the loop reads", (name,))
             whole = torch.empty(shard.numel, dtype=part.dtype, device=self._table.device)
             whole[shard.begin : shard.end] = part
             self._ranks.gather([whole], self._layouts[(row,)], f"the states of {name}")

@@ -261,11 +261,67 @@ def two_plans(rank: int, size: int) -> Sequence[Found]:
     return [ours(rank, torch.bfloat16, "plain", k=k, engine="native") for k in (0, 2, rank)]
 
 
-def other_branch(rank: int, size: int) -> None:
-    """The last rank uses a layer that the others do not."""
+def other_branches(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
+    """A layer is used by one rank, by the other, by both, by none: captured or eager; k=0 and 3."""
+    done: dict[str, Sequence[Found]] = {}
+    for eager in (False, True):
+        runs = [_branches_by_hand(rank, size, eager), *(_branches_of_ours(rank, eager, k) for k in (0, 3))]
+        done[f"eager {eager}"] = runs
+    return done
+
+
+def _branches_by_hand(rank: int, size: int, eager: bool) -> Found:
+    model: Any = _branching(rank, eager)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            distributed.broadcast(tensor, 0)
+
+    def average() -> None:
+        for parameter in model.parameters():
+            used = torch.tensor([parameter.grad is not None], dtype=torch.int64)
+            distributed.all_reduce(used)
+            if used:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(size)
+                distributed.all_reduce(parameter.grad)
+
+    model.compile()
+    return _branch_steps(model, HandAdam(model.parameters(), **HYPER), rank, average)
+
+
+def _branches_of_ours(rank: int, eager: bool, k: int) -> Found:
+    model = _branching(rank, eager)
+    found = _branch_steps(model, compiled(model, k=k), rank, lambda: None)
+    hytrain_fx.close(model)
+    return found
+
+
+def _branching(rank: int, eager: bool) -> Any:
+    model: Any = net(rank)
+    if eager:
+        model.side.forward = torch.compiler.disable(model.side.forward)
+    return model
+
+
+def _branch_steps(model: Any, optimizer: Any, rank: int, after_backward: Callable[[], None]) -> Found:
+    losses = []
+    for step, takers in enumerate([(0,), (0, 1), (1,), (), (1,), (0,), (0, 1)]):
+        loss = model(tokens_of(rank, step), side=rank in takers)
+        loss.backward()
+        after_backward()
+        losses.append(loss.item())
+        losses.append(sum(float(p.grad.double().abs().sum()) for p in model.side.parameters() if p.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "weights": weights(model)}
+
+
+def one_more_backward(rank: int, size: int) -> None:
+    """The last rank makes two backwards before its step, the others one."""
     model: Any = net(0)
-    compiled(model)
-    model(tokens_of(rank, 0), side=rank == size - 1).backward()
+    optimizer = compiled(model)
+    for number in range(2 if rank == size - 1 else 1):
+        model(tokens_of(rank, number)).backward()
+    optimizer.step()
 
 
 def other_model(rank: int, size: int) -> None:

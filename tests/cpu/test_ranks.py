@@ -5,7 +5,9 @@ With two ranks every bit is that of averaging by hand.
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 import hytrain_fx
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.gradients.turns import turns
 from hytrain_fx.ir.shard import Shard, shard_of
 from hytrain_fx.runtime.ranks import _bucket
 from hytrain_fx.runtime.shard_layout import ShardLayouts
@@ -84,11 +87,15 @@ def test_ranks_may_be_left_alone(tmp_path: Path) -> None:
     assert "ranks train together" not in first["text"]
 
 
-def test_ranks_that_make_other_gradients_are_told(tmp_path: Path) -> None:
-    """Each rank raises, and the message names the first difference."""
-    for found in started(rank_loops.other_branch, 2, tmp_path):
-        assert found.startswith("RankError: the gradients that a backward makes differ between ranks")
-        assert "side." in found
+def test_a_rank_without_a_gradient_adds_zeros(tmp_path: Path) -> None:
+    """Each rank takes branches of its own; weights are those of averaging by hand with zeros."""
+    require_bits_by_hand(started(rank_loops.other_branches, 2, tmp_path), "losses")
+
+
+def test_ranks_at_different_points_are_told(tmp_path: Path) -> None:
+    """One begins a backward more than the other, which steps: both raise at once."""
+    for found in started(rank_loops.one_more_backward, 2, tmp_path):
+        assert found.startswith("RankError: rank 0 has come to the parameters that step() updates, rank 1 to backward 2")
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
@@ -180,6 +187,33 @@ def test_shards_cover_a_parameter_once_and_come_together_again(shapes: list[list
         bucket, own = layout.pack_own(wholes)
         assert own.data_ptr() == bucket[rank * layout.each :].data_ptr()
         assert all(map(torch.equal, layout.shards(own), layout.shards(parts[rank])))
+
+
+_NODES = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True).map(tuple), max_size=6)
+
+
+@given(of_ranks=st.lists(_NODES, min_size=1, max_size=4))
+def test_every_row_has_one_turn_that_its_nodes_are_in(of_ranks: list[list[tuple[int, ...]]]) -> None:
+    """No node is split. Rows that come together are those of nodes that share rows, no more."""
+    order = turns(of_ranks)
+    rows = [row for turn in order for row in turn]
+    assert sorted(rows) == sorted({row for nodes in of_ranks for node in nodes for row in node})
+    for turn in order:
+        inside = [set(node) for nodes in of_ranks for node in nodes if set(node) & set(turn)]
+        assert all(node <= set(turn) for node in inside)
+        reached = inside.pop()
+        while meeting := [node for node in inside if node & reached]:
+            reached |= set().union(*meeting)
+            inside = [node for node in inside if node not in meeting]
+        assert not inside
+
+
+@given(nodes=st.permutations(range(12)), cuts=st.sets(st.integers(1, 11)), ranks=st.integers(1, 3), draw=st.randoms())
+def test_turns_of_the_same_nodes_are_those_of_the_first_rank(nodes: list[int], cuts: set[int], ranks: int, draw: random.Random) -> None:
+    """Whatever the order of the others, and whichever nodes these lack."""
+    of_first = [tuple(nodes[begin:end]) for begin, end in itertools.pairwise([0, *sorted(cuts), 12])]
+    others = [draw.sample(of_first, draw.randint(0, len(of_first))) for _ in range(ranks)]
+    assert turns([of_first, *others]) == tuple(of_first)
 
 
 def test_vectors_and_small_matrices_are_whole() -> None:
