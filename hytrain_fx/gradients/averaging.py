@@ -21,6 +21,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import RankError, UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.shards import GradientShards
+from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
@@ -101,7 +102,8 @@ class AveragedGradients:
         self._averaged.update(rows)
         self._sent += 1
         with self.side.beside(reads=[of.bucket for of in packed.values()]):
-            parts = {i: part for places, of in packed.items() for i, part in zip(places, of.send(), strict=True)}
+            sent = self._ranks.send(packed.values(), CollectiveKind.REDUCE_SCATTER, call[0])
+            parts = {i: part for places, of in zip(packed, sent, strict=True) for i, part in zip(places, of, strict=True)}
             yield rows, [parts[i] for i in range(len(rows))]
 
     def _pack(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> dict[tuple[int, ...], Packed]:
