@@ -24,7 +24,7 @@ from hytrain_fx.explain.plan.explained import THE_CPU, Measured
 from hytrain_fx.explain.plan.report import Explanation
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.recording import Recording
-from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule
+from hytrain_fx.explain.timeline.timeline import Timeline, collective_spans, device_spans, from_records, from_schedule
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
@@ -262,7 +262,7 @@ def _inspection(session: Session) -> Inspection:
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recording]:
-    """Record every copy and update of the steps inside the block; meanwhile the plan stays.
+    """Record every copy, update and collective of the steps inside; meanwhile the plan stays.
         with hytrain_fx.record(model) as recording:
             ...two or three steps...
         print(recording)                        # the last step, the predicted one under it
@@ -286,16 +286,14 @@ def record(model: nn.Module) -> Iterator[Recording]:
     names = tuple(unit.name for unit in session.planning.units())
     recording = Recording(from_schedule(schedule, names) if schedule else None)
     begin_us = time.perf_counter() * 1e6
-    session.planning.recording = True
-    session.engine.record(True)
+    session.record(True)
     try:
         yield recording
         session.drain()
         with session.planning.aside("reading a recording"):
             recording.ended(_recorded(session, names, begin_us))
     finally:
-        session.planning.recording = False
-        session.engine.record(False)
+        session.record(False)
 
 
 def session_of(model: nn.Module) -> Session:
@@ -308,8 +306,10 @@ def session_of(model: nn.Module) -> Session:
 
 def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Timeline:
     session.marks.settle()
-    device, launched = session.marks.finished(), session.marks.launched()
-    spans = (*device_spans(device), *launch_spans(launched))
+    timed = session.ranks.times.take() if session.ranks else ()
+    clock_us = session.marks.clock.reading()
+    device, launched = session.marks.finished(clock_us), session.marks.launched()
+    spans = (*device_spans(device), *launch_spans(launched), *collective_spans(timed, clock_us, session.nodes.unit_of))
     launches = step_launches(device, launched)
     return from_records(session.engine.take_records(), spans, session.unit_of_rows, names, begin_us=begin_us, launches=launches)
 

@@ -55,7 +55,7 @@ class GradientShards:
         gradient = torch.empty_like(self._table.parameters[row].detach())
         flat = flat_memory(gradient)
         flat[shard.begin : shard.end] = part
-        self._ranks.gather([flat], self._layouts[(row,)], f"the gradient of {name}")
+        self._ranks.gather([flat], self._layouts[(row,)], f"the gradient of {name}").send()
         return gradient
 
     def norms(self, of_shards: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,6 +41,7 @@ from typing import Final, TypeVar
 import torch
 
 from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.runtime.device_clock import At, ClockUs, DeviceClock, elapsed_us
 from hytrain_fx.torch_private.tensors import current_stream_of
 
 A = TypeVar("A")  # a time, or an event that has one
@@ -85,8 +86,7 @@ class UnitTimes:
 
 
 _WAIT_BEGINS, _WAIT_ENDS = (Mark.WAIT_BEGIN, Mark.HELD_BEGIN), (Mark.WAIT_END, Mark.HELD_END)
-_At = float | torch.cuda.Event
-_Marks = list[tuple[Mark, int, _At]]
+_Marks = list[tuple[Mark, int, At]]
 
 
 @dataclass(slots=True)
@@ -117,20 +117,20 @@ class _Step:
 class StepMarks:
     """Marks of the running step and the times of the last few finished ones.
 
+    clock       what marks on the device are read with
     captured    whether the last step ran a captured backward
     broken      whether the last captured step waited for all weights at a graph break
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self.clock = DeviceClock(device)
         self._device = device
         self._running: list[_MicroBatch] = []
         self._count = 0  # of marks in the running step
         self._ended = self._left_out = 0  # backwards in it; those of them that are forgotten
         self._cut = 0  # how many of the first micro-batches stay; 0: all are kept
         self._finished: deque[_Step] = deque(maxlen=_KEPT_STEPS)
-        self._clock_stream: torch.cuda.Stream | None = None
-        self._stream_handle = current_stream_of(device) if self._cuda else None
+        self._stream_handle = current_stream_of(device) if device.type == "cuda" else None
         # by handle: making the object takes longer than recording an event
         self._streams: dict[int, torch.cuda.Stream] = {}
         # events of forgotten steps: making and freeing one takes the driver's lock
@@ -248,10 +248,7 @@ class StepMarks:
             self._wait_for(step)
 
     def _wait_for(self, step: _Step) -> None:
-        last = step.marks[-1][2]
-        if isinstance(last, torch.cuda.Event):
-            with torch.cuda.device(self._device):  # as in _is_through
-                last.synchronize()  # not the device: copies and updates of the last step may still run
+        self.clock.wait_for(step.marks[-1][2])  # not for the device: copies and updates of the last step may still run
 
     def _is_through(self, step: _Step) -> bool:
         """Whether the device is through with a finished step."""
@@ -275,31 +272,16 @@ class StepMarks:
             reached.append(step)
         return reached
 
-    def _clock_us(self) -> Callable[[float | torch.cuda.Event], float]:
-        """A function from a mark that was reached to its time on the host's monotonic clock.
-
-        The time is in microseconds.
-        """
-        if not self._cuda:
-            return lambda mark: _elapsed_us(0.0, mark)  # marks on the CPU are on that clock
-        # A stream without work, so that waiting for it is not waiting for the device. It has its
-        # own priority: streams of one priority share a few queues to the device.
-        if self._clock_stream is None:
-            self._clock_stream = torch.cuda.Stream(self._device, priority=-1)
-        now = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.device(self._device):
-            now.record(self._clock_stream)
-            now.synchronize()
-        now_us = time.perf_counter() * 1e6
-        return lambda mark: now_us - _elapsed_us(mark, now)
-
-    def finished(self) -> list[list[tuple[Mark, int, float]]]:
+    def finished(self, clock_us: ClockUs | None = None) -> list[list[tuple[Mark, int, float]]]:
         """The marks of the finished steps that the device is through with, oldest first.
 
         Their times are on the host's monotonic clock in microseconds. After `settle` these are all
         steps.
+
+        clock_us   a reading of `clock` after that, where other moments are read with it too
         """
-        reached, clock_us = self._reached(), self._clock_us()
+        reached = self._reached()
+        clock_us = clock_us or self.clock.reading()
         return [[(kind, unit, clock_us(at)) for kind, unit, at in step.marks] for step in reached]
 
     def launched(self) -> list[list[tuple[Mark, int, float]]]:
@@ -336,14 +318,6 @@ class StepMarks:
 
 def _median_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(statistics.median(column) for column in zip(*rows, strict=True))
-
-
-def _elapsed_us(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        return float(begin.elapsed_time(end)) * 1e3
-    assert isinstance(end, float)
-    return end - begin
 
 
 def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
@@ -389,7 +363,7 @@ def stretches(marks: Sequence[tuple[Mark, int, A]]) -> Iterator[tuple[TaskKind, 
 def _unit_times(step: _Step, units: int) -> UnitTimes:
     us = {kind: [0.0] * units for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WAIT)}
     for kind, unit, begin, end in stretches(step.marks):
-        us[kind][unit] += step.scale * _elapsed_us(begin, end)
+        us[kind][unit] += step.scale * elapsed_us(begin, end)
     held_us = _between_us(step, (Mark.HELD_BEGIN,), (Mark.HELD_END,))
     return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us)
 
@@ -397,4 +371,4 @@ def _unit_times(step: _Step, units: int) -> UnitTimes:
 def _between_us(step: _Step, begin: Sequence[Mark], end: Sequence[Mark]) -> float:
     """The sum of the stretches from marks of one kind to those of another."""
     begins, ends = ([at for mark, _, at in step.marks if mark in kinds] for kinds in (begin, end))
-    return step.scale * sum(map(_elapsed_us, begins, ends))
+    return step.scale * sum(map(elapsed_us, begins, ends))

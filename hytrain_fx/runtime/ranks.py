@@ -6,6 +6,7 @@
     mean                      the mean of each rank's tensors, element by element
     mean_shards               the same, and each rank gets its shards alone
     gather                    each rank's shards come to all ranks
+    send                      what these three have packed goes, and is timed in a recording
 
 A collective that one rank does not come to would hang the others. So all of them are called by the
 launching thread, in an order that the ranks agree on first. What they tell each other goes over a
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
@@ -30,6 +31,8 @@ import torch
 from torch import distributed, nn
 
 from hytrain_fx.errors import ConfigError, RankError
+from hytrain_fx.ir.collective import CollectiveKind
+from hytrain_fx.runtime.collective_times import CollectiveTimes
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
 from hytrain_fx.torch_private.process_groups import all_gather, reduce_scatter, time_limit
@@ -79,10 +82,12 @@ class Ranks:
     """One rank's view of the group.
 
     rank, size   this process's number in the group, and how many there are
+    times        when `send` was under way, in a recording
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+        self.times = CollectiveTimes(device)
         # Collectives of the loop's own, on the group that it gave, may come between ours at another
         # place on each rank (async_save's come at any time). So ours have a group to themselves.
         # Ranks outside the group do not make these calls, so they must not wait for them
@@ -211,18 +216,34 @@ class Ranks:
 
         return Packed(bucket, send)
 
-    def gather(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> None:
-        """Each rank's shard of each tensor comes to all ranks.
+    def gather(self, wholes: Sequence[torch.Tensor], layout: ShardLayout, of: str) -> Packed:
+        """Each rank's shard of each tensor comes to all ranks: the same tensors, whole.
 
         wholes   flat, of one dtype, in the layout's order. This rank's shards are there
         of       what they are, for messages
 
-        Raises RankError as `mean` does.
+        As `mean`: other ranks' shards are there after what is given has been called.
         """
         bucket, own = layout.pack_own(wholes)
-        send = partial(all_gather, bucket, own, group=self._group, async_op=True)
-        self._run(of, send)
-        layout.unpack_others(bucket, wholes)
+
+        def send() -> list[torch.Tensor]:
+            self._run(of, partial(all_gather, bucket, own, group=self._group, async_op=True))
+            layout.unpack_others(bucket, wholes)
+            return list(wholes)
+
+        return Packed(bucket, send)
+
+    def send(self, packed: Collection[Packed], kind: CollectiveKind, row: int) -> list[list[torch.Tensor]]:
+        """Send what belongs together, on the current stream: what comes of each.
+
+        kind, row   what it is in a recording, and the first of the parameters in it
+
+        Raises RankError as `mean` does.
+        """
+        if not self.times.recording:
+            return [of.send() for of in packed]
+        with self.times.around(kind, row, sum(of.bucket.nbytes for of in packed)):
+            return [of.send() for of in packed]
 
     def of_each(self, own: torch.Tensor, of: str) -> torch.Tensor:
         """The values of every rank, one row for each. `own`: 1-dim, as long on all of them.

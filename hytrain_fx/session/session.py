@@ -276,6 +276,13 @@ class Session:
         """The unit of each row of the engine that is in use."""
         return {row: self.nodes.unit_of[self.states.pieces.parameter(row)] for row in self.states.placement}
 
+    def record(self, on: bool) -> None:
+        """Keep what runs when. Meanwhile no plan is made: the engine's records are the caller's."""
+        self.planning.recording = on
+        self.engine.record(on)
+        if self.ranks:
+            self.ranks.times.record(on)
+
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""
         self.foresight = Foresight(how, self.engine, self.builder, self.groups, self.nodes.gradients.slots.generation, runs_behind)

@@ -22,8 +22,9 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
+from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.runtime.engine import Engine
-from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayouts
 from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.runtime.states.pieces import flat_alias
@@ -130,7 +131,7 @@ class GatheredWeights:
             self._ranks.require_alike("optimizer states that the loop reads", (name,))
             whole = torch.empty(shard.numel, dtype=part.dtype, device=self._table.device)
             whole[shard.begin : shard.end] = part
-            self._ranks.gather([whole], self._layouts[(row,)], f"the states of {name}")
+            self._ranks.gather([whole], self._layouts[(row,)], f"the states of {name}").send()
         return whole.cpu()
 
     def _gather(self) -> tuple[int, ...]:
@@ -141,12 +142,16 @@ class GatheredWeights:
             if self._committed is not None:
                 torch.cuda.current_stream(self._table.device).wait_event(self._committed)  # another thread may be the first to ask
             self._engine.wait(self._states.pieces.rows(rows))
-            parameters = self._table.parameters
-            for dtype in dict.fromkeys(parameters[row].dtype for row in rows):
-                alike = tuple(row for row in rows if parameters[row].dtype == dtype)
-                # Memory with a version counter of its own: this is no edit of the parameter.
-                wholes = [flat_alias(parameters[row].detach()) for row in alike]
-                self._ranks.gather(wholes, self._layouts[alike], f"the new weights of {self._table.names[alike[0]]} and others")
+            self._ranks.send(self._pack(rows), CollectiveKind.ALL_GATHER, rows[0])
             if self._committed is not None:
                 self._come.update(dict.fromkeys(rows, torch.cuda.current_stream(self._table.device).record_event()))
         return rows
+
+    def _pack(self, rows: Sequence[int]) -> list[Packed]:
+        parameters, packed = self._table.parameters, list[Packed]()
+        for dtype in dict.fromkeys(parameters[row].dtype for row in rows):
+            alike = tuple(row for row in rows if parameters[row].dtype == dtype)
+            # Memory with a version counter of its own: this is no edit of the parameter.
+            wholes = [flat_alias(parameters[row].detach()) for row in alike]
+            packed.append(self._ranks.gather(wholes, self._layouts[alike], f"the new weights of {self._table.names[alike[0]]} and others"))
+        return packed

@@ -17,8 +17,10 @@ from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
-from hytrain_fx.explain.timeline.span import LAUNCHING, LETTERS, WORDS, LaunchKind, Span, share_inside, shared_time, tracks
+from hytrain_fx.explain.timeline.picture import COLOURS
+from hytrain_fx.explain.timeline.span import COLLECTIVES, LAUNCHING, LETTERS, WORDS, LaunchKind, Span, share_inside, shared_time, tracks
 from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, read_trace
+from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
 from hytrain_fx.planning.marks import Mark
@@ -261,6 +263,7 @@ def test_recording_a_running_model() -> None:
             step()
         session = session_of(model)
         check_trace(recording.timeline.to_chrome_json(), len(recording.timeline.lanes))
+        assert COLLECTIVES not in recording.timeline.lanes  # nothing goes from rank to rank in one process
         workers = [spans for lane, spans in recording.timeline.lanes.items() if lane.startswith("CPU")]
         assert workers
         assert all(len(tracks(spans)) == 1 for spans in workers)  # one update at a time
@@ -309,11 +312,12 @@ def test_recording_waits_for_the_first_plan_and_does_not_disturb_the_next() -> N
 
 
 def test_streamed_states_have_lanes_and_letters() -> None:
-    """Every kind of task has a letter.
+    """Every kind of span has a letter and a colour; one letter stands for one word.
 
     Streamed states are measured on lanes beside the copies, and predicted on the link's own.
     """
-    assert set(LETTERS) == set(WORDS) == {*TaskKind, *LaunchKind}
+    assert set(LETTERS) == set(WORDS) == set(COLOURS) == {*TaskKind, *CollectiveKind, *LaunchKind}
+    assert len(set(LETTERS.values())) == len(set(WORDS.values())) == len({(LETTERS[kind], WORDS[kind]) for kind in WORDS})
     stages = (Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT)
     records = [TaskRecord(stage, 0, 0, 0, 10.0 * i, 10.0 * i + 5) for i, stage in enumerate(stages)]
     measured = from_records(records, [], {0: 0}, ["layer"])

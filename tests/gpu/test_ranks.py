@@ -13,6 +13,7 @@ import torch
 from ..cpu import rank_loops, shard_loops
 from ..cpu.loops import assert_same
 from ..cpu.rank_loops import LOOPS, require_bits_by_hand, started
+from ..cpu.test_rank_timeline import Recorded, recorded, require_order, require_whole_lane
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
@@ -51,3 +52,13 @@ def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
     first, second = started(shard_loops.every_loop, 2, tmp_path, backend="nccl")
     assert len(first) == 2 * len(shard_loops.LOOPS), first
     require_bits_by_hand((first, second), "seen")
+
+
+def test_recorded_steps_show_what_goes_from_rank_to_rank(tmp_path: Path) -> None:
+    """As on CPUs. Bars lie inside the steps of the device's lane, and none overlaps another."""
+    for found in started(recorded, 2, tmp_path, backend="nccl"):
+        assert isinstance(found, Recorded), found
+        assert found.recording is not None
+        require_whole_lane(found.recording.timeline, found, 2)
+        require_order(found.recording.timeline, slack_us=1.0)  # events have half a microsecond
+        assert found.after == 0

@@ -14,6 +14,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import launches_text
 from hytrain_fx.explain.timeline.span import WORDS, Kind, LaunchKind, Span, merged
+from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.task_graph import TaskKind
 
@@ -21,11 +22,13 @@ COLOURS: dict[Kind, str] = {
     TaskKind.FORWARD: "#4c78a8", TaskKind.BACKWARD: "#9ecae9", TaskKind.WAIT: "#e45756", TaskKind.D2H: "#f2cf5b",
     TaskKind.CPU_UPDATE: "#54a24b", TaskKind.GPU_UPDATE: "#a6d854", TaskKind.H2D: "#b279a2",
     TaskKind.STREAM_IN: "#ff9da6", TaskKind.STREAM_OUT: "#d6a5c9",
+    CollectiveKind.REDUCE_SCATTER: "#f58518", CollectiveKind.ALL_GATHER: "#72b7b2",
     LaunchKind.FORWARD: "#4c78a8", LaunchKind.BACKWARD: "#9ecae9", LaunchKind.GATE: "#e45756", LaunchKind.STEP: "#222222",
 }
 _WIDTH_IN, _LANE_IN = 14.0, 0.24
 _PIXELS = 2000  # narrower gaps are not seen: the bars next to them are one
 _WORKERS, _THIN = 4, 0.4  # lanes of more CPU workers than this are drawn this high
+_LEGEND = 8  # words on one line of the legend
 _LABELS = 45  # bars wider than this part of the scale carry their label
 
 
@@ -50,7 +53,7 @@ def write_png(timelines: Sequence[Lanes], path: Path, titles: Sequence[str] = ()
     axes[-1].set_xlabel("ms")
     looks = {WORDS[kind]: COLOURS[kind] for kind in COLOURS if any(s.kind is kind for t in timelines for s in t.spans)}
     handles = [Patch(color=colour, label=words) for words, colour in looks.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(len(handles), 1), fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), _LEGEND), fontsize=8)
     if heading:
         figure.suptitle(heading, fontsize=11)
     figure.savefig(path, format="png", dpi=110, metadata={"Software": None})

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.task_graph import TaskKind
 
 
@@ -20,22 +21,25 @@ class LaunchKind(enum.StrEnum):
     STEP = "step"  # inside optimizer.step()
 
 
-Kind = TaskKind | LaunchKind
+Kind = TaskKind | CollectiveKind | LaunchKind
 
 # Letter in front of the unit's number.
 LETTERS: dict[Kind, str] = {
     TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
     TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
+    CollectiveKind.REDUCE_SCATTER: "r", CollectiveKind.ALL_GATHER: "a",
     LaunchKind.FORWARD: "f", LaunchKind.BACKWARD: "b", LaunchKind.GATE: ".", LaunchKind.STEP: "s",
 }
 WORDS: dict[Kind, str] = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WAIT: "wait", TaskKind.D2H: "gradient to the host",
     TaskKind.CPU_UPDATE: "update by the CPU", TaskKind.GPU_UPDATE: "update on the device", TaskKind.H2D: "weight to the device",
     TaskKind.STREAM_IN: "states to the device", TaskKind.STREAM_OUT: "states to the host",
+    CollectiveKind.REDUCE_SCATTER: "gradients reduce-scattered", CollectiveKind.ALL_GATHER: "weights all-gathered",
     LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
 }
 LAUNCHING = "launching"
-_ORDER = (LAUNCHING, "device", "D2H", "CPU", "H2D")  # "device updates" comes after "device"
+COLLECTIVES = "collectives"
+_ORDER = (LAUNCHING, "device", COLLECTIVES, "D2H", "CPU", "H2D")  # "device updates" comes after "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Span:
     """One piece of work on one lane, of unit number `unit` (-1: of no unit).
 
     Times are in microseconds of one clock.
+
+    nbytes   of a collective: the memory that goes from rank to rank, all ranks' parts together
     """
 
     lane: str
@@ -50,6 +56,7 @@ class Span:
     unit: int
     begin_us: float
     end_us: float
+    nbytes: int = 0
 
     @property
     def label(self) -> str:
@@ -62,7 +69,7 @@ class Span:
 
 
 def lane_order(lane: str) -> tuple[int, int]:
-    """The launching thread, the device, gradients out, CPU workers, weights in."""
+    """The launching thread, the device, collectives, gradients out, CPU workers, weights in."""
     name, _, number = lane.partition(" ")
     return (_ORDER.index(name), int(number) if number.isdigit() else len(number))
 
@@ -76,7 +83,7 @@ def merged(spans: Iterable[Span], gap_us: float) -> list[Span]:
     for span in spans:
         last = found[-1] if found else None
         if last and (last.kind, last.unit) == (span.kind, span.unit) and span.begin_us <= last.end_us + gap_us:
-            found[-1] = replace(last, end_us=max(last.end_us, span.end_us))
+            found[-1] = replace(last, end_us=max(last.end_us, span.end_us), nbytes=last.nbytes + span.nbytes)
         else:
             found.append(span)
     return found

@@ -1,6 +1,7 @@
 """What ran when, as text, Chrome trace or picture.
 
-A lane for the launching thread, the device, each copy direction and each CPU worker.
+A lane for the launching thread, the device, each copy direction and each CPU worker; with several
+ranks also for what goes from rank to rank.
 
     launching      |b3|b2|b1|b0|s|f0|......f1|.......
     device         |b3----|b2----|b1----|b0----|f0--|f1--|f2--|f3--|
@@ -22,12 +23,14 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.picture import write_png
-from hytrain_fx.explain.timeline.span import Span
+from hytrain_fx.explain.timeline.span import COLLECTIVES, Span
 from hytrain_fx.explain.timeline.text import timelines_text
 from hytrain_fx.explain.timeline.trace_file import read_parts, trace_json
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 from hytrain_fx.planning.marks import Mark, stretches
+from hytrain_fx.runtime.collective_times import TimedCollectives
+from hytrain_fx.runtime.device_clock import ClockUs
 from hytrain_fx.runtime.engine import TaskRecord
 
 # of predicted tasks
@@ -106,6 +109,11 @@ def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Spa
     The rules are in `planning.marks`.
     """
     return [Span("device", kind, unit, begin_us, end_us) for marks in steps for kind, unit, begin_us, end_us in stretches(marks)]
+
+
+def collective_spans(timed: Iterable[TimedCollectives], clock_us: ClockUs, unit_of: Sequence[int]) -> list[Span]:
+    """What went from rank to rank (`CollectiveTimes.take`). `unit_of`: unit of each parameter."""
+    return [Span(COLLECTIVES, of.kind, unit_of[of.row], clock_us(of.begin), clock_us(of.end), of.nbytes) for of in timed]
 
 
 def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:

@@ -17,6 +17,7 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.span import Kind, LaunchKind, Span, tracks
+from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.task_graph import TaskKind
 
 Event = dict[str, Any]
@@ -63,15 +64,15 @@ def _length_us(span: Span) -> float:
 
 
 def _arguments(timeline: Lanes, span: Span) -> dict[str, Any]:
-    task = {"task": str(span.kind)}
-    return task | {"unit": timeline.unit_names[span.unit], "number": span.unit} if span.unit >= 0 else task
+    unit = {"unit": timeline.unit_names[span.unit], "number": span.unit} if span.unit >= 0 else {}
+    return {"task": str(span.kind)} | unit | ({"bytes": span.nbytes} if span.nbytes else {})
 
 
 def _spans(events: Sequence[Event], lanes: dict[tuple[int, int], str], pid: int) -> Iterator[Span]:
     for e in events:
         if e["ph"] == "X" and e["pid"] == pid:
-            unit = e["args"].get("number", -1)
-            yield Span(lanes[pid, e["tid"]], _kind(e["args"]["task"]), unit, e["ts"], round(e["ts"] + e["dur"], 3))
+            of, end_us = e["args"], round(e["ts"] + e["dur"], 3)
+            yield Span(lanes[pid, e["tid"]], _kind(of["task"]), of.get("number", -1), e["ts"], end_us, of.get("bytes", 0))
 
 
 def _launch(values: dict[str, Any]) -> StepLaunch:
@@ -80,4 +81,7 @@ def _launch(values: dict[str, Any]) -> StepLaunch:
 
 
 def _kind(text: str) -> Kind:
-    return LaunchKind(text) if text in set(LaunchKind) else TaskKind(text)
+    for kinds in (LaunchKind, CollectiveKind):
+        if text in set(kinds):
+            return kinds(text)
+    return TaskKind(text)
