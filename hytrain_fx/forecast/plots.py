@@ -18,12 +18,14 @@ from hytrain_fx.forecast.systems import SYSTEMS
 from hytrain_fx.ir.schedule import Interval
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 
-LANES = {Resource.GPU: "GPU", Resource.D2H: "copies to the host", Resource.CPU: "CPU", Resource.H2D: "copies to the GPU"}
+LANES = {Resource.GPU: "GPU", Resource.D2H: "copies to the host", Resource.CPU: "CPU", Resource.H2D: "copies to the GPU",
+         Resource.COLLECTIVES: "collectives"}
 LOOKS = {
     TaskKind.BACKWARD: ("backward", "#9ecae9"), TaskKind.FORWARD: ("next forward", "#4c78a8"),
     TaskKind.D2H: ("gradients", "#f2cf5b"), TaskKind.CPU_UPDATE: ("update by the CPU", "#54a24b"),
     TaskKind.GPU_UPDATE: ("update on the GPU", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
+    TaskKind.REDUCE_SCATTER: ("reduce-scatter", "#bab0ac"), TaskKind.ALL_GATHER: ("all-gather", "#79706e"),
 }
 TIERS = {
     "GPU": (("weights", "weights_bytes"), ("gradients", "gradients_bytes"), ("optimizer states", "gpu_states_bytes"),

@@ -24,6 +24,7 @@ from hytrain_fx.cost_model.planner import Rule, Stream, plan
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
 from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint, states_budget_bytes
+from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
@@ -100,25 +101,27 @@ class Case:
     profile: Profile
     budget_bytes: int
     coarse: bool = False
+    ranks: Ranks = ONE_RANK
 
     @classmethod
     def of(
         cls, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool, given_bytes: int | None,
+        ranks: Ranks = ONE_RANK,
     ) -> Case:
         """The case with the profile and the budget that the device's figures give."""
-        profile = analytic_profile(shape, device, tokens, recompute, sequence=min(sequence, tokens))
-        budget = states_budget_bytes(shape, device, tokens, recompute) if given_bytes is None else given_bytes
-        return cls(shape, device, tokens, sequence, recompute, given_bytes, profile, budget)
+        profile = analytic_profile(shape, device, tokens, recompute, sequence=min(sequence, tokens), ranks=ranks)
+        budget = states_budget_bytes(shape, device, tokens, recompute, ranks) if given_bytes is None else given_bytes
+        return cls(shape, device, tokens, sequence, recompute, given_bytes, profile, budget, ranks=ranks)
 
     def remade(self, **changed: Any) -> Case:
         """The same case with another shape, device, micro-batch or recomputation."""
-        asked = {name: getattr(self, name) for name in ("shape", "device", "tokens", "sequence", "recompute", "given_bytes")}
+        asked = {name: getattr(self, name) for name in ("shape", "device", "tokens", "sequence", "recompute", "given_bytes", "ranks")}
         return replace(Case.of(**{**asked, **changed}), coarse=self.coarse)
 
     @property
     def chunk_params(self) -> int:
         """The grain of the simulated runtime, in parameters."""
-        return max(CHUNK_PARAMS, self.shape.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
+        return max(CHUNK_PARAMS, self.profile.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
 
     def plan_of(self, system: System) -> Plan:
         """The system's plan.
@@ -134,7 +137,7 @@ class Case:
                         host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline)
 
         try:
-            return solved(int(HOST_SHARE * self.device.host_memory_bytes))
+            return solved(int(HOST_SHARE * self.device.host_memory_bytes / self.ranks.gpus))
         except PlanError:
             return solved(None)
 
@@ -148,7 +151,7 @@ class Case:
     def row_of(self, system: System, made: Plan) -> Row:
         """What the system's plan costs."""
         streamed = made.numel(Placement.STREAM)
-        memory = footprint(self.shape, self.tokens, made.k, self.recompute, streamed)
+        memory = footprint(self.shape, self.tokens, made.k, self.recompute, streamed, self.ranks)
         share = streamed / max(made.numel(Placement.CPU) + streamed, 1)
         p = made.predicted
         idle = {name.removesuffix("_idle_share"): value for name, value in p.items() if name.endswith("_idle_share")}

@@ -26,16 +26,18 @@ Kind = TaskKind | LaunchKind
 LETTERS: dict[Kind, str] = {
     TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
     TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
+    TaskKind.REDUCE_SCATTER: "r", TaskKind.ALL_GATHER: "a",
     LaunchKind.FORWARD: "f", LaunchKind.BACKWARD: "b", LaunchKind.GATE: ".", LaunchKind.STEP: "s",
 }
 WORDS: dict[Kind, str] = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WAIT: "wait", TaskKind.D2H: "gradient to the host",
     TaskKind.CPU_UPDATE: "update by the CPU", TaskKind.GPU_UPDATE: "update on the device", TaskKind.H2D: "weight to the device",
     TaskKind.STREAM_IN: "states to the device", TaskKind.STREAM_OUT: "states to the host",
+    TaskKind.REDUCE_SCATTER: "reduce-scatter of a gradient", TaskKind.ALL_GATHER: "all-gather of a weight",
     LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
 }
 LAUNCHING = "launching"
-_ORDER = (LAUNCHING, "device", "D2H", "CPU", "H2D")  # "device updates" comes after "device"
+_ORDER = (LAUNCHING, "device", "D2H", "CPU", "H2D", "collectives")  # "device updates" comes after "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Span:
 
 
 def lane_order(lane: str) -> tuple[int, int]:
-    """The launching thread, the device, gradients out, CPU workers, weights in."""
+    """The launching thread, the device, gradients out, CPU workers, weights in, collectives."""
     name, _, number = lane.partition(" ")
     return (_ORDER.index(name), int(number) if number.isdigit() else len(number))
 
