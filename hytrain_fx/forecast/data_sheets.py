@@ -30,8 +30,8 @@ class DataSheet:
     memory_gib        2^30 bytes, as drivers count them; of GDDR with ECC what that leaves
     memory_gb_per_s   peak of the device's memory, 10^9 bytes a second
     link_gb_per_s     peak of `link`, the way to the host, in one direction
-    gpus_link         what joins it to the other GPUs of its machine, 10^9 bytes a second in one
-                      direction, and where that was read; None = nothing but `link`
+    gpus_link         what joins it to the other GPUs of its machine: its peak in one direction and
+                      its name; None = nothing but `link`
     """
 
     name: str
@@ -54,10 +54,10 @@ _DDR5_SERVER = HostSheet(165, "8 channels of DDR5-4800, like the measured H200 m
 _DESKTOP = HostSheet(45, "2 channels of DDR5-5600", 89.6)
 _OLD_SERVER = HostSheet(60, "6 channels of DDR4-2666", 128)
 _GRACE = HostSheet(250, "LPDDR5X of Grace (NVIDIA GH200 Grace Hopper Superchip data sheet, 2023: up to 512 GB/s)", 512, memory_gib=447)
-_NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = ((each, f"NVLink {number}, {2 * each} GB/s both ways, of the data sheet")
+_NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = ((each, f"NVLink {number}, {2 * each} GB/s both ways")
                                               for number, each in ((2, 150), (3, 300), (4, 450), (5, 900)))
 NVLINK_OF_H200 = _NVLINK_4
-_INFINITY_FABRIC = (448, "7 links of Infinity Fabric, 128 GB/s each both ways, of the data sheet")
+_INFINITY_FABRIC = (448, "7 links of Infinity Fabric, 128 GB/s each both ways")
 
 DATA_SHEETS = (
     DataSheet("h100", "NVIDIA H100 Tensor Core GPU data sheet, 2023, column SXM", 989, _BF16, 80, 3350, *_PCIE_5, _DDR5_SERVER,

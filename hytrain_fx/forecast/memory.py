@@ -37,7 +37,7 @@ class Footprint:
     """Bytes on the device and on the host.
 
     On the device are weights, gradients, states and activations; on the host states and slots.
-    Figures are of one rank; `node_ranks` of them share the host.
+    Those of the host are of all ranks that share it.
     """
 
     weights_bytes: int
@@ -46,7 +46,6 @@ class Footprint:
     activations_bytes: int
     host_states_bytes: int
     host_slots_bytes: int
-    node_ranks: int = 1
 
     @property
     def device_bytes(self) -> int:
@@ -55,13 +54,8 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """All of the host that this rank takes."""
+        """All of the host."""
         return self.host_states_bytes + self.host_slots_bytes
-
-    @property
-    def node_bytes(self) -> int:
-        """All of the host that its ranks take."""
-        return self.node_ranks * self.host_bytes
 
     def fits(self, device: DeviceSpec) -> bool:
         """Whether both tiers hold it, with a margin on each."""
@@ -69,7 +63,7 @@ class Footprint:
 
     def host_fits(self, device: DeviceSpec) -> bool:
         """Whether the host holds its part, with a margin."""
-        return self.node_bytes <= HOST_SHARE * device.host_memory_bytes
+        return self.host_bytes <= HOST_SHARE * device.host_memory_bytes
 
 
 def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) -> int:
@@ -99,7 +93,7 @@ def footprint(
 ) -> Footprint:
     """Bytes when the first `k` units are updated on the device and of the others `streamed_params`
     are streamed, the rest is updated by the CPU. Staging slots count as states on the device. With
-    several ranks `streamed_params` are one rank's, and so are the bytes.
+    several ranks `streamed_params` are one rank's.
 
     Gradients and activations are those of the moment in the backward when most of the device is in
     use: activations go as gradients come, so the two are never there in full together.
@@ -112,8 +106,8 @@ def footprint(
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), ranks)
     in_transit = (ring_bytes(shape, streamed_params > 0, ranks) if by_cpu else 0) + bucket_bytes(shape, ranks)
     return Footprint(WEIGHT_BYTES * shape.params, gradients + in_transit, STATE_BYTES_PER_PARAM * (on_device + staging),
-                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host, slot_bytes * by_cpu,
-                     ranks.gpus)
+                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host * ranks.gpus,
+                     slot_bytes * by_cpu * ranks.gpus)
 
 
 def states_budget_bytes(

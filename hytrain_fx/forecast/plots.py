@@ -58,9 +58,10 @@ def plots(report: Report) -> Iterator[Plot]:
     go = plotly().graph_objects
     if report.sweep.ks:
         yield _plot(go, "Step by k, the units whose states rest on the GPU", _by_k(go, report), "k", "s a step")
+    lanes = [lane for resource, lane in LANES.items() if resource is not Resource.COLLECTIVES or report.profile.has_collectives]
     yield _plot(go, "Timeline of our plan's step", _timeline(go, report),
                 "ms from the start of a backward to the end of the next forward", "", barmode="overlay",
-                yaxis={"categoryorder": "array", "categoryarray": list(reversed(LANES.values()))})
+                yaxis={"categoryorder": "array", "categoryarray": lanes[::-1]})
     for tier, usable in (("GPU", DEVICE_SHARE * report.device.memory_bytes), ("host", HOST_SHARE * report.device.host_memory_bytes)):
         limit = {"type": "line", "x0": usable / 1e9, "x1": usable / 1e9, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
         yield _plot(go, f"Memory of the {tier} by system; dashed: what can be used", _memory(go, report, tier), f"GB of the {tier}", "",

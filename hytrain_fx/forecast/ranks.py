@@ -41,6 +41,12 @@ class Ranks:
         """All ranks."""
         return self.gpus * self.nodes
 
+    @property
+    def words(self) -> str:
+        """As people say it: "8 GPUs", "16 GPUs of 2 machines"."""
+        gpus = f"{self.count} GPU{'s' if self.count > 1 else ''}"
+        return gpus if self.nodes == 1 else f"{gpus} of {self.nodes} machines"
+
     def shard(self, params: int) -> int:
         """Elements of so many parameters that one rank updates, its largest shard.
 

@@ -47,8 +47,9 @@ class System:
 
 OURS = "windows, states streamed too"
 ALL_ON_DEVICE = "all on the device"
+ZERO_OFFLOAD = "ZeRO-Offload, no overlap"
 SYSTEMS = (
-    System("ZeRO-Offload, no overlap", None, 0.0, "zero_offload"),
+    System(ZERO_OFFLOAD, None, 0.0, "zero_offload"),
     System("CoTrain k, one barrier", "cotrain", 0.0, "before_forward"),
     System("HyTrainDNN k, one barrier", "seed", 0.0, "before_forward"),
     System("HyTrainDNN k, waits per layer", "seed", 0.0, "none"),
@@ -90,6 +91,7 @@ class Case:
                      gradients too
     coarse           the runtime is simulated in few pieces: a model of 70 G parameters takes no
                      longer
+    ranks            how many train it; plans, profile and budget are of one of them
     """
 
     shape: ModelShape
@@ -133,8 +135,9 @@ class Case:
         discipline = self._discipline(system)
 
         def solved(host_budget_bytes: int | None) -> Plan:
-            return plan(self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
-                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline)
+            return self._noted(plan(
+                self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
+                host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline))
 
         try:
             return solved(int(HOST_SHARE * self.device.host_memory_bytes / self.ranks.gpus))
@@ -143,7 +146,12 @@ class Case:
 
     def plan_at(self, system: System, k: int) -> Plan:
         """The plan with a given k, nothing streamed."""
-        return plan(self.profile, k=k, discipline=self._discipline(system))
+        return self._noted(plan(self.profile, k=k, discipline=self._discipline(system)))
+
+    def _noted(self, made: Plan) -> Plan:
+        """The plan, which says so where it is one rank's."""
+        of_rank = (f"the plan of one rank on {self.ranks.words}: rows count the parameters of its shards",)
+        return made if self.ranks.count == 1 else replace(made, notes=(*made.notes, *of_rank))
 
     def _discipline(self, system: System) -> Discipline:
         return Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
