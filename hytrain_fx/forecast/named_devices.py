@@ -59,7 +59,7 @@ def _h200() -> DeviceSpec:
             "gpu_update_params_per_s": "measured: fused AdamW",
             "host_memory_bytes": "measured: what the system gives",
             "host_memory_gb_per_s": "measured: AdamW of 14 threads beside copies both ways (python -m benchmarks contention)",
-            "gpu_link_bytes_per_s": f"data sheet: {NVLINK_OF_H200[1]}",
+            "gpu_link_bytes_per_s": f"data sheet: NVIDIA H200, {NVLINK_OF_H200[1]}",
         })
 
 
@@ -100,5 +100,5 @@ def _from_data_sheet(sheet: DataSheet) -> DeviceSpec:
                                        "parameter",
             "host_memory_bytes": f"estimated: {host.memory_gib} GiB",
             "host_memory_gb_per_s": f"estimated: {CHANNELS_SHARE:.0%} of {host.channels}, {host.memory_gb_per_s:g} GB/s",
-            **({} if sheet.gpus_link is None else {"gpu_link_bytes_per_s": f"data sheet: {sheet.gpus_link[1]}"}),
+            **({} if sheet.gpus_link is None else {"gpu_link_bytes_per_s": f"data sheet: {sheet.document}, {sheet.gpus_link[1]}"}),
         })

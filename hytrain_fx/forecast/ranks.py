@@ -13,6 +13,8 @@ from typing import Final
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.shard import Shard
 
+MOST_RANKS: Final = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -20,7 +22,8 @@ class Ranks:
 
     skew    how many times as long as the others one rank takes for all that it does itself
 
-    Raises ConfigError for fewer than one of either, and for a skew below 1 or of one rank alone.
+    Raises ConfigError for fewer than one of either or too many, and for a skew below 1 or of one rank
+    alone.
     """
 
     gpus: int = 1
@@ -28,8 +31,8 @@ class Ranks:
     skew: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.gpus < 1 or self.nodes < 1:
-            raise ConfigError(f"found {self.gpus} GPUs on each of {self.nodes} machines, expected at least 1 of both")
+        if not (0 < self.gpus <= MOST_RANKS and 0 < self.nodes <= MOST_RANKS):
+            raise ConfigError(f"found gpus={self.gpus} and nodes={self.nodes}, expected 1 to {MOST_RANKS} of both")
         if not (math.isfinite(self.skew) and self.skew >= 1):
             raise ConfigError(f"found a skew of {self.skew:g}, expected a finite factor >= 1: how many times as long the slowest rank "
                               "takes")
