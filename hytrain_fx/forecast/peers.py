@@ -151,9 +151,9 @@ class _Paper:
         compute_us = sum(u.forward_us + u.backward_us for u in self._forward)
         step_us = compute_us * (1 + (stages - 1) / batches) + self._device_update_us(self._params / stages)
         kept_bytes = activation_bytes(self._case.shape, sequence, self._case.recompute) * min(stages, batches) / stages
-        return self._peer(f"pipeline of {stages} equal stages", step_us, _RESIDENT_BYTES / stages, 0.0,
-                          f"1F1B of {batches} micro-batches of one sequence: (stages - 1) of them are idle time; then the stage's "
-                          "updates. Sending activations is left out", kept_bytes - self._kept_bytes)
+        return self._peer("pipeline, a stage on every GPU", step_us, _RESIDENT_BYTES / stages, 0.0,
+                          f"1F1B with {stages} equal stages and {batches} micro-batches of one sequence: the time of {stages - 1} of them "
+                          "is idle; then the stage's updates. Sending activations is left out", kept_bytes - self._kept_bytes)
 
     def _gathered_us(self, in_bytes: float, out_bytes: float) -> float:
         """Forward and backward with weights that are gathered for each.

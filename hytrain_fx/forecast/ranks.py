@@ -22,8 +22,8 @@ class Ranks:
 
     skew    how many times as long as the others one rank takes for all that it does itself
 
-    Raises ConfigError for fewer than one of either or too many, and for a skew below 1 or of one rank
-    alone.
+    Raises ConfigError for fewer than one of either or too many, and for a skew below 1 or of one
+    rank alone.
     """
 
     gpus: int = 1

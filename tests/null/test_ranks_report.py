@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -85,6 +86,42 @@ def test_all_states_on_the_host_as_measured(floor_s: float | None) -> None:
     assert 0.95 * 0.46 <= made.predicted["step_us"] / 1e6 <= 1.05 * 0.50
     taken = footprint(SHAPE, 8192, 0, streamed_params=int(0.41 * profile.params), ranks=TWO)
     assert taken.device_bytes / 1e9 == pytest.approx(30, rel=0.03)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "several_gpus.md"
+
+
+def rows_after(words: str) -> dict[str, list[str]]:
+    """The cells of a table of the page by the first of each row."""
+    table = PAGE.read_text().split(words)[1].split("|---|")[1].split("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_calculated_rows_of_the_page() -> None:
+    """They are what the report calculates, for each number of GPUs."""
+    columns = []
+    for ranks in (TWO, Ranks(4), Ranks(8), Ranks(8, 8)):
+        device = replace(H200.in_machine_of(ranks), host_memory_gb_per_s=182)
+        columns.append(report(SHAPE, device, 8192, sequence=2048, ranks=ranks, sweep=False).peers)
+    assert rows_after("All figures of this table are calculated") == {
+        same[0].system: [f"{p.step_us / 1e6:.3f}, {p.device_bytes / 1e9:.1f} + {p.host_bytes / 1e9:.1f}" for p in same]
+        for same in zip(*columns, strict=True)}
+
+
+def test_the_measured_rows_of_the_page() -> None:
+    """Beside what was measured is what is calculated, with the H200's rate and the floor's."""
+    rows = rows_after("Beside it stands")
+    found: dict[str, list[str]] = {name: [] for name in rows}
+    for device in (two_gpus(), two_gpus(0.333)):
+        made = report(SHAPE, device, 8192, sequence=2048, ranks=TWO, sweep=False)
+        step_s = {**steps_s(made), "DDP, forward and backward alone": made.compute_us / 1e6,
+                  "ours, every state on the host, 41% streamed": plan(made.profile, k=0, stream=0.41).predicted["step_us"] / 1e6}
+        step_s["ours, solved"] = step_s["this library, plan solved"]
+        for name, cells in found.items():
+            cells.append(f"{step_s[name]:.3f}")
+    assert len(rows) == 7
+    assert {name: cells[1:] for name, cells in rows.items()} == found
 
 
 # ---- What a rank keeps and moves ----
