@@ -100,7 +100,7 @@ def test_figures_have_the_numbers_of_the_report(page: str) -> None:
 
 
 def test_collectives_are_a_lane_of_several_gpus(page: str) -> None:
-    """The timeline of ranks has their collectives, each as long as predicted; one GPU's has none."""
+    """The timeline of ranks has their collectives, as long as predicted; one GPU's has none."""
     from hytrain_fx.forecast.page import page as page_of
 
     made = report("llama-1.3b", "h200", 4096, sequence=2048, ranks=Ranks(2), sweep=False)
