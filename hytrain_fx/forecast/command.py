@@ -50,7 +50,7 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], str]) -> None:
     """The command `plan`; `run` shows what `plan_of` gives."""
     plan = commands.add_parser("plan", help="the plan for a model on a machine, without running it")
     _add_what(plan)
-    plan.add_argument("--json", action="store_true", help="for compile(..., plan=Plan.from_json(text))")
+    plan.add_argument("--json", action="store_true", help="for compile(..., plan=Plan.from_json(text)), of one GPU")
     plan.set_defaults(run=run)
 
 

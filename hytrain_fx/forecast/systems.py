@@ -150,7 +150,8 @@ class Case:
 
     def _noted(self, made: Plan) -> Plan:
         """The plan, which says so where it is one rank's."""
-        of_rank = (f"the plan of one rank on {self.ranks.words}: rows count the parameters of its shards",)
+        of_rank = (f"the plan of one rank on {self.ranks.words}: rows count the parameters of its shards, vectors as cut; it is to be "
+                   "read, each rank solves its own",)
         return made if self.ranks.count == 1 else replace(made, notes=(*made.notes, *of_rank))
 
     def _discipline(self, system: System) -> Discipline:
