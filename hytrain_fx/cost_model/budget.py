@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.profile import STREAM_TIMES, Profile
+from hytrain_fx.ir.profile import COLLECTIVE_TIMES, STREAM_TIMES, Profile
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 
@@ -98,6 +98,9 @@ def inputs_of(profile: Profile, guard: float) -> dict[str, float]:
     known = {"alpha": alpha, "tokens": profile.tokens, "host_memory_gb_per_s": profile.host_memory_gb_per_s}
     if profile.can_stream:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
+    if profile.has_collectives:
+        inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in COLLECTIVE_TIMES}
+        inputs |= {"node_ranks": float(profile.node_ranks), "skew": profile.skew}
     return inputs | {name: float(value) for name, value in known.items() if value is not None}
 
 

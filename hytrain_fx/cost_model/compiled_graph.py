@@ -77,7 +77,9 @@ def compiled(graph: TaskGraph) -> CompiledGraph:
     _rank(made, graph)
     for number, task in enumerate(made.tasks):
         if task.kind is TaskKind.STREAM_IN:
-            made.loads_of[number_of[TaskId(TaskKind.BACKWARD, task.unit)]] += range(made.first[number], made.first[number + 1])
+            reduced = number_of.get(TaskId(TaskKind.REDUCE_SCATTER, task.unit))
+            gradient = number_of[TaskId(TaskKind.BACKWARD, task.unit)] if reduced is None else reduced
+            made.loads_of[gradient] += range(made.first[number], made.first[number + 1])
     return made
 
 

@@ -41,5 +41,8 @@ def streamed_bytes(unit: UnitProfile) -> float:
 
 
 def bytes_per_us(profile: Profile) -> float | None:
-    """Bandwidth of the host's memory; None where the profile does not know it."""
-    return None if profile.host_memory_gb_per_s is None else 1e3 * profile.host_memory_gb_per_s
+    """Bandwidth of the host's memory for one rank; None where the profile does not know it.
+
+    The ranks of a host move as many bytes each, so each has an equal part.
+    """
+    return None if profile.host_memory_gb_per_s is None else 1e3 * profile.host_memory_gb_per_s / profile.node_ranks

@@ -348,6 +348,7 @@ def predict(
         "cpu_idle_share": schedule.idle_share(Resource.CPU),
         "d2h_idle_share": schedule.idle_share(Resource.D2H),
         "h2d_idle_share": schedule.idle_share(Resource.H2D),
+        **({"collectives_idle_share": schedule.idle_share(Resource.COLLECTIVES)} if profile.has_collectives else {}),
         **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - graph.host_bytes / rate / schedule.makespan_us)}),
         "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
         "host_bytes": host_state_bytes_per_param * on_host + graph.total("bytes", TaskKind.D2H),

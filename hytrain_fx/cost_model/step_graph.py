@@ -8,6 +8,9 @@ Besides the edges that every step has, the discipline adds its own:
                      whose end the step is committed
     before_forward   wait(l) -> forward(0): the forward waits for all updates
     zero_offload     backward(0) -> all copies out, one by one -> all updates -> all copies back
+
+Where several ranks train, a gradient is there after its reduce-scatter, and a new weight after its
+all-gather. The collectives run one after the other, in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -102,6 +105,8 @@ class _Builder:
             self._add_compute(TaskKind.FORWARD, unit.index, self._profile.units[unit.index].forward_us, unit.forward_flops)
         for before, after in itertools.pairwise(list(self._dag)):
             self._edge(before, after)
+        if self._profile.has_collectives:
+            self._add_collectives()
         for profiled in self._profile.units:
             self._add_updates(profiled)
         if self._discipline.barrier == "zero_offload":
@@ -116,6 +121,21 @@ class _Builder:
         pieces = max(1, math.ceil(us / self._piece_us)) if self._piece_us else 1
         self._dag.add_node(TaskId(kind, unit), resource=RESOURCE_OF[kind], cuts=(Cut(0, pieces, us / pieces),), us=us,
                            params=self._profile.units[unit].params, bytes=0.0, flops=flops)
+
+    def _add_collectives(self) -> None:
+        """Reduce-scatters in the order of the backward, then all-gathers in the forward's."""
+        units = self._profile.units
+        reduced = [(TaskKind.REDUCE_SCATTER, unit) for unit in reversed(units)]
+        tasks = []
+        for kind, unit in (*reduced, *((TaskKind.ALL_GATHER, unit) for unit in units)):
+            us = _task_us(unit, kind)
+            tasks.append(TaskId(kind, unit.index))
+            self._dag.add_node(tasks[-1], resource=RESOURCE_OF[kind], cuts=(Cut(0, 1, us),), us=us, params=unit.params, bytes=0.0,
+                               flops=0.0)
+        for before, after in itertools.pairwise(tasks):
+            self._edge(before, after)
+        for unit in units:
+            self._edge(TaskId(TaskKind.BACKWARD, unit.index), TaskId(TaskKind.REDUCE_SCATTER, unit.index))
 
     def _add_updates(self, unit: UnitProfile) -> None:
         """The tasks of all its shares, their own edges, and the wait of its next use."""
@@ -136,13 +156,17 @@ class _Builder:
         wait = TaskId(TaskKind.WAIT, unit.index)
         self._dag.add_node(wait, resource=RESOURCE_OF[TaskKind.WAIT], cuts=(), us=0.0, params=unit.params, bytes=0.0, flops=0.0)
         self._edge(wait, TaskId(TaskKind.FORWARD, unit.index if self._discipline.barrier == "none" else 0))
-        gradient = TaskId(TaskKind.BACKWARD, 0 if self._discipline.barrier == "zero_offload" else unit.index)
+        made_by, read_by = TaskKind.BACKWARD, wait
+        if self._profile.has_collectives:
+            made_by, read_by = TaskKind.REDUCE_SCATTER, TaskId(TaskKind.ALL_GATHER, unit.index)
+            self._edge(read_by, wait)
+        gradient = TaskId(made_by, 0 if self._discipline.barrier == "zero_offload" else unit.index)
         for placement in dict.fromkeys(row.placement for row in self._rows[unit.index]):
             way = [TaskId(kind, unit.index) for kind in _WAYS[placement]]
             for before, after in itertools.pairwise(way):
                 self._edge(before, after, by_piece=True)
             self._edge(gradient, way[1] if placement.visits_device else way[0])
-            self._edge(way[1] if placement.visits_device else way[-1], wait)
+            self._edge(way[1] if placement.visits_device else way[-1], read_by)
 
     # ---- What the discipline adds ----
 

@@ -25,6 +25,10 @@ device, the same rows hold with
     host_memory  (1-y) bytes of a CPU update with its copies + y bytes of states in and out, over
                  the bandwidth where that is known
 
+With several ranks all costs are those of one rank's shards, and the bandwidth is one rank's part.
+A gradient is there after its reduce-scatter, and a forward begins after its all-gather: each window
+is shorter by both (`lost_us`).
+
 All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a
 given k.
 """
@@ -40,7 +44,7 @@ from itertools import accumulate
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import cheapest
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
-from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.profile import Profile, UnitProfile
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,29 @@ def window_lengths(forward_us: Sequence[float], backward_us: Sequence[float], co
     return tuple(f + min(b, left_us) for f, b in zip(forward, backward, strict=True))
 
 
+def lost_us(forward_us: Sequence[float], units: Sequence[UnitProfile]) -> tuple[float, ...]:
+    """How much shorter collectives make the window of every unit.
+
+    The window is then from the end of the unit's reduce-scatter to the begin of its all-gather.
+    Collectives run one after the other. Where they are late, they hold the forward up. That makes
+    windows longer, so the loss may be negative.
+    """
+    ready_us, computed_us = [0.0] * len(units), 0.0
+    end_us = 0.0
+    for u in reversed(units):
+        computed_us += u.backward_us
+        end_us = max(end_us, computed_us) + u.reduce_scatter_us
+        ready_us[u.index] = end_us - computed_us
+    lost, held_up_us = [], 0.0
+    forward_begin_us = computed_us
+    for u, before_us in zip(units, (0.0, *forward_us), strict=False):
+        forward_begin_us += before_us
+        end_us += u.all_gather_us
+        held_up_us = max(held_up_us, end_us - forward_begin_us)
+        lost.append(ready_us[u.index] + u.all_gather_us - held_up_us)
+    return tuple(lost)
+
+
 def windows_under(discipline: Discipline, profile: Profile, guard: float) -> Windows:
     """The windows of a measured model under a runtime that works by this discipline."""
     return windows_of(profile, guard=guard, chunk_params=discipline.chunk_params, early_updates=discipline.early_updates,
@@ -162,6 +189,9 @@ def windows_of(
     forward, backward = [0.0 if one_barrier else u.forward_us for u in units], [u.backward_us for u in units]
     commit_us = profile.commit_us if updates_in_backward else sum(backward)
     lengths = {"h2d": window_lengths(forward, backward, commit_us), "d2h": window_lengths(forward, backward)}
+    if profile.has_collectives:
+        lost = lost_us(forward, units)
+        lengths = {q: tuple(w - less for w, less in zip(own, lost, strict=True)) for q, own in lengths.items()}
     lengths["cpu"] = lengths["d2h" if early_updates else "h2d"]
     costs = {"d2h": tuple(u.d2h_us for u in units),
              "cpu": tuple(guard * u.cpu_update_us for u in units),

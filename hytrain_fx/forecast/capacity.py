@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import Footprint, footprint
+from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 
 MOST_LAYERS = 1 << 12
@@ -38,15 +39,17 @@ class Capacity:
     tokens: int
 
 
-def capacities(shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool) -> tuple[Capacity, ...]:
+def capacities(
+    shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool, ranks: Ranks = ONE_RANK
+) -> tuple[Capacity, ...]:  # fmt: skip
     """One `Capacity` for each way, in the order of `WAYS`."""
     found = []
     for way in WAYS:
         def sequences_fit(count: int, way: str = way) -> bool:
-            return fits(way, shape, device, count * sequence, recompute)
+            return fits(way, shape, device, count * sequence, recompute, ranks)
 
         def layers_fit(layers: int, way: str = way) -> bool:
-            return fits(way, shape.with_layers(layers), device, tokens, recompute)
+            return fits(way, shape.with_layers(layers), device, tokens, recompute, ranks)
 
         layers = _largest(layers_fit, MOST_LAYERS) if shape.layers else None
         params = None if layers is None else shape.with_layers(layers).params if layers else 0
@@ -54,16 +57,16 @@ def capacities(shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int
     return tuple(found)
 
 
-def fits(way: str, shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool) -> bool:
+def fits(way: str, shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool, ranks: Ranks = ONE_RANK) -> bool:
     """Whether both memories hold the model that way."""
     n = len(shape.units)
 
     def placed(k: int) -> Footprint:
-        rest = sum(u.params for u in shape.units[k:]) if way == "streamed" else 0
-        return footprint(shape, tokens, k, recompute, rest)
+        rest = sum(ranks.shard(u.params) for u in shape.units[k:]) if way == "streamed" else 0
+        return footprint(shape, tokens, k, recompute, rest, ranks)
 
     if way in ("device", "host"):
-        return footprint(shape, tokens, n if way == "device" else 0, recompute).fits(device)
+        return footprint(shape, tokens, n if way == "device" else 0, recompute, ranks=ranks).fits(device)
     # More resident units take less of the host and more of the device: the fewest that the host
     # asks for, or all, which need no ring.
     least = bisect_left(range(n), True, key=lambda k: placed(k).host_fits(device))

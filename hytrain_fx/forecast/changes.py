@@ -15,6 +15,7 @@ from hytrain_fx.forecast.systems import OUR_SYSTEM, Case
 LEAST_GAIN = 0.02  # of tokens a second; what is less is not worth a change
 _HOST_RATES = ("cpu_update_params_per_s", "host_memory_gb_per_s")
 _LINK_RATES = ("d2h_bytes_per_s", "h2d_bytes_per_s")
+_GPUS_RATES = ("gpu_link_bytes_per_s", "network_bytes_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def _of_machine(case: Case) -> Iterator[tuple[str, Case]]:
     yield "twice the memory on the GPU", case.remade(device=replace(spec, memory_bytes=2 * spec.memory_bytes))
     yield "a host twice as fast (cores and memory bandwidth)", _faster(case, _HOST_RATES)
     yield "a link to the host twice as fast", _faster(case, _LINK_RATES)
+    if case.ranks.count > 1:
+        yield "links between the GPUs twice as fast", _faster(case, _GPUS_RATES)
 
 
 def _faster(case: Case, names: tuple[str, ...]) -> Case:

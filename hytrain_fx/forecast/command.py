@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,16 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.progress import stage
 
 if TYPE_CHECKING:
+    from hytrain_fx.forecast.device import DeviceSpec
     from hytrain_fx.forecast.report import Report
 
 _MOST_GB = 1e9
+# Options, the figure of a device that each gives, and what it is the rate of.
+_RATES = {
+    "--gpu-link-gb-per-s": ("gpu_link_bytes_per_s", "between the GPUs of a machine, a GPU, each way"),
+    "--network-gb-per-s": ("network_bytes_per_s", "between machines, a GPU, each way"),
+    "--host-memory-gb-per-s": ("host_memory_gb_per_s", "the memory of one host, all its ranks together"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], str]) -> None:
     """The command `plan`; `run` shows what `plan_of` gives."""
     plan = commands.add_parser("plan", help="the plan for a model on a machine, without running it")
     _add_what(plan)
-    plan.add_argument("--json", action="store_true", help="for compile(..., plan=Plan.from_json(text))")
+    plan.add_argument("--json", action="store_true", help="for compile(..., plan=Plan.from_json(text)), of one GPU")
     plan.set_defaults(run=run)
 
 
@@ -57,6 +64,11 @@ def _add_what(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
     command.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
     command.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
+    command.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of one machine, a rank on each (default: 1)")
+    command.add_argument("--nodes", type=int, default=1, metavar="M", help="such machines (default: 1)")
+    command.add_argument("--skew", type=float, default=1.0, metavar="X", help="one rank takes X times as long as the others (default: 1)")
+    for option, (_, of) in _RATES.items():
+        command.add_argument(option, type=float, metavar="GB", help=f"{of}, 10^9 bytes a second, instead of the device's own figure")
     command.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
 
 
@@ -102,15 +114,31 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
     from hytrain_fx.forecast.named_devices import find_device
+    from hytrain_fx.forecast.ranks import Ranks
     from hytrain_fx.forecast.report import report
 
     device = find_device(args.device)
     if args.host is not None:
         device = device.on_host_of(find_device(args.host))
+    ranks = Ranks(args.gpus, args.nodes, args.skew)
+    device = _with_rates(device.in_machine_of(ranks), args)
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
     with stage("predicting", quiet=True) as tell:  # what is wrong is told in one line
         return report(args.model, device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
-                      autocast=args.autocast, sweep=sweep, tell=tell)
+                      autocast=args.autocast, ranks=ranks, sweep=sweep, tell=tell)
+
+
+def _with_rates(device: DeviceSpec, args: argparse.Namespace) -> DeviceSpec:
+    """The device with the rates that were given."""
+    for option, (figure, _) in _RATES.items():
+        gb_per_s = getattr(args, option.removeprefix("--").replace("-", "_"))
+        if gb_per_s is None:
+            continue
+        if not 0 < gb_per_s < _MOST_GB:
+            raise ConfigError(f"found {option} {gb_per_s:g}, expected more than 0 and less than {_MOST_GB:g}")
+        scale = 1.0 if figure.endswith("gb_per_s") else 1e9
+        device = replace(device, sources={**device.sources, figure: f"given: {option}"}, **{figure: scale * gb_per_s})
+    return device
 
 
 def _bytes(gb: float) -> int:

@@ -23,6 +23,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape, UnitShape
 from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.named_files import json_object
@@ -36,8 +37,10 @@ LAUNCH_US_PER_UNIT = 1000.0
 GRAD_BYTES_PER_PARAM = HALF_BYTES
 SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
 MOST_TOKENS = 10**12
-NOT_FIGURES = ("name", "sources", "about")
+NETWORK_BYTES_PER_S = 50e9  # of one GPU to other machines where nothing is known: 400 Gb/s
+NOT_FIGURES = ("name", "sources", "about", "host_gpus")
 HOST_FIGURES = ("cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s")
+_MAY_BE_UNKNOWN = ("host_memory_gb_per_s", "gpu_link_bytes_per_s", "network_bytes_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class DeviceSpec:
     sources                   where each figure comes from: "measured: ...", "data sheet: ...",
                               "estimated: ..." or "given: ..."
     about                     of a measured machine: its hardware, versions, the date
+    gpu_link_bytes_per_s      of one GPU to the others of its machine, each way; None = over its
+                              link to the host
+    network_bytes_per_s       of one GPU to other machines, each way; None = not known
+    host_gpus                 GPUs of the machine whose host the figures are of; None = as many as
+                              are asked for
 
     Raises ConfigError for a figure that is not positive, or whose source is missing or of another
     kind.
@@ -73,8 +81,13 @@ class DeviceSpec:
     sources: Mapping[str, str]
     host_memory_gb_per_s: float | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+    gpu_link_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    host_gpus: int | None = None
 
     def __post_init__(self) -> None:
+        if self.host_gpus is not None and (type(self.host_gpus) is not int or self.host_gpus < 1):
+            raise ConfigError(f"device {self.name!r}: found host_gpus={self.host_gpus!r}, expected a whole number >= 1")
         for name, value in self.figures().items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"device {self.name!r}: found {name}={value!r}, expected a number > 0")
@@ -85,13 +98,53 @@ class DeviceSpec:
     def figures(self) -> dict[str, float]:
         """Every figure that is known, by name."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in NOT_FIGURES}
-        return {name: value for name, value in named.items() if name != "host_memory_gb_per_s" or value is not None}
+        return {name: value for name, value in named.items() if name not in _MAY_BE_UNKNOWN or value is not None}
 
     def on_host_of(self, other: DeviceSpec) -> DeviceSpec:
         """This device in the other's host: CPU update rate, host memory and its bandwidth."""
-        taken = {name: getattr(other, name) for name in HOST_FIGURES}
+        taken = {name: getattr(other, name) for name in (*HOST_FIGURES, "host_gpus")}
         sources = {**self.sources, **{name: other.sources[name] for name in HOST_FIGURES if name in other.sources}}
         return replace(self, name=f"{self.name} in the host of {other.name}", sources=sources, about={**self.about, **other.about}, **taken)
+
+    def collective_us(self, nbytes: float, ranks: Ranks) -> float:
+        """A reduce-scatter or an all-gather of `nbytes` among all ranks; 0 for one rank.
+
+        Each rank sends and receives the bytes of all others' parts. Between machines a machine's
+        GPUs share what crosses, each over its own adapter, while their links carry the rest: the
+        slower of both counts. What a collective takes besides bytes is left out.
+        """
+        sent_bytes = nbytes * (ranks.count - 1) / ranks.count
+        link = self.gpu_link_bytes_per_s or min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)
+        within_us = 1e6 * sent_bytes / link if ranks.gpus > 1 else 0.0
+        between_us = 1e6 * sent_bytes / ranks.gpus / (self.network_bytes_per_s or NETWORK_BYTES_PER_S) if ranks.nodes > 1 else 0.0
+        return max(within_us, between_us)
+
+    def in_machine_of(self, ranks: Ranks) -> DeviceSpec:
+        """This device as one of the machines' GPUs, with every figure that is used in place.
+
+        A host of fewer GPUs is taken to have as many times the cores and the memory. Its memory's
+        bandwidth is not raised: two H200 and 32 cores shared 182 GB/s, where one with 16 cores has
+        215. For a link or a network that is not known what is assumed is written down.
+        """
+        if ranks.count == 1:
+            return self
+        changed: dict[str, Any] = {}
+        sources = dict(self.sources)
+        if self.host_gpus is not None and self.host_gpus < ranks.gpus:
+            times = ranks.gpus / self.host_gpus
+            for name in ("cpu_update_params_per_s", "host_memory_bytes"):
+                changed[name] = type(getattr(self, name))(times * getattr(self, name))
+                sources[name] = f"estimated: {times:g} times that of a host of {self.host_gpus} ({self.sources[name]})"
+            if self.host_memory_gb_per_s is not None:
+                sources["host_memory_gb_per_s"] += f"; taken as it is for a host of {ranks.gpus} GPUs"
+            changed["host_gpus"] = ranks.gpus
+        if self.gpu_link_bytes_per_s is None and ranks.gpus > 1:
+            changed["gpu_link_bytes_per_s"] = min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)
+            sources["gpu_link_bytes_per_s"] = "estimated: no link of its own, as fast as copies to the host, and apart from them"
+        if self.network_bytes_per_s is None and ranks.nodes > 1:
+            changed["network_bytes_per_s"] = NETWORK_BYTES_PER_S
+            sources["network_bytes_per_s"] = "estimated: assumed, an adapter of 400 Gb/s for each GPU"
+        return replace(self, sources=sources, **changed)
 
     def to_json(self) -> str:
         """This spec as JSON text."""
@@ -126,7 +179,8 @@ class DeviceSpec:
         for name in ("memory_bytes", "host_memory_bytes"):  # 24e9 is a whole number, too
             if isinstance(figures[name], float) and figures[name].is_integer():
                 figures[name] = int(figures[name])
-        sources = {name: named.get(name, "given: no source was named") for name in figures if name not in NOT_FIGURES}
+        sources = {name: named.get(name, "given: no source was named") for name, value in figures.items()
+                   if name not in NOT_FIGURES and value is not None}
         return cls(sources=sources, **figures)
 
 
@@ -139,23 +193,28 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def analytic_profile(
-    shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False, *, sequence: int | None = None
+    shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False, *, sequence: int | None = None, ranks: Ranks = ONE_RANK
 ) -> Profile:
     """Times of every unit for one micro-batch of `tokens` tokens in 16 bit, from FLOPs and bytes.
 
     `sequence` is the length of one sequence, by default the shape's longest that is not above
     `tokens`; `recompute` adds a second forward of each layer to its backward. Raises ConfigError
     for lengths that are not positive.
+
+    Of several `ranks` it is what one takes for its own micro-batch of `tokens`: updates are of its
+    shards, by its part of the host's cores; forward and backward are whole.
     """
     sequence = min(tokens, shape.context) if sequence is None else sequence
     if tokens < 1 or sequence < 1 or max(tokens, sequence) > MOST_TOKENS:
         raise ConfigError(f"found {tokens} tokens in sequences of {sequence}, expected 1 to {MOST_TOKENS} of both")
-    units = tuple(_unit_profile(u, shape, device, tokens, sequence, recompute) for u in shape.units)
+    units = tuple(_unit_profile(u, shape, device, tokens, sequence, recompute, ranks) for u in shape.units)
     return Profile(units, device.name, f"host of {device.name}", tokens=tokens, steps=0, host_memory_gb_per_s=device.host_memory_gb_per_s,
-                   commit_us=LAUNCH_US_PER_UNIT * len(units))
+                   commit_us=LAUNCH_US_PER_UNIT * len(units), node_ranks=ranks.gpus, skew=ranks.skew)
 
 
-def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool) -> UnitProfile:
+def _unit_profile(
+    u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool, ranks: Ranks,
+) -> UnitProfile:  # fmt: skip
     attention = 4 * u.attention_width * sequence / (2 if shape.causal else 1)
     arithmetic_s = (2 * u.matmul_params + attention) * tokens / device.achieved_flops
     # An embedding reads only the rows it looks up. What multiplies a whole sample uses its weights
@@ -164,13 +223,16 @@ def _unit_profile(u: UnitShape, shape: ModelShape, device: DeviceSpec, tokens: i
     traffic_bytes = 2 * weight_params + 2 * 2 * (u.saved_values + u.output_values) * tokens
     forward_us = 1e6 * max(arithmetic_s, traffic_bytes / device.memory_bytes_per_s)
     backward_us = forward_us * (3 if recompute and u.attention_width else 2)
-    grad_bytes = GRAD_BYTES_PER_PARAM * u.params
-    stream_bytes = ADAMW_TRAFFIC.streamed_bytes(u.params, grad_bytes)
+    params = ranks.shard(u.params)
+    grad_bytes = GRAD_BYTES_PER_PARAM * params
+    stream_bytes = ADAMW_TRAFFIC.streamed_bytes(params, grad_bytes)
+    collective_us = device.collective_us(GRAD_BYTES_PER_PARAM * u.params, ranks)
     return UnitProfile(
-        u.index, u.name, u.params, grad_bytes, forward_us, backward_us,
-        cpu_update_us=1e6 * u.params / device.cpu_update_params_per_s,
-        gpu_update_us=1e6 * u.params / device.gpu_update_params_per_s,
+        u.index, u.name, params, grad_bytes, forward_us, backward_us,
+        cpu_update_us=1e6 * params * ranks.gpus / device.cpu_update_params_per_s,
+        gpu_update_us=1e6 * params / device.gpu_update_params_per_s,
         d2h_us=1e6 * grad_bytes / device.d2h_bytes_per_s,
         h2d_us=1e6 * grad_bytes / device.h2d_bytes_per_s,
         stream_in_us=1e6 * stream_bytes / device.h2d_bytes_per_s,
-        stream_out_us=1e6 * stream_bytes / device.d2h_bytes_per_s)
+        stream_out_us=1e6 * stream_bytes / device.d2h_bytes_per_s,
+        reduce_scatter_us=collective_us, all_gather_us=collective_us)

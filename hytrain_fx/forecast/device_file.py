@@ -12,7 +12,14 @@ Keys are the figures of `DeviceSpec`, each with its unit in its name. The least 
     gpu_update_params_per_s = 25e9     # the same on the device
     host_memory_bytes = 64e9
 
-It may also have host_memory_gb_per_s (10^9 bytes a second), and tables `sources` and `about`.
+It may also have
+
+    host_memory_gb_per_s = 60          # 10^9 bytes a second that all cores and copies share
+    gpu_link_bytes_per_s = 450e9       # of a GPU to the others of its machine, each way
+    network_bytes_per_s = 50e9         # of a GPU to other machines, each way
+    host_gpus = 8                      # GPUs of the host described; a report for more enlarges it
+
+and tables `sources` and `about`. Without `host_gpus` the host is that of any number of GPUs.
 JSON has the same keys; `python -m hytrain_fx profile` measures them.
 """
 

@@ -5,6 +5,10 @@
     updated by the CPU                  2 weight (gradients pass through a ring)  12 states + 2 slot
     streamed                            2 weight + 2 gradient (+ staging slots)   12 states
 
+With several ranks each GPU has all weights. Gradients that stay, states and slots are of the rank's
+shards, and gradients of two units are there whole on their way to the other ranks. The host holds
+those of all its ranks.
+
 Fp32 weights under autocast, of which the device has bf16 copies: gradients that stay on the device
 are fp32, and so are slots.
 """
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, TRANSIT_BYTES
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
@@ -23,6 +28,7 @@ WEIGHT_BYTES = GRAD_BYTES = SLOT_BYTES = HALF_BYTES
 AUTOCAST_GRAD_BYTES = FP32_BYTES  # at rest on the device and in a slot; on the link 2
 # share of the device's memory; the rest is context, fragmentation and workspaces
 DEVICE_SHARE = 0.95
+_BUCKETS = 2  # units whose whole gradients are on their way to the other ranks at once
 HOST_SHARE = 0.85  # share of the host's memory; the rest is the system and the process
 
 
@@ -31,6 +37,7 @@ class Footprint:
     """Bytes on the device and on the host.
 
     On the device are weights, gradients, states and activations; on the host states and slots.
+    Those of the host are of all ranks that share it.
     """
 
     weights_bytes: int
@@ -67,44 +74,55 @@ def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) ->
     return sum(_kept_bytes(shape, tokens, recompute)) + _recomputed_bytes(shape, tokens, recompute)
 
 
-def ring_bytes(shape: ModelShape, streams: bool) -> int:
+def ring_bytes(shape: ModelShape, streams: bool, ranks: Ranks = ONE_RANK) -> int:
     """Device memory for gradients on their way to the host.
 
     Less where states are streamed: their staging slots take the rest.
     """
     staging = STAGING_SLOTS * CHUNK_PARAMS * STATE_BYTES_PER_PARAM if streams else 0
-    return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * shape.params)
+    return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * ranks.shard(shape.params))
 
 
-def footprint(shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0) -> Footprint:
+def bucket_bytes(shape: ModelShape, ranks: Ranks) -> int:
+    """Device memory for whole gradients on their way to the other ranks; 0 for one rank."""
+    return _BUCKETS * GRAD_BYTES * max(u.params for u in shape.units) if ranks.count > 1 else 0
+
+
+def footprint(
+    shape: ModelShape, tokens: int, k: int, recompute: bool = False, streamed_params: int = 0, ranks: Ranks = ONE_RANK
+) -> Footprint:
     """Bytes when the first `k` units are updated on the device and of the others `streamed_params`
-    are streamed, the rest is updated by the CPU. Staging slots count as states on the device.
+    are streamed, the rest is updated by the CPU. Staging slots count as states on the device. With
+    several ranks `streamed_params` are one rank's.
 
     Gradients and activations are those of the moment in the backward when most of the device is in
     use: activations go as gradients come, so the two are never there in full together.
     """
-    on_device = sum(u.params for u in shape.units[:k])
-    on_host = shape.params - on_device
+    on_device = sum(ranks.shard(u.params) for u in shape.units[:k])
+    on_host = sum(ranks.shard(u.params) for u in shape.units[k:])
     by_cpu = on_host - streamed_params
     staging = STAGING_SLOTS * CHUNK_PARAMS if streamed_params else 0
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
-    gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1))
-    ring = ring_bytes(shape, streamed_params > 0) if by_cpu else 0
-    return Footprint(WEIGHT_BYTES * shape.params, gradients + ring, STATE_BYTES_PER_PARAM * (on_device + staging),
-                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host, slot_bytes * by_cpu)
+    gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), ranks)
+    in_transit = (ring_bytes(shape, streamed_params > 0, ranks) if by_cpu else 0) + bucket_bytes(shape, ranks)
+    return Footprint(WEIGHT_BYTES * shape.params, gradients + in_transit, STATE_BYTES_PER_PARAM * (on_device + staging),
+                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host * ranks.gpus,
+                     slot_bytes * by_cpu * ranks.gpus)
 
 
-def states_budget_bytes(shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False) -> int:
+def states_budget_bytes(
+    shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool = False, ranks: Ranks = ONE_RANK
+) -> int:  # fmt: skip
     """Device memory left for states.
 
     The gradients of as many leading units as fit there fit, too.
     """
     limit = DEVICE_SHARE * device.memory_bytes
-    of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * u.params for u in shape.units)]
+    of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * ranks.shard(u.params) for u in shape.units)]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
     # worst case all of them.
-    limit -= (_grad_bytes(shape) - GRAD_BYTES) * shape.params
-    left = [limit - footprint(shape, tokens, k, recompute).device_bytes for k in range(len(of_states))]
+    limit -= (_grad_bytes(shape) - GRAD_BYTES) * ranks.shard(shape.params)
+    left = [limit - footprint(shape, tokens, k, recompute, ranks=ranks).device_bytes for k in range(len(of_states))]
     k = next((k for k, free in enumerate(left) if free < 0), len(left)) - 1
     if k < 0:
         return 0
@@ -127,7 +145,9 @@ def _recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
     return max((2 * u.saved_values * tokens for u in shape.units if u.attention_width), default=0) if recompute else 0
 
 
-def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float) -> tuple[int, int]:
+def _fullest(
+    shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float, ranks: Ranks
+) -> tuple[int, int]:  # fmt: skip
     """Gradients that stay on the device, and activations, at the moment when their sum is largest.
 
     That moment is the end of some unit's backward.
@@ -136,23 +156,26 @@ def _fullest(shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_s
     gradients = 0
     fullest = (0, activations)  # the backward begins
     for u, kept in zip(reversed(shape.units), reversed(_kept_bytes(shape, tokens, recompute)), strict=True):
-        gradients += int(_grad_bytes(shape) * u.params * (1.0 if u.index < k else streamed_share))
+        gradients += int(_grad_bytes(shape) * ranks.shard(u.params) * (1.0 if u.index < k else streamed_share))
         fullest = max(fullest, (gradients, activations), key=sum)
         activations -= kept
     return fullest
 
 
-def largest_params(device: DeviceSpec, activations_bytes: int, autocast: bool = False) -> dict[str, float]:
+def largest_params(
+    device: DeviceSpec, activations_bytes: int, autocast: bool = False, ranks: Ranks = ONE_RANK
+) -> dict[str, float]:  # fmt: skip
     """The most parameters each way of placing states holds next to so many bytes of activations.
 
-    The ring is left out.
+    What gradients travel through is left out.
 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on
     the device.
     """
     device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
-    host_params = HOST_SHARE * device.host_memory_bytes / (STATE_BYTES_PER_PARAM + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES))
-    resident_bytes = WEIGHT_BYTES + (AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES_PER_PARAM
+    on_host_bytes = STATE_BYTES_PER_PARAM + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES)
+    host_params = ranks.nodes * HOST_SHARE * device.host_memory_bytes / on_host_bytes
+    resident_bytes = WEIGHT_BYTES + ((AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES_PER_PARAM) / ranks.count
     on_host = min(host_params, device_bytes / WEIGHT_BYTES)
     return {
         "device": device_bytes / resident_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hytrain_fx.errors import ConfigError
-from hytrain_fx.forecast.data_sheets import DATA_SHEETS, DataSheet
+from hytrain_fx.forecast.data_sheets import DATA_SHEETS, NVLINK_OF_H200, DataSheet
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.device_file import read_device
 from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
@@ -49,6 +49,7 @@ def _h200() -> DeviceSpec:
     return DeviceSpec(
         "h200", achieved_flops=525e12, memory_bytes=139 * GIB, memory_bytes_per_s=4.8e12, d2h_bytes_per_s=47.9e9, h2d_bytes_per_s=47.9e9,
         cpu_update_params_per_s=5.9e9, gpu_update_params_per_s=122.6e9, host_memory_bytes=128 * GIB, host_memory_gb_per_s=215,
+        gpu_link_bytes_per_s=NVLINK_OF_H200[0] * 1e9, host_gpus=1,
         sources={
             "achieved_flops": "measured: compiled forward and backward, 3.14 G and 6.74 G parameters, 4 x 2048 tokens: 0.309 and 0.628 s",
             "memory_bytes": "measured: what the driver gives",
@@ -58,6 +59,7 @@ def _h200() -> DeviceSpec:
             "gpu_update_params_per_s": "measured: fused AdamW",
             "host_memory_bytes": "measured: what the system gives",
             "host_memory_gb_per_s": "measured: AdamW of 14 threads beside copies both ways (python -m benchmarks contention)",
+            "gpu_link_bytes_per_s": f"data sheet: NVIDIA H200, {NVLINK_OF_H200[1]}",
         })
 
 
@@ -85,6 +87,7 @@ def _from_data_sheet(sheet: DataSheet) -> DeviceSpec:
         cpu_update_params_per_s=host.update_gb_per_s * 1e9 / UPDATE_BYTES_PER_PARAM,
         gpu_update_params_per_s=DEVICE_UPDATE_SHARE * sheet.memory_gb_per_s * 1e9 / UPDATE_BYTES_PER_PARAM,
         host_memory_bytes=host.memory_gib * GIB, host_memory_gb_per_s=CHANNELS_SHARE * host.memory_gb_per_s,
+        gpu_link_bytes_per_s=None if sheet.gpus_link is None else sheet.gpus_link[0] * 1e9, host_gpus=1,
         sources={
             "achieved_flops": f"estimated: {MATMUL_SHARE:.0%} ({of_h200}) of {sheet.peak_tflops:g} TFLOP/s ({sheet.precision}) of the "
                               f"{sheet.document}",
@@ -97,4 +100,5 @@ def _from_data_sheet(sheet: DataSheet) -> DeviceSpec:
                                        "parameter",
             "host_memory_bytes": f"estimated: {host.memory_gib} GiB",
             "host_memory_gb_per_s": f"estimated: {CHANNELS_SHARE:.0%} of {host.channels}, {host.memory_gb_per_s:g} GB/s",
+            **({} if sheet.gpus_link is None else {"gpu_link_bytes_per_s": f"data sheet: {sheet.document}, {sheet.gpus_link[1]}"}),
         })

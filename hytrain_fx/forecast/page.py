@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 def markdown(report: Report) -> str:
     """The verdict, all tables, limits, and where each unit is updated."""
     found = "\n".join(f"- {line}" for line in verdict(report))
-    parts = [f"# {report.model} on {report.device.name}", found, headline(report), *map(_table, tables(report)),
+    parts = [f"# {report.model} on {report.machine}", found, headline(report), *map(_table, tables(report)),
              "## Limits", *limits(report), f"## Placement, k = {report.plan.k}", "\n".join(f"- {line}" for line in placement(report))]
     return "\n\n".join(parts) + "\n"
 

@@ -18,12 +18,14 @@ from hytrain_fx.forecast.systems import SYSTEMS
 from hytrain_fx.ir.schedule import Interval
 from hytrain_fx.ir.task_graph import Resource, TaskKind
 
-LANES = {Resource.GPU: "GPU", Resource.D2H: "copies to the host", Resource.CPU: "CPU", Resource.H2D: "copies to the GPU"}
+LANES = {Resource.GPU: "GPU", Resource.D2H: "copies to the host", Resource.CPU: "CPU", Resource.H2D: "copies to the GPU",
+         Resource.COLLECTIVES: "collectives"}
 LOOKS = {
     TaskKind.BACKWARD: ("backward", "#9ecae9"), TaskKind.FORWARD: ("next forward", "#4c78a8"),
     TaskKind.D2H: ("gradients", "#f2cf5b"), TaskKind.CPU_UPDATE: ("update by the CPU", "#54a24b"),
     TaskKind.GPU_UPDATE: ("update on the GPU", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
+    TaskKind.REDUCE_SCATTER: ("reduce-scatter", "#bab0ac"), TaskKind.ALL_GATHER: ("all-gather", "#79706e"),
 }
 TIERS = {
     "GPU": (("weights", "weights_bytes"), ("gradients", "gradients_bytes"), ("optimizer states", "gpu_states_bytes"),
@@ -56,9 +58,10 @@ def plots(report: Report) -> Iterator[Plot]:
     go = plotly().graph_objects
     if report.sweep.ks:
         yield _plot(go, "Step by k, the units whose states rest on the GPU", _by_k(go, report), "k", "s a step")
+    lanes = [lane for resource, lane in LANES.items() if resource is not Resource.COLLECTIVES or report.profile.has_collectives]
     yield _plot(go, "Timeline of our plan's step", _timeline(go, report),
                 "ms from the start of a backward to the end of the next forward", "", barmode="overlay",
-                yaxis={"categoryorder": "array", "categoryarray": list(reversed(LANES.values()))})
+                yaxis={"categoryorder": "array", "categoryarray": lanes[::-1]})
     for tier, usable in (("GPU", DEVICE_SHARE * report.device.memory_bytes), ("host", HOST_SHARE * report.device.host_memory_bytes)):
         limit = {"type": "line", "x0": usable / 1e9, "x1": usable / 1e9, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
         yield _plot(go, f"Memory of the {tier} by system; dashed: what can be used", _memory(go, report, tier), f"GB of the {tier}", "",

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
-from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes
-from hytrain_fx.errors import PlanError
+from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
+from hytrain_fx.errors import ConfigError, PlanError
 from hytrain_fx.forecast.capacity import Capacity, capacities
 from hytrain_fx.forecast.changes import Change, changes
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import activation_bytes, largest_params
 from hytrain_fx.forecast.models import find_model
 from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.peers import Peer, peers_of
+from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import Counted, ModelShape
 from hytrain_fx.forecast.sweep import Sweep, sweep_of
 from hytrain_fx.forecast.systems import OURS, SYSTEMS, Case, Row
@@ -38,6 +40,9 @@ class Report:
     `capacities` by layers and by batch; `equal_layers` the closed form for as many equal layers and
     its sensitivities. `changes` tells what our plan takes with one thing changed. `profile` is what
     all was predicted from; `sweep` is empty where none was wanted.
+
+    With several `ranks` each has a micro-batch of `tokens`; plan, profile and budget are of one of
+    them, and `peers` has other ways to train on several GPUs.
     """
 
     model: str
@@ -58,6 +63,18 @@ class Report:
     plan: Plan
     profile: Profile
     sweep: Sweep
+    ranks: Ranks = ONE_RANK
+    peers: tuple[Peer, ...] = ()
+
+    @property
+    def machine(self) -> str:
+        """The device, and how many of it."""
+        return self.device.name if self.ranks.count == 1 else f"{self.device.name}, {self.ranks.words}"
+
+    @property
+    def counted_per_step(self) -> int:
+        """Tokens or samples of all ranks in a step."""
+        return self.tokens * self.ranks.count
 
     @property
     def ours(self) -> Row:
@@ -79,9 +96,10 @@ def report(
     budget_bytes: int | None = None,
     sweep: bool = True,
     autocast: bool = False,
+    ranks: Ranks = ONE_RANK,
     tell: Tell = untold,
 ) -> Report:
-    """Compare the systems for one micro-batch of `tokens` tokens.
+    """Compare the systems for one micro-batch of `tokens` tokens on each GPU.
 
     model         a shape, a registered name, a config.json (path or content), or
                   package.module:factory
@@ -91,16 +109,21 @@ def report(
     sweep         with other micro-batches and sizes
     autocast      the weights are fp32 and run under autocast to bf16 (`autocast_copies`), instead
                   of 16-bit ones with fp32 masters
+    ranks         how many GPUs of how many machines train it; a host of fewer GPUs is enlarged
     tell          is told how far the sweep is
 
-    Raises ConfigError for an unknown model or device, PlanError for a negative budget.
+    Raises ConfigError for an unknown model or device and for autocast with several ranks, PlanError
+    for a negative budget.
     """
+    if autocast and ranks.count > 1:
+        raise ConfigError(f"found autocast on {ranks.words}, expected 16-bit weights or one GPU: of sharded parameters no 16-bit copies "
+                          "are made")
     shape = model if isinstance(model, ModelShape) else find_model(model)
     if autocast:
         shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
-    spec = device if isinstance(device, DeviceSpec) else find_device(device)
+    spec = (device if isinstance(device, DeviceSpec) else find_device(device)).in_machine_of(ranks)
     sequence = min(tokens, shape.context) if sequence is None else sequence
-    case = Case.of(shape, spec, tokens, sequence, recompute, budget_bytes)
+    case = Case.of(shape, spec, tokens, sequence, recompute, budget_bytes, ranks)
     profile, budget = case.profile, case.budget_bytes
     if budget < 0:
         raise PlanError(f"found a budget of {budget} bytes for states on the device, expected >= 0")
@@ -108,23 +131,34 @@ def report(
     rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
     return Report(
         shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
-        _hidden_from_tokens(profile, spec, recompute),
-        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast),
-        capacities(shape, spec, tokens, sequence, recompute), _equal_layers(profile), changes(case), plans[OURS], profile,
-        sweep_of(case, tell) if sweep else Sweep())
+        _hidden_from_tokens(case),
+        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks),
+        capacities(shape, spec, tokens, sequence, recompute, ranks), _equal_layers(profile), changes(case), plans[OURS], profile,
+        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else ())
 
 
-def _hidden_from_tokens(profile: Profile, device: DeviceSpec, recompute: bool) -> dict[str, float]:
+def _hidden_from_tokens(case: Case) -> dict[str, float]:
     """R c / f, the micro-batch from which on updates are hidden.
 
     f is FLOPs a parameter and token between gradient and next use, c seconds an update takes
-    (cores, or host memory).
+    (cores, or host memory). With several ranks c is what their part of the updates takes each of
+    them, and there is a row for states that are all streamed (the link, or host memory).
     """
-    forward, backward = 2, 6 if recompute else 4
+    profile = case.profile
+    forward, backward = 2, 6 if case.recompute else 4
     flops_of = {"waits per layer": forward + backward, "one barrier before the forward": backward, "updates after the backward": forward}
     rate, moved = bytes_per_us(profile), sum(map(cpu_bytes, profile.units))
     update_us = max(profile.cpu_update_us, moved / rate if rate else 0.0)
-    return {name: 1e-6 * update_us / profile.params * device.achieved_flops / flops for name, flops in flops_of.items()}
+
+    def tokens(update_us: float, flops: int) -> float:
+        return 1e-6 * update_us / case.shape.params * case.device.achieved_flops / flops
+
+    found = {name: tokens(update_us, flops) for name, flops in flops_of.items()}
+    if case.ranks.count > 1:
+        streamed, link_us = sum(map(streamed_bytes, profile.units)), max(sum(u.stream_in_us for u in profile.units),
+                                                                         sum(u.stream_out_us for u in profile.units))
+        found["waits per layer, all streamed"] = tokens(max(link_us, streamed / rate if rate else 0.0), forward + backward)
+    return found
 
 
 def _equal_layers(profile: Profile) -> dict[str, float]:

@@ -24,6 +24,7 @@ from hytrain_fx.cost_model.planner import Rule, Stream, plan
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
 from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint, states_budget_bytes
+from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
@@ -46,8 +47,9 @@ class System:
 
 OURS = "windows, states streamed too"
 ALL_ON_DEVICE = "all on the device"
+ZERO_OFFLOAD = "ZeRO-Offload, no overlap"
 SYSTEMS = (
-    System("ZeRO-Offload, no overlap", None, 0.0, "zero_offload"),
+    System(ZERO_OFFLOAD, None, 0.0, "zero_offload"),
     System("CoTrain k, one barrier", "cotrain", 0.0, "before_forward"),
     System("HyTrainDNN k, one barrier", "seed", 0.0, "before_forward"),
     System("HyTrainDNN k, waits per layer", "seed", 0.0, "none"),
@@ -89,6 +91,7 @@ class Case:
                      gradients too
     coarse           the runtime is simulated in few pieces: a model of 70 G parameters takes no
                      longer
+    ranks            how many train it; plans, profile and budget are of one of them
     """
 
     shape: ModelShape
@@ -100,25 +103,27 @@ class Case:
     profile: Profile
     budget_bytes: int
     coarse: bool = False
+    ranks: Ranks = ONE_RANK
 
     @classmethod
     def of(
         cls, shape: ModelShape, device: DeviceSpec, tokens: int, sequence: int, recompute: bool, given_bytes: int | None,
+        ranks: Ranks = ONE_RANK,
     ) -> Case:
         """The case with the profile and the budget that the device's figures give."""
-        profile = analytic_profile(shape, device, tokens, recompute, sequence=min(sequence, tokens))
-        budget = states_budget_bytes(shape, device, tokens, recompute) if given_bytes is None else given_bytes
-        return cls(shape, device, tokens, sequence, recompute, given_bytes, profile, budget)
+        profile = analytic_profile(shape, device, tokens, recompute, sequence=min(sequence, tokens), ranks=ranks)
+        budget = states_budget_bytes(shape, device, tokens, recompute, ranks) if given_bytes is None else given_bytes
+        return cls(shape, device, tokens, sequence, recompute, given_bytes, profile, budget, ranks=ranks)
 
     def remade(self, **changed: Any) -> Case:
         """The same case with another shape, device, micro-batch or recomputation."""
-        asked = {name: getattr(self, name) for name in ("shape", "device", "tokens", "sequence", "recompute", "given_bytes")}
+        asked = {name: getattr(self, name) for name in ("shape", "device", "tokens", "sequence", "recompute", "given_bytes", "ranks")}
         return replace(Case.of(**{**asked, **changed}), coarse=self.coarse)
 
     @property
     def chunk_params(self) -> int:
         """The grain of the simulated runtime, in parameters."""
-        return max(CHUNK_PARAMS, self.shape.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
+        return max(CHUNK_PARAMS, self.profile.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
 
     def plan_of(self, system: System) -> Plan:
         """The system's plan.
@@ -130,17 +135,24 @@ class Case:
         discipline = self._discipline(system)
 
         def solved(host_budget_bytes: int | None) -> Plan:
-            return plan(self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
-                        host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline)
+            return self._noted(plan(
+                self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
+                host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline))
 
         try:
-            return solved(int(HOST_SHARE * self.device.host_memory_bytes))
+            return solved(int(HOST_SHARE * self.device.host_memory_bytes / self.ranks.gpus))
         except PlanError:
             return solved(None)
 
     def plan_at(self, system: System, k: int) -> Plan:
         """The plan with a given k, nothing streamed."""
-        return plan(self.profile, k=k, discipline=self._discipline(system))
+        return self._noted(plan(self.profile, k=k, discipline=self._discipline(system)))
+
+    def _noted(self, made: Plan) -> Plan:
+        """The plan, which says so where it is one rank's."""
+        of_rank = (f"the plan of one rank on {self.ranks.words}: rows count the parameters of its shards, vectors as cut; it is to be "
+                   "read, each rank solves its own",)
+        return made if self.ranks.count == 1 else replace(made, notes=(*made.notes, *of_rank))
 
     def _discipline(self, system: System) -> Discipline:
         return Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
@@ -148,7 +160,7 @@ class Case:
     def row_of(self, system: System, made: Plan) -> Row:
         """What the system's plan costs."""
         streamed = made.numel(Placement.STREAM)
-        memory = footprint(self.shape, self.tokens, made.k, self.recompute, streamed)
+        memory = footprint(self.shape, self.tokens, made.k, self.recompute, streamed, self.ranks)
         share = streamed / max(made.numel(Placement.CPU) + streamed, 1)
         p = made.predicted
         idle = {name.removesuffix("_idle_share"): value for name, value in p.items() if name.endswith("_idle_share")}

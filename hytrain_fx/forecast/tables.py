@@ -11,11 +11,13 @@ from hytrain_fx.forecast.sweep import Point
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
 from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
 
-IDLE_WORDS = {"gpu": "GPU", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the GPU", "host_memory": "host memory"}
+IDLE_WORDS = {"gpu": "GPU", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the GPU", "collectives": "collectives",
+              "host_memory": "host memory"}
 FIGURE_WORDS = {
     "achieved_flops": "matrix products in a training step", "memory_bytes": "GPU memory", "memory_bytes_per_s": "GPU memory bandwidth",
     "d2h_bytes_per_s": "copies to the host", "h2d_bytes_per_s": "copies to the GPU", "cpu_update_params_per_s": "updates by the CPU",
     "gpu_update_params_per_s": "updates on the GPU", "host_memory_bytes": "host memory", "host_memory_gb_per_s": "host memory bandwidth",
+    "gpu_link_bytes_per_s": "a GPU to the others of its machine, each way", "network_bytes_per_s": "a GPU to other machines, each way",
 }
 _UNITS = {"flops": (1e12, "TFLOP/s"), "bytes_per_s": (1e9, "GB/s"), "params_per_s": (1e9, "G parameters/s"), "gb_per_s": (1, "GB/s"),
           "memory_bytes": (1e9, "GB")}
@@ -24,6 +26,8 @@ _UNITS = {"flops": (1e12, "TFLOP/s"), "bytes_per_s": (1e9, "GB/s"), "params_per_
 def tables(report: Report) -> Iterator[Table]:
     """All tables, in reading order."""
     yield steps_table(report)
+    if report.peers:
+        yield peers_table(report)
     yield changes_table(report)
     yield idle_table(report)
     yield memory_table(report)
@@ -40,10 +44,24 @@ def steps_table(report: Report) -> Table:
     heads = ("system", "units on the GPU (k)", "share of the rest streamed", "step", "times forward and backward",
              f"{report.counted} a second", "the GPU waits", "updates on the GPU", "fits")
     rows = tuple((r.system, str(r.k), f"{r.stream_share:.0%}", time_text(r.step_us), f"{r.step_us / report.compute_us:.2f}",
-                  count_text(1e6 * report.tokens / r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
+                  _per_s(report, report.tokens, r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
                  for r in report.rows)
     notes = dict.fromkeys(f"{row.system}: {note}" for row in report.rows for note in row.notes)
     return Table("Step", heads, rows, ("All systems are played with the same rates: what differs is the schedule.", *notes))
+
+
+def _per_s(report: Report, tokens: int, step_us: float) -> str:
+    """Tokens or samples of all ranks a second."""
+    return count_text(1e6 * tokens * report.ranks.count / step_us)
+
+
+def peers_table(report: Report) -> Table:
+    """Other ways to train on several GPUs, and what each keeps where."""
+    heads = ("system", "step", "a GPU's memory", "a host's memory", "fits", "largest model, parameters", "how it was calculated")
+    rows = tuple((p.system, time_text(p.step_us), bytes_text(p.device_bytes), bytes_text(p.host_bytes), "yes" if p.fits else "no",
+                  count_text(p.most_params), p.how) for p in report.peers)
+    return Table(f"Ways to train on {report.ranks.words}", heads, rows, (
+        "Calculated with the same rates and kernels for all. The largest model has these activations beside it.",), words=(0, 6))
 
 
 def idle_table(report: Report) -> Table:
@@ -67,7 +85,9 @@ def memory_table(report: Report) -> Table:
                    m.host_states_bytes, m.host_slots_bytes, m.host_bytes)
         rows.append((r.system, *map(bytes_text, figures)))
     d = report.device
-    return Table("Memory", heads, tuple(rows), (
+    shared = () if report.ranks.count == 1 else (
+        f"The GPU's figures are of each one, the host's of each machine with all states of its {report.ranks.gpus} ranks.",)
+    return Table("Memory", heads, tuple(rows), (*shared,
         f"There are {bytes_text(d.memory_bytes)} on the device and {bytes_text(d.host_memory_bytes)} on the host; a plan may take "
         f"{DEVICE_SHARE:.0%} and {HOST_SHARE:.0%} of them.",))
 
@@ -95,7 +115,7 @@ def sweep_table(title: str, over: str, points: tuple[Point, ...]) -> Table:
 
 def changes_table(report: Report) -> Table:
     """What our plan takes with one thing changed."""
-    rows = tuple((c.words, str(c.tokens), time_text(c.step_us), count_text(1e6 * c.tokens / c.step_us), f"{c.gain:+.0%}",
+    rows = tuple((c.words, str(c.tokens), time_text(c.step_us), _per_s(report, c.tokens, c.step_us), f"{c.gain:+.0%}",
                   "yes" if c.fits else "no") for c in report.changes)
     heads = ("change", f"{report.counted} in a micro-batch", "step", f"{report.counted} a second", "gain", "fits")
     return Table("Our plan with one thing changed", heads, rows)
@@ -118,7 +138,8 @@ def figure_text(name: str, value: float) -> str:
 def headline(report: Report) -> str:
     """What was asked, in two sentences."""
     of_length = f" in sequences of {report.sequence}" if report.counted == "tokens" else ""
-    return (f"{count_text(report.params)} parameters, micro-batch of {report.tokens} {report.counted}{of_length}, "
+    of_rank = "" if report.ranks.count == 1 else f" on each of {report.ranks.words}"
+    return (f"{count_text(report.params)} parameters, micro-batch of {report.tokens} {report.counted}{of_length}{of_rank}, "
             f"{'with' if report.recompute else 'no'} recomputation, {bytes_text(report.budget_bytes)} of device memory for "
             f"optimizer states. Predicted, not measured. Forward and backward alone take {time_text(report.compute_us)}.")
 

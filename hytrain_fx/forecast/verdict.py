@@ -10,7 +10,8 @@ from hytrain_fx.forecast.shapes import Counted
 from hytrain_fx.forecast.systems import ALL_ON_DEVICE, Row
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
 
-BUSY = {"cpu": "updates by the CPU", "d2h": "copies to the host", "h2d": "copies to the GPU", "host_memory": "the host memory's bandwidth"}
+BUSY = {"cpu": "updates by the CPU", "d2h": "copies to the host", "h2d": "copies to the GPU",
+        "collectives": "collectives between the GPUs", "host_memory": "the host memory's bandwidth"}
 HARDLY = 0.02  # of the step: what is waited for less than this does not bind
 
 
@@ -67,7 +68,7 @@ def our_line(pace: str, over_compute: float, k: int, units: int, stream_share: f
 
 
 def _pace(report: Report, row: Row) -> str:
-    return pace_text(row.step_us, report.tokens, report.counted)
+    return pace_text(row.step_us, report.counted_per_step, report.counted)
 
 
 def pace_text(step_us: float, tokens: int, counted: Counted) -> str:

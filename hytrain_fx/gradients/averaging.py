@@ -23,7 +23,7 @@ from hytrain_fx.errors import RankError, UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.turns import Rows, turns
-from hytrain_fx.ir.collective import CollectiveKind
+from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
@@ -139,7 +139,7 @@ class AveragedGradients:
         packed = self._ready.pop(turn, None) or self._pack_with_zeros(turn)
         self._averaged.update(turn)
         with self.side.beside(reads=[of.bucket for of in packed.values()]):
-            sent = self._ranks.send(packed.values(), CollectiveKind.REDUCE_SCATTER, turn[0])
+            sent = self._ranks.send(packed.values(), TaskKind.REDUCE_SCATTER, turn[0])
             parts = {i: part for places, of in zip(packed, sent, strict=True) for i, part in zip(places, of, strict=True)}
             yield [parts[i] for i in range(len(turn))]
 

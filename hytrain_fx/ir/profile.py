@@ -12,11 +12,15 @@ from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
 STREAM_TIMES = ("stream_in_us", "stream_out_us")
+COLLECTIVE_TIMES = ("reduce_scatter_us", "all_gather_us")
 
 
 @dataclass(frozen=True, slots=True)
 class UnitProfile:
     """Times of one unit in microseconds, each with the resource to itself unless measured in place.
+
+    Where several ranks train one model these are one rank's, and so are `params` and `grad_bytes`:
+    of the shards that it updates.
 
     params           elements
     grad_bytes       bytes of its gradients in their own dtype; its new weights take as many
@@ -33,6 +37,8 @@ class UnitProfile:
     traffic          bytes of its states; AdamW's, where nothing is said
     grain_params     where a parameter may be cut, it is at multiples of so many elements; 0 =
                      parameters are placed whole
+    reduce_scatter_us    of the unit's gradients among all ranks, which leaves each its shards'
+    all_gather_us    of the unit's new weights
     """
 
     index: int
@@ -50,6 +56,8 @@ class UnitProfile:
     param_numels: tuple[int, ...] = ()
     traffic: StateTraffic = ADAMW_TRAFFIC
     grain_params: int = 0
+    reduce_scatter_us: float = 0.0
+    all_gather_us: float = 0.0
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.grad_bytes <= 0:
@@ -60,7 +68,7 @@ class UnitProfile:
                             f"{sum(self.param_numels)}; expected the same")
         if self.grain_params < 0:
             raise PlanError(f"unit {self.index} ({self.name}) has grain_params={self.grain_params}, expected a number of elements >= 0")
-        for name in (*TIMES, *STREAM_TIMES):
+        for name in (*TIMES, *STREAM_TIMES, *COLLECTIVE_TIMES):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"unit {self.index} ({self.name}) has {name}={value}, expected a finite time >= 0")
@@ -97,8 +105,11 @@ class Profile:
     last wait to there; 0 = not known. Where this thread can run ahead of updates, `launching_us`
     and the plan say when the next commit comes.
 
-    Raises PlanError when the units are not numbered 0..n-1 in order, or for a bandwidth that is not
-    positive.
+    `node_ranks` ranks share the host and its memory. `skew` is how many times as long as the others
+    one of them takes for all that it does itself; collectives wait for it.
+
+    Raises PlanError when the units are not numbered 0..n-1 in order, for a bandwidth that is not
+    positive, for fewer than one rank, and for a skew below 1.
     """
 
     units: tuple[UnitProfile, ...]
@@ -110,8 +121,14 @@ class Profile:
     host_memory_gb_per_s: float | None = None
     commit_us: float = 0.0
     launching_us: float = 0.0
+    node_ranks: int = 1
+    skew: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.node_ranks < 1:
+            raise PlanError(f"found {self.node_ranks} ranks on a host, expected at least 1")
+        if not (math.isfinite(self.skew) and self.skew >= 1):
+            raise PlanError(f"found skew={self.skew}, expected a finite factor >= 1 on the times of the slowest rank")
         for name in ("commit_us", "launching_us"):
             if not (math.isfinite(us := getattr(self, name)) and us >= 0):
                 raise PlanError(f"found {name}={us}, expected a finite time >= 0")
@@ -155,6 +172,11 @@ class Profile:
     def h2d_us(self) -> float:
         """All new weights to the device."""
         return sum(u.h2d_us for u in self.units)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether several ranks train the model."""
+        return self.node_ranks > 1 or any(u.reduce_scatter_us or u.all_gather_us for u in self.units)
 
     @property
     def can_stream(self) -> bool:

@@ -4,6 +4,9 @@
     by the CPU      backward(l) -> d2h(l) -> cpu_update(l) -> h2d(l) -> wait(l) -> forward(l)
     on the device   backward(l) -> gpu_update(l) -> wait(l) -> forward(l)
     streamed        stream_in(l) -> gpu_update(l) -> wait(l);  gpu_update(l) -> stream_out(l)
+    several ranks   backward(l) -> reduce_scatter(l) -> what the gradient goes to above
+                    what the new weight comes from above -> all_gather(l) -> wait(l)
+                    reduce_scatter(n-1) -> ... -> reduce_scatter(0) -> all_gather(0) -> ...
 
 A layer's number is its LID. Large tasks run in pieces, so that a more urgent layer may pass
 between them: a `Cut` says how many pieces and how long each, an edge `by_piece` that a piece waits
@@ -33,6 +36,8 @@ class TaskKind(enum.StrEnum):
     WAIT = "wait"
     STREAM_IN = "stream_in"
     STREAM_OUT = "stream_out"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
 
 
 class Resource(enum.StrEnum):
@@ -42,6 +47,7 @@ class Resource(enum.StrEnum):
     D2H = "d2h"
     CPU = "cpu"
     H2D = "h2d"
+    COLLECTIVES = "collectives"
 
 
 RESOURCE_OF = {
@@ -54,6 +60,8 @@ RESOURCE_OF = {
     TaskKind.H2D: Resource.H2D,
     TaskKind.STREAM_IN: Resource.H2D,
     TaskKind.STREAM_OUT: Resource.D2H,
+    TaskKind.REDUCE_SCATTER: Resource.COLLECTIVES,
+    TaskKind.ALL_GATHER: Resource.COLLECTIVES,
 }
 
 

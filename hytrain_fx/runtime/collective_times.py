@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hytrain_fx.ir.collective import CollectiveKind
+from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.device_clock import At, DeviceClock
 
 
@@ -26,7 +26,7 @@ class TimedCollectives:
     nbytes   of their buckets, all ranks' parts together: the same on each rank
     """
 
-    kind: CollectiveKind
+    kind: TaskKind
     row: int
     nbytes: int
     begin: At
@@ -50,7 +50,7 @@ class CollectiveTimes:
         self._timed = []
 
     @contextmanager
-    def around(self, kind: CollectiveKind, row: int, nbytes: int) -> Iterator[None]:
+    def around(self, kind: TaskKind, row: int, nbytes: int) -> Iterator[None]:
         """Around collectives that are sent together, on the stream that waits for them."""
         begin = self._clock.now()
         yield

@@ -31,7 +31,7 @@ import torch
 from torch import distributed, nn
 
 from hytrain_fx.errors import ConfigError, RankError
-from hytrain_fx.ir.collective import CollectiveKind
+from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.collective_times import CollectiveTimes
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
@@ -233,7 +233,7 @@ class Ranks:
 
         return Packed(bucket, send)
 
-    def send(self, packed: Collection[Packed], kind: CollectiveKind, row: int) -> list[list[torch.Tensor]]:
+    def send(self, packed: Collection[Packed], kind: TaskKind, row: int) -> list[list[torch.Tensor]]:
         """Send what belongs together, on the current stream: what comes of each.
 
         kind, row   what it is in a recording, and the first of the parameters in it

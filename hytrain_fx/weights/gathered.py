@@ -22,7 +22,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
-from hytrain_fx.ir.collective import CollectiveKind
+from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayouts
@@ -142,7 +142,7 @@ class GatheredWeights:
             if self._committed is not None:
                 torch.cuda.current_stream(self._table.device).wait_event(self._committed)  # another thread may be the first to ask
             self._engine.wait(self._states.pieces.rows(rows))
-            self._ranks.send(self._pack(rows), CollectiveKind.ALL_GATHER, rows[0])
+            self._ranks.send(self._pack(rows), TaskKind.ALL_GATHER, rows[0])
             if self._committed is not None:
                 self._come.update(dict.fromkeys(rows, torch.cuda.current_stream(self._table.device).record_event()))
         return rows

@@ -78,6 +78,13 @@ CASES: dict[str, tuple[list[str], str]] = {
     **{f"sequence {of}": (report(sequence=of), "sequences") for of in ("0", "-1")},
     **{f"budget {of}": (report(budget_gb=of), "budget") for of in ("-1", "nan", "inf", "1e300")},
     **{f"out {name!r}": ([*REPORT, "--out", f"{{tmp}}/{name}"], "cannot be written") for name in ("folder", "missing/x", "a\0b")},
+    **{f"{of} GPUs": (report(gpus=of), f"gpus={of} and nodes=1, expected 1 to") for of in ("0", "-2", "1" + "0" * 400)},
+    "no machines": (["plan", *REPORT[1:], "--nodes", "0"], "gpus=1 and nodes=0, expected 1 to"),
+    **{f"skew {of}": (report(gpus="2", skew=of), "expected a finite factor >= 1") for of in ("0.5", "nan", "inf")},
+    "skew of one rank": (report(skew="1.5"), "with one rank, expected several"),
+    "autocast on ranks": ([*report(gpus="2"), "--autocast"], "autocast on 2 GPUs"),
+    **{f"{rate} of {of}": (report(gpus="2", **{rate: of}), f"--{rate.replace('_', '-')} {of}, expected more than 0")
+       for rate in ("gpu_link_gb_per_s", "network_gb_per_s", "host_memory_gb_per_s") for of in ("0", "nan")},
     "unknown model": (report(model="llama-8t"), "llama-8t.*llama-70b"),
     "unknown device": (report(device="h300"), "h300.*h200"),
     "unknown factory": (report(model="json:nope"), "json:nope cannot be had"),

@@ -42,6 +42,24 @@ def test_plan_prints_the_plan_of_the_report(capsys: pytest.CaptureFixture[str]) 
     assert output(capsys, "plan", *MODEL, "--sequence", "512", "--recompute") == plan_text(other) + "\n"
 
 
+def test_several_gpus_and_given_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--gpus`, `--nodes`, `--skew` and the rates reach report and plan; the text names them."""
+    several = [*MODEL, "--gpus", "2", "--nodes", "3", "--skew", "1.1", "--gpu-link-gb-per-s", "300", "--network-gb-per-s", "25",
+               "--host-memory-gb-per-s", "182"]
+    raw = json.loads(output(capsys, "report", *several, "--json"))
+    assert raw["ranks"] == {"gpus": 2, "nodes": 3, "skew": 1.1}
+    rates = {"gpu_link_bytes_per_s": 300e9, "network_bytes_per_s": 25e9, "host_memory_gb_per_s": 182}
+    assert {name: raw["device"][name] for name in rates} == rates
+    assert all(raw["device"]["sources"][name].startswith("given: --") for name in rates)
+    assert raw["profile"]["node_ranks"] == 2
+    text = output(capsys, "report", *several)
+    assert text.startswith("# llama-1.3b on h200, 6 GPUs of 3 machines\n")
+    assert all(f"| {peer['system']} | " in text for peer in raw["peers"])
+    made = Plan.from_json(output(capsys, "plan", *several, "--json"))
+    assert made.rows == Plan.from_json(json.dumps(raw["plan"])).rows
+    assert any("one rank on 6 GPUs of 3 machines" in note for note in made.notes)
+
+
 def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`hytrain-fx` runs `main`, and calls itself so in its errors."""
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]

@@ -18,7 +18,6 @@ from hytrain_fx.api import session_of
 from hytrain_fx.explain.timeline.recording import Recording
 from hytrain_fx.explain.timeline.span import COLLECTIVES, Span
 from hytrain_fx.explain.timeline.timeline import Timeline, read_trace
-from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.shard import shard_of
 from hytrain_fx.ir.task_graph import TaskKind
 
@@ -77,8 +76,8 @@ def recorded(rank: int, size: int) -> Recorded:
 def require_whole_lane(timeline: Timeline, found: Recorded, size: int) -> None:
     """A bar for each node of the backwards and each gathered unit, in order, with its bytes."""
     bars = bars_of(timeline)
-    of_step = [(CollectiveKind.ALL_GATHER, unit, shards_bytes(shapes, size)) for unit, shapes in found.gathered]
-    of_step += [(CollectiveKind.REDUCE_SCATTER, unit, shards_bytes(shapes, size) + vectors_bytes(shapes, size))
+    of_step = [(TaskKind.ALL_GATHER, unit, shards_bytes(shapes, size)) for unit, shapes in found.gathered]
+    of_step += [(TaskKind.REDUCE_SCATTER, unit, shards_bytes(shapes, size) + vectors_bytes(shapes, size))
                 for unit, shapes in found.nodes]
     assert [(bar.kind, bar.unit, bar.nbytes) for bar in bars] == STEPS * of_step
 
@@ -92,7 +91,7 @@ def require_order(timeline: Timeline, slack_us: float = 0.0) -> None:
     assert all(bar.end_us > bar.begin_us for bar in bars)
     assert all(bar.end_us <= after.begin_us + slack_us for bar, after in itertools.pairwise(bars))
     device = timeline.lanes["device"]
-    gathers = [bar for bar in bars if bar.kind is CollectiveKind.ALL_GATHER]
+    gathers = [bar for bar in bars if bar.kind is TaskKind.ALL_GATHER]
     gathered = {bar.unit for bar in gathers}
     waits = [span for span in device if span.kind is TaskKind.WAIT and span.unit in gathered]  # a forward begins where its wait ends
     for bar, wait in zip(gathers, waits, strict=True):
@@ -140,6 +139,7 @@ def test_recorded_steps_show_what_goes_from_rank_to_rank(tmp_path: Path, size: i
         saved = found.recording.save(tmp_path / "steps.json")
         check_trace(saved.read_text(), len(timeline.lanes))
         assert bars_of(read_trace(saved)[0]) == bars_of(rounded(timeline))
-        events = [event for event in json.loads(saved.read_text())["traceEvents"] if event.get("cat") in set(CollectiveKind)]
+        kinds = {TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER}
+        events = [event for event in json.loads(saved.read_text())["traceEvents"] if event.get("cat") in kinds]
         assert [(event["name"], event["args"]["unit"], event["args"]["bytes"]) for event in events] == [
             (bar.label, timeline.unit_names[bar.unit], bar.nbytes) for bar in bars_of(timeline)]

@@ -20,7 +20,6 @@ from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.picture import COLOURS
 from hytrain_fx.explain.timeline.span import COLLECTIVES, LAUNCHING, LETTERS, WORDS, LaunchKind, Span, share_inside, shared_time, tracks
 from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, read_trace
-from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskKind
 from hytrain_fx.planning.marks import Mark
@@ -316,7 +315,7 @@ def test_streamed_states_have_lanes_and_letters() -> None:
 
     Streamed states are measured on lanes beside the copies, and predicted on the link's own.
     """
-    assert set(LETTERS) == set(WORDS) == set(COLOURS) == {*TaskKind, *CollectiveKind, *LaunchKind}
+    assert set(LETTERS) == set(WORDS) == set(COLOURS) == {*TaskKind, *LaunchKind}
     assert len(set(LETTERS.values())) == len(set(WORDS.values())) == len({(LETTERS[kind], WORDS[kind]) for kind in WORDS})
     stages = (Stage.STREAM_IN, Stage.GPU_UPDATE, Stage.STREAM_OUT)
     records = [TaskRecord(stage, 0, 0, 0, 10.0 * i, 10.0 * i + 5) for i, stage in enumerate(stages)]

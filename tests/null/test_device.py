@@ -37,13 +37,15 @@ def test_known_devices_say_where_their_figures_come_from(name: str) -> None:
 
 @pytest.mark.parametrize("sheet", DATA_SHEETS, ids=lambda sheet: sheet.name)
 def test_what_is_not_read_in_a_data_sheet_is_said_to_be_estimated(sheet: DataSheet) -> None:
-    """Only the device's memory is a data sheet's own figure, and it names the document.
+    """Only the device's memory and its link to other GPUs are a data sheet's own figures.
+
+    Their sources name the document.
 
     Rates that a run reaches are shares of a peak, and hosts are assumed: both are estimated.
     """
     sources = find_device(sheet.name).sources
     of_the_sheet = {name for name, source in sources.items() if source.startswith(f"data sheet: {sheet.document}")}
-    assert of_the_sheet == {"memory_bytes", "memory_bytes_per_s"}
+    assert of_the_sheet == {"memory_bytes", "memory_bytes_per_s"} | ({"gpu_link_bytes_per_s"} if sheet.gpus_link else set())
     assert all(source.startswith("estimated: ") for name, source in sources.items() if name not in of_the_sheet)
     assert sheet.document in sources["achieved_flops"]
 

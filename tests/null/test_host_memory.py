@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.host_memory import cpu_bytes, streamed_bytes, traffic_bytes
 from hytrain_fx.cost_model.planner import plan, prefix_plan
-from hytrain_fx.cost_model.simulate import Running, simulate
+from hytrain_fx.cost_model.play import Running
+from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan

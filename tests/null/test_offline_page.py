@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hytrain_fx.__main__ import main
+from hytrain_fx.forecast.ranks import Ranks
 from hytrain_fx.forecast.report import report
 from hytrain_fx.forecast.tables import placement, tables
 
@@ -96,6 +97,22 @@ def test_figures_have_the_numbers_of_the_report(page: str) -> None:
         for trace in figure["data"]:
             assert trace["customdata"] == [point.steps_us[trace["name"]] / 1e6 for point in points]
     assert by_tokens["data"][0]["x"] == [point.tokens for point in REPORT.sweep.tokens]
+
+
+def test_collectives_are_a_lane_of_several_gpus(page: str) -> None:
+    """The timeline of ranks has their collectives, as long as predicted; one GPU's has none."""
+    from hytrain_fx.forecast.page import page as page_of
+
+    made = report("llama-1.3b", "h200", 4096, sequence=2048, ranks=Ranks(2), sweep=False)
+    lanes = {}
+    for name, text in (("one", page), ("ranks", page_of(made))):
+        timeline = next(figure for title, figure in figures_of(text).items() if title.startswith("Timeline"))
+        lanes[name] = {lane for trace in timeline["data"] for lane in trace["y"]}, timeline["layout"]["yaxis"]["categoryarray"]
+        bars = [trace for trace in timeline["data"] if trace["name"] in ("reduce-scatter", "all-gather")]
+        expected_us = sum(u.reduce_scatter_us + u.all_gather_us for u in made.profile.units) if name == "ranks" else 0.0
+        assert sum(us for trace in bars for us in trace["x"]) * 1e3 == pytest.approx(expected_us)
+    assert all("collectives" in names for names in lanes["ranks"])
+    assert not any("collectives" in names for names in lanes["one"])
 
 
 def figures_of(page: str) -> dict[str, Any]:

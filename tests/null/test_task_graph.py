@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hytrain_fx.cost_model.compiled_graph import LANES, compiled
 from hytrain_fx.cost_model.discipline import Barrier, Discipline
 from hytrain_fx.cost_model.host_memory import bytes_per_us
-from hytrain_fx.cost_model.simulate import Play, played, steady_step
+from hytrain_fx.cost_model.play import play
+from hytrain_fx.cost_model.simulate import played, steady_step
 from hytrain_fx.cost_model.step_graph import step_graph, unmeasured
 from hytrain_fx.cost_model.windows import window_lengths
 from hytrain_fx.errors import PlanError
@@ -217,7 +218,7 @@ def test_a_played_step_respects_every_edge(step: Step) -> None:
     profile, plan, discipline = step
     graph = steady_step(profile, plan, discipline).graph
     arrays = compiled(graph)
-    run = Play(arrays, bytes_per_us(profile)).run()
+    run = play(arrays, bytes_per_us(profile))
     assert sorted(run.order) == list(range(arrays.first[-1]))
     ended: dict[TaskId, float] = {}
     for task in nx.topological_sort(graph.dag):
@@ -283,7 +284,7 @@ def test_no_more_slots_are_taken_than_there_are(profile: Profile) -> None:
     """From the start of a chunk's load to the end of its way home it holds a slot."""
     graph = step_graph(profile, streamed(profile), Discipline(staging_params=100, staging_slots=3))
     arrays = compiled(graph)
-    run = Play(arrays, None).run()
+    run = play(arrays, None)
     taken: list[tuple[float, int]] = []
     for number, task in enumerate(arrays.tasks):
         for piece in range(arrays.first[number], arrays.first[number + 1]):

@@ -17,7 +17,6 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.span import Kind, LaunchKind, Span, tracks
-from hytrain_fx.ir.collective import CollectiveKind
 from hytrain_fx.ir.task_graph import TaskKind
 
 Event = dict[str, Any]
@@ -81,7 +80,4 @@ def _launch(values: dict[str, Any]) -> StepLaunch:
 
 
 def _kind(text: str) -> Kind:
-    for kinds in (LaunchKind, CollectiveKind):
-        if text in set(kinds):
-            return kinds(text)
-    return TaskKind(text)
+    return LaunchKind(text) if text in set(LaunchKind) else TaskKind(text)
