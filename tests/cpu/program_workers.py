@@ -10,9 +10,9 @@ import hashlib
 import os
 import signal
 import time
+import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Report:
 
     differs   where ours has other bits than the plain loop, empty where it has not
     error     an error of ours that a plain loop has not
+    closed    what closing the model after an error has raised
     gone      this rank has left, as the program says
     raised    what each call has raised, on which all ranks agree
     digest    of all that the ranks have alike at the end
@@ -41,6 +42,7 @@ class Report:
 
     differs: str = ""
     error: str = ""
+    closed: str = ""
     gone: bool = False
     raised: tuple[str, ...] = ()
     digest: str = ""
@@ -63,12 +65,15 @@ def serve(connections: Sequence[Connection], folder: Path, rank: int, size: int)
             pair = Pair(program.setup) if pair is None else pair
             try:
                 report = _run(pair, program)
+                if report.error:
+                    report = replace(report, closed=_closed(pair))
             except Gone:
                 connection.send(Report(gone=True))
                 if program.calls[-1][0] == "one rank stops":
                     time.sleep(600.0)
                 os._exit(0)  # as a process whose error nobody catches
             except Exception as error:
+                traceback.print_exc()
                 report = Report(error=_told(error))
             connection.send(report)
 
@@ -80,7 +85,7 @@ def _run(pair: Pair, program: Program) -> Report:
         for number, call in enumerate(program.calls):
             found.append(outcome(pair.ours, call))
             if isinstance(found[-1], HytrainError):
-                return Report(error=f"call {number}, {call}: {_told(found[-1])}; close: {_closed(pair)}")
+                return Report(error=f"call {number}, {call}: {_told(found[-1])}")
         seen = Seen.of(pair.ours)
         raised = tuple(type(of).__name__ if isinstance(of, BaseException) else "" for of in found)
         differs = ""
@@ -100,7 +105,7 @@ def _closed(pair: Pair) -> str:
         hytrain_fx.close(pair.ours.model)
     except Exception as error:
         return _told(error)
-    return "done"
+    return ""
 
 
 def _told(error: BaseException) -> str:

@@ -39,9 +39,10 @@ from .rank_loops import begun
 
 PER_SEED: Final = 15
 WIDTHS: Final = (8, 20, 32)  # of 8 no matrix is cut; of 20 the last shard is shorter
-TIME_LIMIT_S: Final = 20.0  # of the group; a rank may compile in that time
+TIME_LIMIT_S: Final = 15.0  # of the group; a rank may compile in that time
 TIME_LIMIT_OF_ENDINGS_S: Final = 6.0
-_MOST_S: Final = 100.0  # for one program, with the model's compilation
+_MARGIN_S: Final = 15.0
+_MOST_S: Final = 60.0  # for one program, with the model's compilation
 _IN_SEVERAL_GRAPHS: Final = ("break", "disabled")
 
 
@@ -77,6 +78,7 @@ class RankWorkshop(Workshop):
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._setup: Setup | None = None
+        self._time_limit_s = TIME_LIMIT_S
 
     def check(self, program: Program) -> None:
         """Run the program on all ranks. Raises Differs where one has found something wrong."""
@@ -104,6 +106,7 @@ class RankWorkshop(Workshop):
         self._kill()
 
     def _start(self, setup: Setup, time_limit_s: float) -> None:
+        self._time_limit_s = time_limit_s
         pairs = [Pipe() for _ in range(setup.ranks)]
         self._connections = [mine for mine, _ in pairs]
         theirs = [of for _, of in pairs]
@@ -134,7 +137,9 @@ class RankWorkshop(Workshop):
                 assert isinstance(ready, Connection)
                 rank = missing.pop(ready)
                 with suppress(EOFError, OSError):
-                    reports[rank] = ready.recv()
+                    reports[rank] = report = ready.recv()
+                    if report.error or report.gone:  # the others are to learn of it
+                        end_s = min(end_s, time.monotonic() + self._time_limit_s + _MARGIN_S)
         for rank in missing.values():
             reports[rank] = Report(error=f"hangs in\n{self._stack(rank)}")
         return reports
@@ -153,9 +158,9 @@ def _judge(reports: Sequence[Report | None], ending: bool) -> None:
         if report.differs:
             raise Differs(f"rank {rank}, {report.differs}")
     told = [of for of in reports if of is not None]
-    wrong = [of.error for of in told if of.error and not (ending and _is_of_ranks(of.error))]
-    if wrong:
-        raise Differs("; ".join(f"rank {rank}: {of.error or 'ended well'}" for rank, of in enumerate(told)))
+    if any(of.error and not (ending and _is_of_ranks(of)) for of in told):
+        raise Differs("; ".join(f"rank {rank}: {of.error or 'left' * of.gone or 'ended well'}{of.closed and f', close: {of.closed}'}"
+                                for rank, of in enumerate(told)))
     if any(of.error or of.gone for of in told):
         return
     for what in ("raised", "digest"):
@@ -163,9 +168,9 @@ def _judge(reports: Sequence[Report | None], ending: bool) -> None:
             raise Differs(f"the ranks differ in {what}: {[getattr(of, what) for of in told]}")
 
 
-def _is_of_ranks(error: str) -> bool:
-    """Whether a rank was told of another, and could close its model."""
-    return ": RankError: " in error and error.endswith(("close: done", "close: RankError"))
+def _is_of_ranks(report: Report) -> bool:
+    """Whether a rank was told that another has failed, also where it closed its model then."""
+    return "RankError: " in report.error and (not report.closed or report.closed.startswith("RankError: "))
 
 
 def main() -> int:
