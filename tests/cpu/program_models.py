@@ -149,6 +149,11 @@ class Setup:
         return self.optimizer in ADAMS
 
     @property
+    def is_partly_eager(self) -> bool:
+        """Whether eager code makes gradients: torch does not capture a loop with a break in it."""
+        return "break" in self.units or "disabled" in self.units
+
+    @property
     def is_sharded(self) -> bool:
         """Whether ranks keep shards of the optimizer's states: it has a kernel of ours."""
         return self.ranks > 1 and (self.is_adam or self.optimizer == "Lion")
@@ -220,7 +225,7 @@ class Side:
 
     def backward(self, loss: torch.Tensor) -> None:
         """The loss's backward; the plain side averages what it makes over the ranks, by hand."""
-        if self.setup.ranks > 1 and "disabled" in self.setup.units:
+        if self.setup.ranks > 1 and self.setup.is_partly_eager:
             self.optimizer.zero_grad()  # sums of gradients that eager code makes are refused
         if self.is_ours or self.setup.ranks == 1:
             loss.backward()

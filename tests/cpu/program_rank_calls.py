@@ -23,7 +23,7 @@ from .program_models import Setup, Side
 
 # Left out: what makes a part of a gradient in eager code (refused with several ranks), and Ctrl-C
 # in calls that all ranks make together (docs/several_gpus.md: end all, start from a checkpoint).
-_OF_ONE_PROCESS_ALONE: Final = ("part of the model", "penalty", "place", "train beside a thread", "signal in forward", "signal in backward",
+_OF_ONE_PROCESS_ALONE: Final = ("part of the model", "penalty", "place", "write grad", "train beside a thread", "signal in forward", "signal in backward",
                                 "signal in zero_grad", "signal in step", "signal in load", "signal in clip", "signal in look")
 
 
@@ -119,6 +119,12 @@ def _place(side: Side, at: int) -> None:
     calls._place(side, at + 5 * side.rank)
 
 
+def _write_grad(side: Side, at: int) -> None:
+    """Where a backward has made one: else `step()` takes it for one rank's own, and refuses it."""
+    if calls._gradient(side, at) is not None:
+        calls._write_grad(side, at)
+
+
 def _train_beside(side: Side, at: int) -> float:
     """Another thread of each rank looks at weights; state_dict() asks all ranks, so it may not."""
     return calls._train_beside(side, (0, 2, 3)[at % 3])
@@ -159,6 +165,7 @@ def _signal_in_forward(side: Side, at: int) -> float:
 
 RANK_KINDS: dict[str, Kind] = {name: kind for name, kind in calls.KINDS.items() if name not in _OF_ONE_PROCESS_ALONE} | {
     "place": Kind(_place, 4),
+    "write grad": Kind(_write_grad, 1),
     "train beside a thread": Kind(_train_beside, 1),
     "retried batch": Kind(_retried),
     "retried after a hook": Kind(_retried_after_hook),

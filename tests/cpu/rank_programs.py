@@ -43,7 +43,6 @@ TIME_LIMIT_S: Final = 15.0  # of the group; a rank may compile in that time
 TIME_LIMIT_OF_ENDINGS_S: Final = 6.0
 _MARGIN_S: Final = 15.0
 _MOST_S: Final = 60.0  # for one program, with the model's compilation
-_IN_SEVERAL_GRAPHS: Final = ("break", "disabled")
 
 
 def drawn_rank_setup(number: int, ranks: int = 2) -> Setup:
@@ -54,7 +53,7 @@ def drawn_rank_setup(number: int, ranks: int = 2) -> Setup:
     """
     setup, draw = drawn_setup(number), random.Random(number)
     setup = replace(setup, width=draw.choice(WIDTHS), ranks=ranks)
-    if any(unit in _IN_SEVERAL_GRAPHS for unit in setup.units):
+    if setup.is_partly_eager:
         units = tuple(unit if unit != "shared" or setup.units.index(unit) == at else "linear" for at, unit in enumerate(setup.units))
         setup = replace(setup, tied=False, units=units)
     return setup
