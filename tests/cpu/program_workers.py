@@ -24,7 +24,7 @@ from hytrain_fx.errors import HytrainError, RankError
 
 from .program_models import Pair, quick_compiling
 from .program_rank_calls import Gone, kinds_of
-from .programs import Differs, Program, Seen, compare, first_line, outcome, require_alike, started_again
+from .programs import Differs, Plant, Program, Seen, compare, first_line, outcome, planted, require_alike, started_again
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ class Report:
     left: str = ""
 
 
-def serve(connections: Sequence[Connection], folder: Path, rank: int, size: int) -> None:
-    """Run the programs that come. None closes the pair."""
+def serve(connections: Sequence[Connection], folder: Path, plant: Plant | None, rank: int, size: int) -> None:
+    """Run the programs that come. None closes the pair.
+
+    plant   puts a defect into each pair
+    """
     connection = connections[rank]
     with (folder / f"{rank}.stack").open("w") as stack, quick_compiling():
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
@@ -62,7 +65,7 @@ def serve(connections: Sequence[Connection], folder: Path, rank: int, size: int)
                 connection.send(Report(left=left))
             if program is None:
                 continue
-            pair = Pair(program.setup) if pair is None else pair
+            pair = planted(program.setup, plant) if pair is None else pair
             try:
                 report = _run(pair, program)
                 if report.error:

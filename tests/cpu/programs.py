@@ -102,7 +102,7 @@ class Workshop:
     """Keeps the compiled pair of the last setup."""
 
     def __init__(self, plant: Plant | None = None) -> None:
-        self._plant = plant
+        self.plant = plant
         self._pair: Pair | None = None
         self.counts: Counter[str] = Counter()
         self.left: list[str] = []
@@ -111,10 +111,7 @@ class Workshop:
         """Run the program on both sides. Raises Differs, naming the call, where they differ."""
         if self._pair is None or self._pair.setup != program.setup:
             self.close()
-            self._pair = Pair(program.setup)
-            if self._plant is not None:
-                self._pair.ours.planted = partial(self._plant, self._pair)
-                self._pair.ours.planted()
+            self._pair = planted(program.setup, self.plant)
         whole = False
         try:
             _run(self._pair, program, self.counts)
@@ -135,6 +132,15 @@ class Workshop:
         left = pair.close()
         if left and not failed:
             self.left.append(f"after close of {pair.setup} there are: {left}")
+
+
+def planted(setup: Setup, plant: Plant | None) -> Pair:
+    """A compiled pair, with a defect where one is given."""
+    pair = Pair(setup)
+    if plant is not None:
+        pair.ours.planted = partial(plant, pair)
+        pair.ours.planted()
+    return pair
 
 
 def check(program: Program) -> None:

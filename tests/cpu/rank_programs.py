@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 from .program_models import Setup
 from .program_rank_calls import ENDINGS
 from .program_workers import Report, serve
-from .programs import Differs, Found, Program, Workshop, drawn_setup, programs_of, search
+from .programs import Differs, Found, Plant, Program, Workshop, drawn_setup, programs_of, search
 from .rank_loops import begun
 
 PER_SEED: Final = 15
@@ -71,8 +71,8 @@ def endings_of(draw: st.DrawFn, setup: Setup) -> Program:
 class RankWorkshop(Workshop):
     """Keeps the processes of the ranks, which keep the compiled pair of the last setup."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, plant: Plant | None = None) -> None:
+        super().__init__(plant)
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -110,7 +110,7 @@ class RankWorkshop(Workshop):
         self._connections = [mine for mine, _ in pairs]
         theirs = [of for _, of in pairs]
         folder = Path(self._folder.name)
-        self._processes = begun(partial(serve, theirs, folder), setup.ranks, folder, time_limit_s)
+        self._processes = begun(partial(serve, theirs, folder, self.plant), setup.ranks, folder, time_limit_s)
         for of in theirs:
             of.close()
 
