@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -23,8 +24,9 @@ from .program_models import Setup, Side
 
 # Left out: what makes a part of a gradient in eager code (refused with several ranks), and Ctrl-C
 # in calls that all ranks make together (docs/several_gpus.md: end all, start from a checkpoint).
-_OF_ONE_PROCESS_ALONE: Final = ("part of the model", "penalty", "place", "write grad", "train beside a thread", "signal in forward", "signal in backward",
-                                "signal in zero_grad", "signal in step", "signal in load", "signal in clip", "signal in look")
+_OF_ONE_PROCESS_ALONE: Final = (
+    "part of the model", "penalty", "place", "write grad", "train beside a thread", "signal in forward", "signal in backward",
+    "signal in zero_grad", "signal in step", "signal in load", "signal in clip", "signal in look")
 
 
 class Gone(BaseException):
@@ -35,48 +37,44 @@ class LossError(Exception):
     """Raised by a loss function of the user's."""
 
 
-def _others_first(side: Side, at: int) -> int:
+def _left_of(side: Side, at: int) -> int:
     """What is left of the number after it has chosen a rank."""
     return at // side.setup.ranks
 
 
 def _retried(side: Side, at: int) -> float:
     """One rank's loss function raises, and it takes the batch again."""
-    left = _others_first(side, at)
+    left = _left_of(side, at)
     if side.chosen(at):
-        try:
+        with suppress(LossError):
             calls._loss(side, left % 3)
             raise LossError
-        except LossError:
-            pass
     return calls._backward(side, left)
 
 
 def _retried_after_hook(side: Side, at: int) -> float:
     """One rank's backward raises before it comes to a graph; it takes the batch again."""
-    left = _others_first(side, at)
+    left = _left_of(side, at)
     if side.chosen(at):
-        try:
+        with suppress(calls.Stop):
             calls._interrupted_backward(side, left)
-        except calls.Stop:
-            pass
     return calls._backward(side, left)
 
 
 def _bad_forward(side: Side, at: int) -> str:
-    return calls._bad_forward(side, _others_first(side, at)) if side.chosen(at) else ""
+    return calls._bad_forward(side, _left_of(side, at)) if side.chosen(at) else ""
 
 
 def _slow(side: Side, at: int) -> None:
     if side.chosen(at) and side.is_ours:
-        time.sleep((0.001, 0.02, 0.1)[_others_first(side, at) % 3])
+        time.sleep((0.001, 0.02, 0.1)[_left_of(side, at) % 3])
 
 
 def _delay(side: Side, at: int) -> None:
     """One stage of one rank's engine is slow from now on."""
     if side.chosen(at) and side.is_ours:
         stages = list(Stage)
-        side.session.engine.set_delay(stages[_others_first(side, at) % len(stages)], 1000)
+        side.session.engine.set_delay(stages[_left_of(side, at) % len(stages)], 1000)
 
 
 def _look(side: Side, at: int) -> Any:
@@ -90,17 +88,17 @@ def _look_alone(side: Side, at: int) -> Any:
     """All settle, and one rank looks."""
     if side.is_ours:
         hytrain_fx.settle(side.model)
-    return _look(side, _others_first(side, at)) if side.chosen(at) else None
+    return _look(side, _left_of(side, at)) if side.chosen(at) else None
 
 
 def _look_ahead(side: Side, at: int) -> Any:
     """One rank looks, and waits for weights until the others come to their next call."""
-    return _look(side, _others_first(side, at)) if side.chosen(at) else None
+    return _look(side, _left_of(side, at)) if side.chosen(at) else None
 
 
 def _other_length(side: Side, at: int) -> float:
     """One rank has a batch of another shape."""
-    return calls._backward_other_shape(side, at) if side.chosen(at) else calls._backward(side, _others_first(side, at))
+    return calls._backward_other_shape(side, at) if side.chosen(at) else calls._backward(side, _left_of(side, at))
 
 
 def _mean_loss(side: Side, at: int) -> float:
@@ -111,7 +109,7 @@ def _mean_loss(side: Side, at: int) -> float:
 
 
 def _infinite_on_one(side: Side, at: int) -> tuple[float, float]:
-    return calls._scaled_train(side, _others_first(side, at), side.chosen(at))
+    return calls._scaled_train(side, _left_of(side, at), side.chosen(at))
 
 
 def _place(side: Side, at: int) -> None:
@@ -134,7 +132,7 @@ def _one_ends(side: Side, at: int) -> None:
     """One rank leaves: between calls, between forward and backward, after it, or in step()."""
     if not side.chosen(at):
         return
-    left = _others_first(side, at) % 4
+    left = _left_of(side, at) % 4
     if left == 1:
         calls._loss(side, 0)
     if left == 2:
@@ -152,12 +150,12 @@ def _leave(*_: Any) -> None:
 def _signal_in_look(side: Side, at: int) -> None:
     """Ctrl-C while one rank looks, which may wait for the others then."""
     if side.is_ours and side.chosen(at):
-        calls._signalled(side, at, lambda: _look(side, _others_first(side, at)))
+        calls._signalled(side, at, lambda: _look(side, _left_of(side, at)))
 
 
 def _signal_in_forward(side: Side, at: int) -> float:
     """Ctrl-C in one rank's forward; it takes the batch again."""
-    left = _others_first(side, at)
+    left = _left_of(side, at)
     if side.is_ours and side.chosen(at):
         calls._signalled(side, at, lambda: calls._loss(side, left % 3))
     return calls._backward(side, left)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import hytrain_fx
-from hytrain_fx.errors import HytrainError, RankError
+from hytrain_fx.errors import HytrainError
 
 from .program_models import Pair, quick_compiling
-from .program_rank_calls import Gone, kinds_of
+from .program_rank_calls import Gone
 from .programs import Differs, Plant, Program, Seen, compare, first_line, outcome, planted, require_alike, started_again
 
 

@@ -173,8 +173,8 @@ def started_again(pair: Pair, program: Program) -> Iterator[None]:
     try:
         yield
     finally:
-        for stage in Stage:
-            pair.ours.session.engine.set_delay(stage, 0)
+        for slow in Stage:
+            pair.ours.session.engine.set_delay(slow, 0)
 
 
 def require_alike(pair: Pair, call: Call, found: Any, where: str) -> None:

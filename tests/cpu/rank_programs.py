@@ -5,8 +5,8 @@
 
 Every rank runs the whole program, with hytrain_fx and then with torch alone, whose gradients are
 averaged by hand. With two ranks every bit must agree; with more, the ranks must agree with each
-other. In the programs of `--endings` one rank leaves or is interrupted: each other one must end with
-the same bits or with RankError, and none may hang.
+other. In the programs of `--endings` one rank leaves or is interrupted: each other one must end
+with the same bits or with RankError, and none may hang.
 
 Drawing and shrinking are those of `programs.py`. Processes are started once for many programs.
 """
@@ -14,12 +14,12 @@ Drawing and shrinking are those of `programs.py`. Processes are started once for
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--shrink-s", type=float, default=120.0)
     of = parser.parse_args()
     total = Found()
-    for number in range(of.seed, of.seed - (-of.programs // of.per_seed)):
+    for number in range(of.seed, of.seed + math.ceil(of.programs / of.per_seed)):
         begin_s = time.monotonic()
         found = search(number, of.per_seed, drawn_rank_setup(number, of.ranks), RankWorkshop, of.shrink_s,
                        endings_of if of.endings else programs_of)
