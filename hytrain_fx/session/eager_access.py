@@ -157,9 +157,14 @@ class EagerAccess:
         """
         for row in rows:
             if row not in self._hooks:
+                parameter = self._table.parameters[row]
                 with without_torch_function():
-                    hook = self._table.parameters[row].register_post_accumulate_grad_hook(self._gradient_hook(row))
-                self._hooks[row] = hook
+                    trained = parameter.requires_grad
+                    parameter.requires_grad_(True)  # torch refuses a hook on a frozen one, which may be unfrozen unseen
+                    try:
+                        self._hooks[row] = parameter.register_post_accumulate_grad_hook(self._gradient_hook(row))
+                    finally:
+                        parameter.requires_grad_(trained)
 
     def _gradient_hook(self, row: int) -> Callable[[torch.Tensor], None]:
         """What autograd is to call when it has added to this parameter's `.grad`."""

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_value_
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import hytrain_fx
@@ -56,13 +56,13 @@ def _loss(side: Side, at: int) -> torch.Tensor:
 
 def _backward(side: Side, at: int) -> float:
     loss = _loss(side, at % 3)
-    loss.backward()
+    side.backward(loss)
     return float(loss.detach())
 
 
 def _backward_other_shape(side: Side, at: int) -> float:
     loss = _loss(side, 3)
-    loss.backward()
+    side.backward(loss)
     return float(loss.detach())
 
 
@@ -80,12 +80,12 @@ def _forward(side: Side, at: int) -> float:
 
 def _late_backward(side: Side, at: int) -> None:
     if side.losses:
-        side.losses.pop().backward()
+        side.backward(side.losses.pop())
 
 
-def _scaled_backward(side: Side, at: int) -> float:
+def _scaled_backward(side: Side, at: int, infinite: bool) -> float:
     loss = _loss(side, at % 3)
-    side.scaler.scale(loss * (float("inf") if at == 7 else 1.0)).backward()
+    side.backward(side.scaler.scale(loss * (float("inf") if infinite else 1.0)))
     return float(loss.detach())
 
 
@@ -95,19 +95,19 @@ def _scaled_step(side: Side, at: int) -> float:
     if at % 2:
         side.scaler.unscale_(side.optimizer)
         if at % 4 == 1:
-            clip_grad_norm_(side.model.parameters(), 0.05)
+            side.clip_norm(0.05)
     side.scaler.step(side.optimizer)
     side.scaler.update()
     return float(side.scaler.get_scale())
 
 
-def _scaled_train(side: Side, at: int) -> tuple[float, float]:
-    """One scaled step.
+def _scaled_train(side: Side, at: int, infinite: bool | None = None) -> tuple[float, float]:
+    """One scaled step, infinite where that is said or drawn.
 
     Its gradients are dropped: those that are not finite would make all weights NaN in a later step.
     """
     side.optimizer.zero_grad()
-    found = _scaled_backward(side, at), _scaled_step(side, at // 2)
+    found = _scaled_backward(side, at, at == 7 if infinite is None else infinite), _scaled_step(side, at // 2)
     side.optimizer.zero_grad()
     return found
 
@@ -127,14 +127,14 @@ def _closure(side: Side, at: int) -> float:
     def closure() -> torch.Tensor:
         side.optimizer.zero_grad()
         loss = _loss(side, at % 3)
-        loss.backward()
+        side.backward(loss)
         return loss
 
     return float(side.optimizer.step(closure).detach())
 
 
 def _clip_norm(side: Side, at: int) -> float:
-    return float(clip_grad_norm_(side.model.parameters(), (0.02, 1e3)[at % 2]))
+    return side.clip_norm((0.02, 1e3)[at % 2])
 
 
 def _clip_value(side: Side, at: int) -> None:
@@ -312,13 +312,13 @@ def _autograd_grad(side: Side, at: int) -> list[float]:
 def _part(side: Side, at: int) -> float:
     """The embedding called on its own: a gradient from eager code."""
     loss = side.model.embedding(side.batches[at % 3]).float().square().mean()
-    loss.backward()
+    side.backward(loss)
     return float(loss.detach())
 
 
 def _penalty(side: Side, at: int) -> float:
     loss = _loss(side, at % 3) + 1e-3 * sum(p.float().square().sum() for p in side.parameters)
-    loss.backward()
+    side.backward(loss)
     return float(loss.detach())
 
 
@@ -385,12 +385,12 @@ def _loss_without_gradient(side: Side, at: int) -> float:
 def _fork(side: Side, at: int) -> float:
     """What a forked child reads."""
     if not side.is_ours:
-        return _sum_of_weights(side)
+        return sum_of_weights(side, at)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            told = repr(_sum_of_weights(side))
+            told = repr(sum_of_weights(side, at))
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"[:4000]
         os.write(writing, told.encode())
@@ -411,7 +411,8 @@ def _fork(side: Side, at: int) -> float:
         os.waitpid(pid, 0)
 
 
-def _sum_of_weights(side: Side) -> float:
+def sum_of_weights(side: Side, at: int) -> float:
+    """Of all weights."""
     return sum(float(p.detach().double().sum()) for p in side.parameters)
 
 

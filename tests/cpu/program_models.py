@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
@@ -28,8 +29,8 @@ from hytrain_fx.session.session import Session
 from . import optimizers
 from .loops import HandAdam
 from .models import VOCABULARY, GptBlock
+from .rank_loops import backward_averaged, clipped_in_shards
 
-WIDTH = 8
 DTYPES = ("float32", "bfloat16", "autocast")  # autocast: fp32 parameters under autocast to bf16
 ADAMS = ("AdamW", "Adam", "AdamW amsgrad")
 OPTIMIZERS = (*ADAMS, "SGD nesterov", "RMSprop", "Lion", "Adagrad")
@@ -50,9 +51,9 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"layout_optimization": False}
 
 
 class Conv(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.conv(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
@@ -61,10 +62,10 @@ class Conv(nn.Module):
 class Small(nn.Module):
     """A block with small parameters: the rows of several fit one chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 3)
-        self.down = nn.Linear(3, WIDTH, bias=False)
+        self.up = nn.Linear(width, 3)
+        self.down = nn.Linear(3, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
@@ -73,9 +74,9 @@ class Small(nn.Module):
 class Broken(nn.Module):
     """A graph break before its layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -85,22 +86,22 @@ class Broken(nn.Module):
 class Disabled(nn.Module):
     """A layer that torch.compile leaves to eager code."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.linear(x)  # type: ignore[no-any-return]
 
 
-UNITS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "norm": lambda: nn.LayerNorm(WIDTH),
+UNITS: dict[str, Callable[[int], nn.Module]] = {  # by width
+    "linear": lambda width: nn.Linear(width, width),
+    "norm": nn.LayerNorm,
     "small": Small,
     "conv": Conv,
-    "attention": lambda: GptBlock(WIDTH),
-    "shared": lambda: nn.Linear(WIDTH, WIDTH),  # one layer, at each of its places
+    "attention": GptBlock,
+    "shared": lambda width: nn.Linear(width, width),  # one layer, at each of its places
     "break": Broken,
     "disabled": Disabled,
 }
@@ -112,12 +113,12 @@ class Composed(nn.Module):
     The forward returns a loss.
     """
 
-    def __init__(self, units: tuple[str, ...], tied: bool) -> None:
+    def __init__(self, units: tuple[str, ...], tied: bool, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        shared = UNITS["shared"]()
-        self.units = nn.ModuleList(shared if name == "shared" else UNITS[name]() for name in units)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        shared = UNITS["shared"](width)
+        self.units = nn.ModuleList(shared if name == "shared" else UNITS[name](width) for name in units)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -130,24 +131,40 @@ class Composed(nn.Module):
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compiled once for many programs."""
+    """What is compiled once for many programs.
+
+    ranks   how many processes train the model together; each runs the program on its own batches
+    """
 
     units: tuple[str, ...] = ("linear",)
     tied: bool = False
     dtype: str = "float32"
     optimizer: str = "AdamW"
     options: str = "k=0"
+    width: int = 8
+    ranks: int = 1
 
     @property
     def is_adam(self) -> bool:
         return self.optimizer in ADAMS
 
+    @property
+    def is_partly_eager(self) -> bool:
+        """Whether eager code makes gradients: torch does not capture a loop with a break in it."""
+        return "break" in self.units or "disabled" in self.units
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks keep shards of the optimizer's states: it has a kernel of ours."""
+        return self.ranks > 1 and (self.is_adam or self.optimizer == "Lion")
+
     def casting(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16) if self.dtype == "autocast" else contextlib.nullcontext()
 
     def make_model(self) -> nn.Module:
-        torch.manual_seed(0)
-        return Composed(self.units, self.tied).to(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
+        """With one rank always the same weights, with several each rank's own."""
+        torch.manual_seed(distributed.get_rank() if self.ranks > 1 else 0)
+        return Composed(self.units, self.tied, self.width).to(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Matrices and vectors; if amsgrad is on, only the first group has it."""
@@ -180,6 +197,7 @@ class Side:
     is_ours: bool
     setup: Setup
     batches: list[torch.Tensor]
+    rank: int = 0
     scaler: Any = None
     scheduler: Any = None
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -201,6 +219,25 @@ class Side:
         for p in self.parameters:
             p.requires_grad_(True)
 
+    def chosen(self, at: int) -> bool:
+        """Whether a call that one rank alone makes is this one's."""
+        return at % self.setup.ranks == self.rank
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The loss's backward; the plain side averages what it makes over the ranks, by hand."""
+        if self.setup.ranks > 1 and self.setup.is_partly_eager:
+            self.optimizer.zero_grad()  # sums of gradients that eager code makes are refused
+        if self.is_ours or self.setup.ranks == 1:
+            loss.backward()
+        else:
+            backward_averaged(self.parameters, self.setup.ranks, loss)
+
+    def clip_norm(self, most: float) -> float:
+        """`clip_grad_norm_`; the plain side takes the norm as the ranks' shards have it."""
+        if self.is_ours or self.setup.ranks == 1 or not self.setup.is_sharded:
+            return float(clip_grad_norm_(self.model.parameters(), most))
+        return clipped_in_shards(self.setup.ranks, self.model, most)
+
     @property
     def session(self) -> Session:
         return session_of(self.model)
@@ -209,7 +246,7 @@ class Side:
         """Compile ours, with a new optimizer."""
         made = self.setup.make_optimizer(self.model)
         options = {"options": INDUCTOR_OPTIONS, **OPTIONS[self.setup.options]}
-        _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2, timeout_s=30.0, **options)
+        _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2 if self.setup.ranks == 1 else 1, timeout_s=30.0, **options)
         self.planted()
 
 
@@ -219,14 +256,18 @@ class Pair:
     def __init__(self, setup: Setup) -> None:
         torch._dynamo.reset()
         self.setup = setup
-        torch.manual_seed(1)
+        rank = distributed.get_rank() if setup.ranks > 1 else 0
+        torch.manual_seed(1 + rank)
         shapes = ((2, 6), (2, 6), (2, 6), (3, 5))
         batches = [torch.randint(0, VOCABULARY, shape) for shape in shapes]
         plain, ours = setup.make_model(), setup.make_model()
+        if setup.ranks > 1:
+            for value in plain.state_dict().values():
+                distributed.broadcast(value, 0)
         plain.compile(options=INDUCTOR_OPTIONS)
         self._first = {name: value.detach().clone() for name, value in plain.state_dict().items()}
-        self.plain = Side(plain, setup.make_reference(plain), False, setup, batches)
-        self.ours = Side(ours, None, True, setup, batches, said=self.plain.said)
+        self.plain = Side(plain, setup.make_reference(plain), False, setup, batches, rank)
+        self.ours = Side(ours, None, True, setup, batches, rank, said=self.plain.said)
         self.ours.compile()
         self._empty = copy.deepcopy(self.ours.optimizer.state_dict())
 

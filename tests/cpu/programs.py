@@ -22,8 +22,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,8 +37,8 @@ from hypothesis.errors import FlakyFailure
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.foresight import Speculate
 
-from .program_calls import KINDS
 from .program_models import ADAMS, DTYPES, FOR_ADAM_ALONE, OPTIMIZERS, OPTIONS, UNITS, Pair, Setup, Side, quick_compiling
+from .program_rank_calls import kinds_of
 
 PER_SEED = 25
 _SHRINK_S = 60.0
@@ -51,7 +52,7 @@ class Program:
     """A drawn loop.
 
     speculate  whether updates may begin before step()
-    delays     microseconds by stage of the engine
+    delays     microseconds by stage of the engine; with several ranks, of the last one's
     calls      kind and a number that the kind uses as it likes
     """
 
@@ -83,7 +84,7 @@ def drawn_setup(number: int) -> Setup:
 @st.composite
 def programs_of(draw: st.DrawFn, setup: Setup) -> Program:
     """Programs, mostly long ones; shrunk ones may be short."""
-    weighted = [name for name, kind in KINDS.items() for _ in range(kind.weight)]
+    weighted = [name for name, kind in kinds_of(setup).items() for _ in range(kind.weight)]
     calls = st.tuples(st.sampled_from(weighted), st.integers(0, 11))
     delays = st.tuples(st.sampled_from([stage.name for stage in Stage]), st.sampled_from([200, 2000]))
     return Program(
@@ -101,7 +102,7 @@ class Workshop:
     """Keeps the compiled pair of the last setup."""
 
     def __init__(self, plant: Plant | None = None) -> None:
-        self._plant = plant
+        self.plant = plant
         self._pair: Pair | None = None
         self.counts: Counter[str] = Counter()
         self.left: list[str] = []
@@ -110,10 +111,7 @@ class Workshop:
         """Run the program on both sides. Raises Differs, naming the call, where they differ."""
         if self._pair is None or self._pair.setup != program.setup:
             self.close()
-            self._pair = Pair(program.setup)
-            if self._plant is not None:
-                self._pair.ours.planted = partial(self._plant, self._pair)
-                self._pair.ours.planted()
+            self._pair = planted(program.setup, self.plant)
         whole = False
         try:
             _run(self._pair, program, self.counts)
@@ -136,6 +134,15 @@ class Workshop:
             self.left.append(f"after close of {pair.setup} there are: {left}")
 
 
+def planted(setup: Setup, plant: Plant | None) -> Pair:
+    """A compiled pair, with a defect where one is given."""
+    pair = Pair(setup)
+    if plant is not None:
+        pair.ours.planted = partial(plant, pair)
+        pair.ours.planted()
+    return pair
+
+
 def check(program: Program) -> None:
     """Run one program on a pair of its own."""
     workshop = Workshop()
@@ -146,29 +153,38 @@ def check(program: Program) -> None:
 
 
 def _run(pair: Pair, program: Program, counts: Counter[str]) -> None:
+    with started_again(pair, program):
+        for number, call in enumerate(program.calls):
+            counts[call[0]] += 1
+            require_alike(pair, call, outcome(pair.ours, call), f"call {number}, {call}")
+        compare(pair, "at the end")
+
+
+@contextmanager
+def started_again(pair: Pair, program: Program) -> Iterator[None]:
+    """Around a program: the pair is at the start, and the engine does what the program says."""
     pair.restart()
     session = pair.ours.session
     if session.engine.name == "native":
         session.speculate(program.speculate, session.table.device.type == "cuda")
-    for stage, mean_us in program.delays:
+    for stage, mean_us in program.delays if pair.ours.chosen(-1) else ():
         session.engine.set_delay(Stage[stage], mean_us)
     del session
     try:
-        for number, call in enumerate(program.calls):
-            counts[call[0]] += 1
-            _both(pair, call, f"call {number}, {call}")
-        _compare(pair, "at the end")
+        yield
     finally:
-        for stage, _ in program.delays:
-            pair.ours.session.engine.set_delay(Stage[stage], 0)
+        for slow in Stage:
+            pair.ours.session.engine.set_delay(slow, 0)
 
 
-def _both(pair: Pair, call: Call, where: str) -> None:
-    kind = KINDS[call[0]]
-    found = _outcome(pair.ours, call)
-    if isinstance(found, kind.refusals):
-        return  # the plain loop leaves the call out
-    expected = _outcome(pair.plain, call)
+def require_alike(pair: Pair, call: Call, found: Any, where: str) -> None:
+    """Make the call on the plain side too: its outcome is what was found on ours.
+
+    Where ours has refused the call as documented, the plain loop leaves it out. Raises Differs.
+    """
+    if isinstance(found, kinds_of(pair.setup)[call[0]].refusals):
+        return
+    expected = outcome(pair.plain, call)
     if isinstance(found, BaseException) or isinstance(expected, BaseException):
         if type(found) is not type(expected):
             raise Differs(f"{where}: {_words(found)} instead of {_words(expected)}") from (found if isinstance(found, Exception) else None)
@@ -176,30 +192,46 @@ def _both(pair: Pair, call: Call, where: str) -> None:
         raise Differs(f"{where}: {found} instead of {expected}")
 
 
-def _outcome(side: Side, call: Call) -> Any:
+def outcome(side: Side, call: Call) -> Any:
+    """What one side gives or raises."""
     name, at = call
     try:
-        return KINDS[name].run(side, at)
+        return kinds_of(side.setup)[name].run(side, at)
     except (Exception, KeyboardInterrupt) as error:
         return error
 
 
 def _words(found: Any) -> str:
-    return f"{type(found).__name__}({_first_line(found)})" if isinstance(found, BaseException) else f"{found}"
+    return f"{type(found).__name__}({first_line(found)})" if isinstance(found, BaseException) else f"{found}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _compare(pair: Pair, where: str) -> None:
-    """Every weight, gradient, state and group has the same bits."""
-    ours, plain = pair.ours, pair.plain
-    saved = ours.optimizer.state_dict()
+@dataclass(frozen=True)
+class Seen:
+    """All that ours has. Ranks are asked for it before anything is compared."""
+
+    saved: dict[str, Any]
+    gradients: list[torch.Tensor | None]
+    weights: list[torch.Tensor]
+
+    @staticmethod
+    def of(side: Side) -> Seen:
+        saved = side.optimizer.state_dict()
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in side.parameters]
+        return Seen(saved, gradients, [p.detach().clone() for p in side.parameters])
+
+
+def compare(pair: Pair, where: str, seen: Seen | None = None) -> None:
+    """Every weight, gradient, state and group has the same bits. Raises Differs."""
+    plain, seen = pair.plain, Seen.of(pair.ours) if seen is None else seen
+    saved = seen.saved
     names = [name for name, _ in plain.model.named_parameters()]
-    for name, p, q in zip(names, ours.parameters, plain.parameters, strict=True):
-        _require_same(p.grad, q.grad, f"{where}: the gradient of {name}")
-        _require_same(p.detach(), q.detach(), f"{where}: {name}")
+    for name, grad, weight, q in zip(names, seen.gradients, seen.weights, plain.parameters, strict=True):
+        _require_same(grad, q.grad, f"{where}: the gradient of {name}")
+        _require_same(weight, q.detach(), f"{where}: {name}")
     of_plain = plain.optimizer.state_dict()
     for number, (group, expected) in enumerate(zip(saved["param_groups"], of_plain["param_groups"], strict=True)):
         for key in ("lr", "weight_decay", "betas", "params"):
@@ -263,11 +295,11 @@ class Found:
     failures: list[Failure] = field(default_factory=list)
 
 
-def search(number: int, programs: int = PER_SEED, setup: Setup | None = None, plant: Plant | None = None,
-           shrink_s: float = _SHRINK_S) -> Found:
+def search(number: int, programs: int = PER_SEED, setup: Setup | None = None, make: Callable[[], Workshop] = Workshop,
+           shrink_s: float = _SHRINK_S, drawn: Callable[[Setup], st.SearchStrategy[Program]] = programs_of) -> Found:
     """Draw programs from this seed until one fails; shrink it for some time."""
     setup = drawn_setup(number) if setup is None else setup
-    workshop, found = Workshop(plant), Found()
+    workshop, found = make(), Found()
     failed: dict[Program, Exception] = {}
     last: list[Program] = []
     first_failed_s: list[float] = []
@@ -275,7 +307,7 @@ def search(number: int, programs: int = PER_SEED, setup: Setup | None = None, pl
     @seed(number)
     @settings(max_examples=programs, deadline=None, database=None, derandomize=False, phases=[Phase.generate, Phase.shrink],
               suppress_health_check=list(HealthCheck), print_blob=False)
-    @given(programs_of(setup))
+    @given(drawn(setup))
     def one(program: Program) -> None:
         if program in failed:
             last.append(program)
@@ -299,7 +331,7 @@ def search(number: int, programs: int = PER_SEED, setup: Setup | None = None, pl
             if not last:
                 raise
             smallest = last[-1]
-            found.failures.append(Failure(number, text(smallest), _described(failed[smallest]), _fails(smallest, plant)))
+            found.failures.append(Failure(number, text(smallest), _described(failed[smallest]), _fails(smallest, make())))
         workshop.close()
     found.counts = workshop.counts
     if not found.failures:
@@ -307,8 +339,7 @@ def search(number: int, programs: int = PER_SEED, setup: Setup | None = None, pl
     return found
 
 
-def _fails(program: Program, plant: Plant | None) -> bool:
-    workshop = Workshop(plant)
+def _fails(program: Program, workshop: Workshop) -> bool:
     try:
         workshop.check(program)
     except Exception:
@@ -320,7 +351,7 @@ def _fails(program: Program, plant: Plant | None) -> bool:
 
 def _described(error: BaseException) -> str:
     cause = error.__cause__
-    return f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {_first_line(cause)})" if cause else "")
+    return f"{type(error).__name__}: {error}" + (f" (from {type(cause).__name__}: {first_line(cause)})" if cause else "")
 
 
 def text(program: Program) -> str:

@@ -10,7 +10,8 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,16 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backen
     timeout_s   of the group
     backend     "nccl": each rank has a GPU
     """
+    ranks = begun(work, size, folder, timeout_s, backend)
+    end_s = time.monotonic() + 240.0
+    for process in ranks:
+        process.join(max(end_s - time.monotonic(), 0.0))
+        process.kill()
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(size)]
+
+
+def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = "gloo") -> list[Any]:
+    """The processes of ranks that do `work`, as `started`, and write what it gives."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,11 +63,7 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backen
     ranks = [context.Process(target=_run, args=(rank, str(folder / f"{rank}.pt"), *same), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
-    end_s = time.monotonic() + 240.0
-    for process in ranks:
-        process.join(max(end_s - time.monotonic(), 0.0))
-        process.kill()
-    return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(size)]
+    return ranks
 
 
 def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str) -> None:
@@ -66,7 +73,8 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
         torch.cuda.set_device(rank)
     try:
         distributed.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-        with graphs_interpreted(), _device():
+        # On the CPU no mode is on: under one, torch does not capture Tensor.unflatten.
+        with graphs_interpreted(), _device() if backend == "nccl" else nullcontext():
             found = work(rank, size)
     except Exception as error:
         traceback.print_exc()
@@ -207,6 +215,26 @@ def _trained(
     return losses
 
 
+def backward_averaged(parameters: Iterable[nn.Parameter], size: int, loss: torch.Tensor) -> None:
+    """The loss's backward, whose gradients alone are averaged, one after the other.
+
+    What was there before is added then. Where the backward ends in an error it does so on all
+    ranks, after the same gradients.
+    """
+    before = {p: p.grad for p in parameters}
+    for p in before:
+        p.grad = None
+    try:
+        loss.backward()
+    finally:
+        for p, grad in before.items():
+            if p.grad is not None:
+                p.grad.div_(size)
+                distributed.all_reduce(p.grad)
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad + p.grad
+
+
 def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
     """`clip_grad_norm_`, where the norm of a matrix is that of its shards' norms."""
     norms: list[torch.Tensor] = []
@@ -220,7 +248,7 @@ def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
         else:
             of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.flatten().split(shard.sizes)]
             norms.append(torch.linalg.vector_norm(torch.stack(of_shards)).to(grad.dtype))
-    total = torch.linalg.vector_norm(torch.stack(norms))
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, total)
     return float(total)
 

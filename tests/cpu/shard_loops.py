@@ -29,7 +29,7 @@ from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
 
 from .loops import HYPER, HandAdam, weights
-from .rank_loops import Found, clipped_in_shards, compiled, net, tokens_of
+from .rank_loops import Found, backward_averaged, clipped_in_shards, compiled, net, tokens_of
 from .test_cut_parameters import cut_plan
 
 STEPS = 4
@@ -39,15 +39,15 @@ STEPS = 4
 class Run:
     """One training run of one rank.
 
-    clip      clips to 0.5 and gives the norm
-    average   makes `.grad`, of one backward, the mean
+    clip         clips to 0.5 and gives the norm
+    by_hand_of   the number of ranks whose gradients are averaged by hand; 0: hytrain_fx does it
     """
 
     model: Any
     optimizer: Any
     rank: int
     clip: Callable[[nn.Module], float]
-    average: Callable[[], None] | None = None
+    by_hand_of: int = 0
     draw: random.Random | None = None
     seen: list[float] = field(default_factory=list)
     side: bool = False
@@ -56,17 +56,10 @@ class Run:
         """The backward of batch `number`."""
         loss = self.model(tokens_of(self.rank, number), side=self.side)
         self.seen.append(loss.item())
-        if self.average is None:
+        if self.by_hand_of:
+            backward_averaged(self.model.parameters(), self.by_hand_of, factor * loss)
+        else:
             (factor * loss).backward()
-            return
-        before = {p: p.grad for p in self.model.parameters()}
-        for p in before:
-            p.grad = None
-        (factor * loss).backward()
-        self.average()
-        for p, grad in before.items():
-            if grad is not None:
-                p.grad = grad if p.grad is None else grad + p.grad
 
     def steps(self, count: int = STEPS) -> Iterator[int]:
         """Numbers of steps; before each, ours moves its states to a drawn plan."""
@@ -229,14 +222,8 @@ def run_by_hand(rank: int, size: int, loop: Callable[[Run], None], dtype: torch.
         for tensor in [*model.parameters(), *model.buffers()]:
             distributed.broadcast(tensor, 0)
 
-    def average() -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(size)
-                distributed.all_reduce(parameter.grad)
-
     model.compile()
-    run = Run(model, HandAdam(model.parameters(), **HYPER), rank, partial(clipped_in_shards, size), average)
+    run = Run(model, HandAdam(model.parameters(), **HYPER), rank, partial(clipped_in_shards, size), size)
     loop(run)
     return {"seen": run.seen, "weights": weights(model)}
 

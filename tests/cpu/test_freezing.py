@@ -115,6 +115,27 @@ def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
     made.close()
 
 
+def test_a_frozen_weight_is_read_before_anything_else_has_read_it() -> None:
+    """Unfrozen later, it gets the gradients of eager code that the plain loop has."""
+    made = Twins(mlp, k=0, timeout_s=20.0)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        model.last.requires_grad_(False)
+        losses = plain_loop(2)(model, optimizer, batches)
+        losses.append(float(model.last.weight.detach().sum()))
+        model.last.requires_grad_(True)
+        for _ in range(2):
+            loss = model(*batches[0]) + model.last.weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    made.agree(loop)
+    made.close()
+
+
 def test_a_model_frozen_at_compile_is_refused_with_the_way_out() -> None:
     """A model frozen at compile() is refused; the error says to freeze it afterwards.
 

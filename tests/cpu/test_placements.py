@@ -26,7 +26,7 @@ PLACES = list(Placement)
 def plan_of(session: Session, places: Sequence[Placement]) -> Plan:
     """A plan that places the parameters of the units, in order, as `places` repeated says."""
     rows, number = [], 0
-    numels = {name: p.numel() for name, p in zip(session.table.names, session.table.parameters, strict=True)}
+    numels = {name: home.numel() for name, home in zip(session.table.names, session.table.homes, strict=True)}
     units = session.planning.units()
     for unit in units:
         at = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import pytest
 from . import program_models
 from .program_calls import KINDS
 from .program_models import Pair, Setup
-from .programs import Program, check, drawn_setup, search, text
+from .programs import Program, Workshop, check, drawn_setup, search, text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's and ours, on odd orders of calls
 
 SEEDS = range(1, 9)  # 25 programs each
 ORDINARY = ("train", "backward", "step", "zero_grad", "evaluate", "clip_grad_norm_", "read weight", "save", "state_dicts", "place")
-PLANTED_IN = Setup(("linear", "linear"), options="k=0")
+PLANTED_IN = Setup(("linear", "linear"), options="k=0", width=128)  # updates take a while
 
 
 @pytest.mark.sample(0)
@@ -77,17 +78,15 @@ def _late_rates(pair: Pair) -> None:
 @pytest.mark.parametrize("plant", [_no_wait, _no_settle, _no_drain, _no_discard, _late_rates])
 def test_a_planted_defect_is_found(plant: Callable[[Pair], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is found within 150 programs of the calls that most loops are made of."""
-    monkeypatch.setattr(program_models, "WIDTH", 128)  # updates take a while
     for name, kind in KINDS.items():
         if name not in ORDINARY:
             monkeypatch.setitem(KINDS, name, replace(kind, weight=0))
-    assert search(1, 150, PLANTED_IN, plant, shrink_s=0.0).failures
+    assert search(1, 150, PLANTED_IN, partial(Workshop, plant), shrink_s=0.0).failures
 
 
 @pytest.mark.sample(0)
-def test_without_a_planted_defect_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_planted_defect_nothing_is_found() -> None:
     """The first 40 programs of the test above."""
-    monkeypatch.setattr(program_models, "WIDTH", 128)
     assert not search(1, 40, PLANTED_IN).failures
 
 
