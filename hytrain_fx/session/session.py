@@ -368,6 +368,8 @@ class Session:
             self._shut_down()
         finally:
             self.closed = True
+            if self.nodes.gathered:
+                self.nodes.gathered.end()
             self.nodes.gradients.end()
             self.marks.clear()
             self.capture.graphs.clear()
