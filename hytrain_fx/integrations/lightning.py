@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 import hytrain_fx
+from hytrain_fx.api import session_of
 from hytrain_fx.errors import UnsupportedError
 
 
@@ -70,12 +71,15 @@ class Offload(lightning.Callback):  # type: ignore[misc]
     def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
         """Close what was compiled: no `on_train_end` follows.
 
-        Of several processes the others may have stopped elsewhere. So the states, which Lightning
-        moves next, are not asked for.
+        Of several processes the others may stand elsewhere. So this one waits for none of them,
+        and the trainer has no optimizers any more: Lightning would move their states next, which
+        are asked of all.
         """
-        self._close()
-        if trainer.world_size > 1:
+        if self._compiled and trainer.world_size > 1:
+            for module in self._compiled:
+                session_of(module).leave_ranks()
             trainer.optimizers = []
+        self._close()
 
     def _close(self) -> None:
         while self._compiled:
@@ -96,7 +100,7 @@ def trained_module(whole: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Mod
 
 
 def require_plain(strategy: Any) -> None:
-    """Raise UnsupportedError for a strategy with which a fit would not be one of whole plain modules.
+    """Raise UnsupportedError for a strategy that shards the module or averages its own way.
 
     Expected are one process, or several whose gradients DistributedDataParallel would average.
     """
@@ -120,6 +124,6 @@ def _leave_unwrapped() -> None:
 def _require_unwrapped(strategy: Any) -> None:
     if strategy.model is not strategy.lightning_module:
         raise UnsupportedError(
-            f"the Trainer's {type(strategy).__name__} has wrapped the LightningModule in {type(strategy.model).__name__}; expected the plain "
-            'module when a fit starts. Give the Trainer strategy="ddp"'
+            f"the Trainer's {type(strategy).__name__} has wrapped the LightningModule in {type(strategy.model).__name__}; expected the "
+            'plain module when a fit starts. Give the Trainer strategy="ddp"'
         )

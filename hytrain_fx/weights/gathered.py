@@ -53,7 +53,6 @@ class GatheredWeights:
         self._committed: torch.cuda.Event | None = None
         self._come: dict[int, torch.cuda.Event] = {}  # by row: when it was there, whole
         self._side = SideStream(table.device)
-        self._ended = False
 
     def updated(self, parameters: Collection[int]) -> None:
         """A `step()` has begun the updates of these, or their states were loaded.
@@ -72,8 +71,6 @@ class GatheredWeights:
             self._pending = deque(filter(None, of_units))
             if self._table.device.type == "cuda":
                 self._committed = torch.cuda.current_stream(self._table.device).record_event()
-            if self._ended:
-                self.all()  # nobody who reads a weight asks for it any more
 
     def of(self, parameters: Iterable[int]) -> None:
         """The current stream is to see the new weights of these, whole. Raises RankError.
@@ -108,9 +105,11 @@ class GatheredWeights:
         for come in set(self._come.values()):
             come.synchronize()
 
-    def end(self) -> None:
-        """The engine has ended, and no update is under way: states can still be loaded."""
-        self._ended = True
+    def leave(self) -> None:
+        """Gather none of what is pending: the other ranks may not come any more."""
+        with self._lock:
+            self._pending.clear()
+            self._rows.clear()
 
     def before_fork(self, settle: Callable[[], None]) -> Callable[[], None]:
         """What settles and gathers all: a child finds whole weights, and can gather none."""
@@ -147,8 +146,7 @@ class GatheredWeights:
         with torch.no_grad(), without_torch_function(), self.unseen(), self._side.beside():
             if self._committed is not None:
                 torch.cuda.current_stream(self._table.device).wait_event(self._committed)  # another thread may be the first to ask
-            if not self._ended:
-                self._engine.wait(self._states.pieces.rows(rows))
+            self._engine.wait(self._states.pieces.rows(rows))
             parameters = self._table.parameters
             for dtype in dict.fromkeys(parameters[row].dtype for row in rows):
                 alike = tuple(row for row in rows if parameters[row].dtype == dtype)

@@ -1,4 +1,4 @@
-"""Trainer, Accelerate and Lightning with two processes: the bits of their DistributedDataParallel."""
+"""Trainer, Accelerate, Lightning with two processes: the bits of their DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ def test_lightning_with_two_processes_has_the_plain_bits(case: str, tmp_path: Pa
             if case != "bf16-true":  # the plain optimizer has other names there
                 assert_same(moments(ours), moments(plain))
     assert ranks[0][0]["losses"] != ranks[1][0]["losses"]  # each has batches of its own
+
+
+def test_a_process_that_fails_in_lightning_shows_its_own_error(tmp_path: Path) -> None:
+    """It waits for no other, though weights were not gathered yet; the others are told."""
+    pytest.importorskip("lightning")
+    other, failed = started(rank_frameworks.lit_fails, 2, tmp_path)
+    assert failed == "ZeroDivisionError: of this rank"
+    assert other.startswith(("RankError", "RuntimeError"))
