@@ -20,12 +20,17 @@ from hytrain_fx.forecast.bench.loops import ADAMW, Trainer, synchronize
 ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-def zero_offload(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
-    """DeepSpeed ZeRO-2 with the optimizer on the CPU, bf16 parameters, compiled."""
+def zero_offload(case: Case, model: nn.Module, device: torch.device, stage: int = 2) -> Trainer[Batch]:
+    """DeepSpeed ZeRO with the optimizer on the CPU, bf16 parameters, compiled.
+
+    One process, or one of those that torchrun has started.
+    """
     for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
         os.environ.setdefault(name, value)
     deepspeed = require("deepspeed", "deepspeed", case.mode)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=zero_offload_config(case))
+    if device.type != "cuda":
+        raise CannotRun("mode zero_offload needs a CUDA device: without one DeepSpeed trains on the CPU, with nothing to offload")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=zero_offload_config(case, stage))
     engine.compile()
 
     def step(batch: Batch) -> torch.Tensor:
@@ -46,8 +51,8 @@ def _free_port() -> int:
     return port
 
 
-def zero_offload_config(case: Case) -> dict[str, Any]:
-    """DeepSpeed's configuration for one GPU."""
+def zero_offload_config(case: Case, stage: int = 2) -> dict[str, Any]:
+    """DeepSpeed's configuration, the same on each GPU. With stage 3 weights are sharded, too."""
     adamw = {name: list(value) if isinstance(value, tuple) else value for name, value in ADAMW.items()}
     return {
         "train_micro_batch_size_per_gpu": case.batch,
@@ -55,7 +60,7 @@ def zero_offload_config(case: Case) -> dict[str, Any]:
         "gradient_clipping": case.clip or 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": {
-            "stage": 2,
+            "stage": stage,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
             "overlap_comm": True,
             "contiguous_gradients": True,

@@ -11,6 +11,8 @@ Rows in the file are not run again.
     ddp            the same with fused AdamW on fp32 masters, on every GPU
     fsdp2          fully_shard, blocks compiled, fp32 parameters, bf16 compute
     fsdp2_offload  the same with CPUOffloadPolicy
+    zero2_offload  DeepSpeed ZeRO-2 with the optimizer on the CPU, compiled, bf16 parameters
+    zero3_offload  the same with ZeRO-3
     host           ours, gpu_states=0.0
     quarter        ours, gpu_states=0.25
     solved         ours, as it comes
@@ -32,6 +34,7 @@ import torch
 from torch import distributed, nn
 
 import hytrain_fx
+from benchmarks import peers
 from benchmarks.case import CannotRun, Case
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
@@ -49,7 +52,8 @@ from hytrain_fx.runtime.energy import meter_of
 OURS: Mapping[str, Mapping[str, Any]] = {
     "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
 }
-ROWS = ("floor", "ddp", "fsdp2", "fsdp2_offload", *OURS)
+ZERO_STAGES = {"zero2_offload": 2, "zero3_offload": 3}
+ROWS = ("floor", "ddp", "fsdp2", "fsdp2_offload", *ZERO_STAGES, *OURS)
 WARMUP_STEPS = {row: OUR_WARMUP_STEPS if row in OURS else 6 for row in ROWS}
 
 
@@ -139,7 +143,8 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     name = arguments.rank_of
     model = build(arguments.size, arguments.sequence, device, torch.float32 if name.startswith("fsdp2") else torch.bfloat16)
-    case = Case("floor", arguments.size, arguments.batch, arguments.sequence, clip=1.0 if name == "clipped" else None)
+    mode = "zero_offload" if name in ZERO_STAGES else "floor"
+    case = Case(mode, arguments.size, arguments.batch, arguments.sequence, clip=1.0 if name == "clipped" else None)
     trainer = _trainer(name, case, model, device)
 
     def finish() -> None:
@@ -200,6 +205,8 @@ def _in_words(plan: Mapping[str, Any] | None) -> str | None:
 def _trainer(name: str, case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
     if name in OURS:
         return loops.ours(model, backward_of(case, model, device), OURS[name])
+    if name in ZERO_STAGES:
+        return peers.zero_offload(case, model, device, ZERO_STAGES[name])
     if name.startswith("fsdp2"):
         return _fsdp2(case, model, device, offload=name == "fsdp2_offload")
     ddp = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)

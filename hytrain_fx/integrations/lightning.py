@@ -6,6 +6,10 @@
 
 Lightning has moved the module to its device and called `configure_optimizers` when a fit starts,
 and loads optimizer states from a checkpoint after that.
+
+With several processes (`devices=2`, `strategy="ddp"`) hytrain_fx averages their gradients, and the
+module is not wrapped in DistributedDataParallel. Samplers, barriers and checkpoints are the
+strategy's.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 import hytrain_fx
+from hytrain_fx.api import session_of
 from hytrain_fx.errors import UnsupportedError
 
 
@@ -34,13 +39,24 @@ class Offload(lightning.Callback):  # type: ignore[misc]
         self._options = options
         self._compiled: list[nn.Module] = []
 
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Keep the strategy from wrapping the module, which it would do next.
+
+        Raises UnsupportedError for a strategy that shards the module or averages its own way.
+        """
+        if stage != "fit":
+            return
+        require_plain(trainer.strategy)
+        if isinstance(trainer.strategy, DDPStrategy):
+            trainer.strategy.configure_ddp = _leave_unwrapped
+
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Give the trainer offloaded optimizers instead of its own.
 
-        Raises UnsupportedError where the trainer uses several devices, and what
+        Raises UnsupportedError where the strategy has wrapped the module all the same, and what
         `hytrain_fx.compile` raises.
         """
-        _require_one_device(trainer)
+        _require_unwrapped(trainer.strategy)
         offloaded = []
         for optimizer in trainer.optimizers:
             module, ours = hytrain_fx.compile(trained_module(pl_module, optimizer), optimizer, **self._options)
@@ -53,7 +69,16 @@ class Offload(lightning.Callback):  # type: ignore[misc]
         self._close()
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
-        """Close what was compiled: no `on_train_end` follows."""
+        """Close what was compiled: no `on_train_end` follows.
+
+        Of several processes the others may stand elsewhere. So this one waits for none of them,
+        and the trainer has no optimizers any more: Lightning would move their states next, which
+        are asked of all.
+        """
+        if self._compiled and trainer.world_size > 1:
+            for module in self._compiled:
+                session_of(module).leave_ranks()
+            trainer.optimizers = []
         self._close()
 
     def _close(self) -> None:
@@ -74,9 +99,31 @@ def trained_module(whole: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Mod
     return whole
 
 
-def _require_one_device(trainer: lightning.Trainer) -> None:
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+def require_plain(strategy: Any) -> None:
+    """Raise UnsupportedError for a strategy that shards the module or averages its own way.
+
+    Expected are one process, or several whose gradients DistributedDataParallel would average.
+    """
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         raise UnsupportedError(
-            f"the Trainer's strategy is {type(trainer.strategy).__name__}; expected one process on one device. "
-            "Give it devices=1 and no strategy"
+            f"the Trainer's strategy is {type(strategy).__name__}; expected processes with one device each, which have the whole module. "
+            'Give it strategy="ddp", or devices=1 and no strategy'
+        )
+    asked = [name for name in ("ddp_comm_hook", "ddp_comm_state") if getattr(strategy, f"_{name}", None) is not None]
+    if asked:
+        raise UnsupportedError(
+            f"the Trainer's strategy has a {asked[0]}, which DistributedDataParallel would use; expected none: hytrain_fx averages the "
+            'gradients. Give the Trainer strategy="ddp"'
+        )
+
+
+def _leave_unwrapped() -> None:
+    """Of a DDPStrategy: hytrain_fx averages the gradients."""
+
+
+def _require_unwrapped(strategy: Any) -> None:
+    if strategy.model is not strategy.lightning_module:
+        raise UnsupportedError(
+            f"the Trainer's {type(strategy).__name__} has wrapped the LightningModule in {type(strategy.model).__name__}; expected the "
+            'plain module when a fit starts. Give the Trainer strategy="ddp"'
         )

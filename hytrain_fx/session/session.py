@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -357,7 +357,21 @@ class Session:
         if not self.closed:
             self.eager.follow_written_weights()
 
+    def gather_loaded(self, parameters: Collection[int]) -> None:
+        """States of these were written: their weights are to come from all ranks, until the end."""
+        if self.nodes.gathered and not self.closed:
+            self.nodes.gathered.updated(parameters)
+
     # ---- the end ----
+
+    @in_turn
+    def leave_ranks(self) -> None:
+        """This rank has failed, and others may not come any more: close() waits for none of them.
+
+        Weights that they have updated stay as they were.
+        """
+        if self.nodes.gathered:
+            self.nodes.gathered.leave()
 
     def close(self) -> None:
         """Finish what is committed and stop the threads.
@@ -375,6 +389,7 @@ class Session:
             self._shut_down()
         finally:
             self.closed = True
+            self.states.leave_weights()
             self.nodes.gradients.end()
             self.marks.clear()
             self.capture.graphs.clear()

@@ -51,8 +51,7 @@ def load_sharded_states(session: Session, saved: Mapping[str, Any]) -> None:
             group.update(copy.deepcopy({key: value for key, value in options.items() if key != "params"}))
         for row in range(len(session.table)):
             _load(session, row, entries.get(row))
-    if session.nodes.gathered:
-        session.nodes.gathered.updated(range(len(session.table)))
+    session.gather_loaded(range(len(session.table)))
 
 
 def _tensors(session: Session, row: int) -> dict[str, Any]:

@@ -59,8 +59,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
         with self._session.states.loading(all_states=False):
             _load_row(self._session, row, entry)
-        if self._session.nodes.gathered:
-            self._session.nodes.gathered.updated([row])
+        self._session.gather_loaded([row])
 
     @in_turn
     def __delitem__(self, parameter: torch.Tensor) -> None:
@@ -169,8 +168,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
             _load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():
             _load_row(session, row, entry)
-        if session.nodes.gathered:
-            session.nodes.gathered.updated(saved_of_row)
+        session.gather_loaded(saved_of_row)
         session.frozen_states = {parameter: dict(entry) for parameter, entry in frozen.items()}
 
 

@@ -106,6 +106,12 @@ class GatheredWeights:
         for come in set(self._come.values()):
             come.synchronize()
 
+    def leave(self) -> None:
+        """Gather none of what is pending: the other ranks may not come any more."""
+        with self._lock:
+            self._pending.clear()
+            self._rows.clear()
+
     def before_fork(self, settle: Callable[[], None]) -> Callable[[], None]:
         """What settles and gathers all: a child finds whole weights, and can gather none."""
         found = weakref.ref(self)

@@ -163,29 +163,39 @@ def ours(rank: int, dtype: torch.dtype, loop: str, **options: Any) -> Found:
     return found
 
 
+class AveragedByHand:
+    """The gradients of a model, averaged over the ranks one after the other, as torch has them."""
+
+    def __init__(self, model: nn.Module, size: int) -> None:
+        self._model, self._size = model, size
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def average(self) -> None:
+        """Of this backward's gradients alone, as nodes see them."""
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._size)
+                distributed.all_reduce(parameter.grad)
+                before = self._sums.get(parameter)
+                self._sums[parameter] = parameter.grad if before is None else parameter.grad + before
+                parameter.grad = None
+
+    def put_back(self) -> None:
+        """Before the step: `.grad` is the sum over its backwards."""
+        for parameter in self._model.parameters():
+            parameter.grad = self._sums.pop(parameter, None)
+
+
 def by_hand(rank: int, size: int, dtype: torch.dtype, loop: str) -> Found:
     """The same with torch alone."""
     model: Any = net(rank, dtype)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             distributed.broadcast(tensor, 0)
-    sums: dict[nn.Parameter, torch.Tensor] = {}
-
-    def average() -> None:
-        """Of this backward's gradients alone, as nodes see them."""
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(size)
-                distributed.all_reduce(parameter.grad)
-                sums[parameter] = parameter.grad + sums[parameter] if parameter in sums else parameter.grad
-                parameter.grad = None
-
-    def put_back() -> None:
-        for parameter in model.parameters():
-            parameter.grad = sums.pop(parameter, None)
-
+    gradients = AveragedByHand(model, size)
     model.compile()
-    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, average, put_back, partial(clipped_in_shards, size))
+    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, gradients.average, gradients.put_back,
+                      partial(clipped_in_shards, size))
     return {"losses": losses, "weights": weights(model)}
 
 

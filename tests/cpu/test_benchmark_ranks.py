@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.case import Case
 from benchmarks.machine import machine
-from benchmarks.ranks import ranks_markdown
+from benchmarks.peers import zero_offload_config
+from benchmarks.ranks import ZERO_STAGES, ranks_markdown
+from hytrain_fx.forecast.bench.process import run_to_end, why_none
 
 LINE = ["ranks", "--size", "tiny", "--batch", "1", "--sequence", "16", "--window", "1", "--warmup", "4"]
 
@@ -47,3 +54,45 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """There is another command for it."""
     assert main([*LINE, "--gpus", "1"]) == 1
     assert "found --gpus 1, expected at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ZERO_STAGES)
+def test_deepspeed_reads_what_a_row_asks_for(name: str) -> None:
+    """By its own reading of the configuration: stage, offload, AdamW, batch on each rank."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    found = DeepSpeedConfig(zero_offload_config(Case("zero_offload", "tiny", 3, clip=1.0), ZERO_STAGES[name]))
+    assert f"zero{found.zero_optimization_stage}_offload" == name
+    assert found.zero_config.offload_optimizer.device == "cpu"
+    assert found.zero_config.offload_param is None
+    assert (found.optimizer_name, found.train_micro_batch_size_per_gpu, found.gradient_clipping) == ("adamw", 3, 1.0)
+
+
+@pytest.mark.sample(0)
+def test_without_deepspeed_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other rows are made; the ranks' own line is told, not torchrun's after it."""
+    (tmp_path / "deepspeed.py").write_text('raise ImportError("not installed")')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main([*LINE, "--rows", "zero3_offload", "floor", "--out", str(tmp_path / "ranks.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "| zero3_offload | tiny, 1 x 16, 2 ranks | mode zero_offload needs deepspeed, which cannot be imported here" in printed
+    assert "| floor | tiny, 1 x 16, 2 ranks | 0." in printed
+
+
+def test_the_error_of_a_rank_is_told() -> None:
+    """Not torchrun's, which comes last and says only that there was one."""
+    printed = "[rank1]: torch.OutOfMemoryError: CUDA out of memory.\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n=="
+    assert why_none(1, printed, 1.0) == "torch.OutOfMemoryError: CUDA out of memory."
+
+
+def test_ranks_end_with_their_row(tmp_path: Path) -> None:
+    """torchrun starts each in a session of its own, which killing the row's does not reach."""
+    begins = "import subprocess, time; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); time.sleep(60)"
+    with (tmp_path / "log").open("w") as log:
+        assert run_to_end([sys.executable, "-c", begins], log.fileno(), 3.0, os.environ) is None
+    rank = int((tmp_path / "log").read_text())
+    end_s = time.monotonic() + 20.0
+    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

@@ -154,6 +154,25 @@ def test_what_is_left_after_close_is_what_the_user_holds() -> None:
     assert any(not torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
+def test_states_written_after_close_leave_the_weights() -> None:
+    """Lightning moves the states of a fit's optimizer whenever it evaluates: the weights stay."""
+    torch._dynamo.reset()
+    model: Any
+    model, batches = mlp()
+    model.to(torch.bfloat16)
+    _, optimizer = hytrain_fx.compile(model, adamw(model), k=0)
+    plain_loop(2)(model, optimizer, [tuple(part.to(torch.bfloat16) for part in batch) for batch in batches])
+    hytrain_fx.close(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3.0)
+    for entry in optimizer.state.values():
+        entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert all(bool((entry["exp_avg"] == 1).all()) for entry in optimizer.state.values())
+    assert all(bool((parameter == 3).all()) for parameter in model.parameters())
+
+
 def test_a_model_compiled_again_and_again_leaves_one_session() -> None:
     """compile, close and compile of one model: each session but the last is gone."""
     torch._dynamo.reset()

@@ -198,8 +198,35 @@ def test_a_fit_leaves_a_plain_model() -> None:
         fit(module, Offload(no_such=1))
 
 
-def test_several_devices_are_refused() -> None:
-    """A strategy for several devices is refused when the fit starts."""
+def refusal(strategy: Any, wrapped: Any = None) -> str:
+    """Of a fit with this strategy; `wrapped`: what it makes of the module."""
+    trainer = lightning.Trainer(accelerator="cpu", strategy=strategy, devices=1, logger=False, enable_checkpointing=False)
+    callback, module = Offload(), TwoParts()
+    trainer.strategy.connect(module)
+    try:
+        callback.setup(trainer, module, "fit")
+        trainer.strategy.model = wrapped
+        callback.on_fit_start(trainer, module)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_strategies_that_change_the_module_or_average_are_refused() -> None:
+    """Before the module is on its device; one that wraps it all the same when the fit starts."""
+    strategies = lightning.pytorch.strategies
+    assert 'is ModelParallelStrategy; expected processes with one device each' in refusal(strategies.ModelParallelStrategy())
+    assert "has a ddp_comm_hook" in refusal(strategies.DDPStrategy(ddp_comm_hook=lambda state, bucket: None))
+    assert "has a ddp_comm_state" in refusal(strategies.DDPStrategy(ddp_comm_state=object()))
+    assert "DDPStrategy has wrapped the LightningModule in Sequential" in refusal("ddp", wrapped=nn.Sequential(TwoParts()))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_only_a_fit_is_changed(stage: str) -> None:
+    """Any strategy may evaluate with the callback there."""
     trainer = lightning.Trainer(accelerator="cpu", strategy="ddp", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(UnsupportedError, match=r"is DDPStrategy; .*devices=1 and no strategy"):
-        Offload().on_fit_start(trainer, TwoParts())
+    before = trainer.strategy.configure_ddp
+    Offload().setup(trainer, TwoParts(), stage)
+    assert trainer.strategy.configure_ddp == before
+    Offload().setup(trainer, TwoParts(), "fit")
+    assert trainer.strategy.configure_ddp != before

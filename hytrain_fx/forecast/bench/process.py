@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 CANNOT_RUN = "cannot run: "
 NO_MEMORY = "out of memory: "
 _KILLED = "killed (by the system"
@@ -25,7 +27,8 @@ def lacked_memory(why: str) -> bool:
 def run_to_end(command: Sequence[str], output: int, limit_s: float, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> int | None:
     """The exit status of a command whose output goes to the descriptor `output`.
 
-    None where the time was up. The processes it started end with it.
+    None where the time was up. The processes it started end with it, those of other sessions too:
+    torchrun's ranks.
     """
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True, pass_fds=pass_fds)
     try:
@@ -35,9 +38,21 @@ def run_to_end(command: Sequence[str], output: int, limit_s: float, env: Mapping
     except subprocess.TimeoutExpired:
         return None
     finally:
+        started = _started_by(process.pid)
         with contextlib.suppress(ProcessLookupError):  # it has ended, and all it started
             os.killpg(process.pid, signal.SIGKILL)
+        for other in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                other.kill()
         process.wait()
+
+
+def _started_by(pid: int) -> list[psutil.Process]:
+    """What a process has started, directly or not, and has not ended: nothing once it has ended."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
 
 
 def row_in(printed: str) -> dict[str, Any] | None:
@@ -59,7 +74,8 @@ def why_none(status: int | None, printed: str, limit_s: float) -> str:
         return f"took longer than {limit_s:g} s"
     if status == -signal.SIGKILL:
         return f"{_KILLED}: it does so when host memory is used up)"
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in printed.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(CANNOT_RUN) or re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)\b", line)]
+    told = [line for line in told if not line.startswith("torch.distributed.elastic")]  # torchrun's, after the ranks' own
     last = (told or lines or ["nothing was printed"])[-1]
     return last.removeprefix(CANNOT_RUN)[:400] if status > 0 else f"ended by signal {-status}: {last[:400]}"

@@ -33,6 +33,7 @@ class StateStore(PlacedStates):
     """Reads and writes values, and follows weights that the loop reads and writes."""
 
     _half_loaded: BaseException | None = None  # what ended the last loading of states
+    _weights_follow = True
 
     # ---- all states together ----
 
@@ -73,15 +74,19 @@ class StateStore(PlacedStates):
     def write(self, parameter: int, values: RowStates) -> None:
         """Write states, master in one piece, into those of an idle parameter.
 
-        A 16-bit weight becomes the master's rounding.
+        A 16-bit weight becomes the master's rounding, until `leave_weights`.
         """
         for row in self.pieces.of(parameter):
             piece, states, weight = self.pieces.piece(row), self.in_memory(row), self._weight(row)
             copy_states(values.part(piece.begin, piece.end), states, weight.device)
-            if weight.dtype != torch.float32:
+            if weight.dtype != torch.float32 and self._weights_follow:
                 weight.copy_(states.master)
             if row in self.copies and not self.placement[row].rests_on_device:
                 self.copies.updated([row])
+
+    def leave_weights(self) -> None:
+        """The weights are a plain model's from now on, and states that are written leave them."""
+        self._weights_follow = False
 
     def clear(self, parameter: int) -> None:
         """As before its first step: states are zero, the weight is every master."""
