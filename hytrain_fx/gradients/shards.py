@@ -61,12 +61,13 @@ class GradientShards:
     def norms(self, of_shards: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         """Norms of whole gradients (0-dim fp32) from those of this rank's shards.
 
-        The norm of the shards' norms, in the order of the ranks. Raises RankError.
+        The norm of the shards' norms, taken in fp64: so it does not depend on how many are asked
+        for at once. Raises RankError.
         """
         self.weights_first()
         self._ranks.require_alike("norms of gradients that the loop asks for", (f"{len(of_shards)} of order {order}",))
         of_ranks = self._ranks.of_each(torch.stack(list(of_shards)), "the norms of gradients")
-        return list(torch.linalg.vector_norm(of_ranks, order, dim=0).unbind())
+        return list(torch.linalg.vector_norm(of_ranks, order, dim=0, dtype=torch.float64).float().unbind())
 
     def largest(self, own: torch.Tensor) -> torch.Tensor:
         """The largest of every rank's number, 0-dim. NaN is larger than any. Raises RankError."""

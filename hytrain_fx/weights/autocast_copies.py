@@ -107,8 +107,8 @@ class AutocastCopies:
         return {row: self._copies[row].copy for row in found.in_bf16 if row in self._copies and row in rows}
 
     def _may_begin(self, row: int) -> bool:
-        is_part = row in self._states.pieces.cut or row in self._table.shards
-        return row not in self._read_in_fp32 and row not in self._copies and not is_part and owns_memory(self._table.parameters[row])
+        may = row not in self._read_in_fp32 and row not in self._copies and row not in self._states.pieces.cut
+        return may and owns_memory(self._table.parameters[row])
 
     def _begin(self, rows: list[int]) -> None:
         with torch.no_grad(), without_torch_function():

@@ -257,7 +257,7 @@ def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
             norms += torch._foreach_norm([grad])  # as clip_grad_norm_ has it; on CUDA in other bits than vector_norm
         else:
             of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.flatten().split(shard.sizes)]
-            norms.append(torch.linalg.vector_norm(torch.stack(of_shards)).to(grad.dtype))
+            norms.append(torch.linalg.vector_norm(torch.stack(of_shards), dtype=torch.float64).float().to(grad.dtype))
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, total)
     return float(total)

@@ -56,11 +56,6 @@ def drawn_rank_setup(number: int, ranks: int = 2) -> Setup:
     if setup.is_partly_eager:
         units = tuple(unit if unit != "shared" or setup.units.index(unit) == at else "linear" for at, unit in enumerate(setup.units))
         setup = replace(setup, tied=False, units=units)
-    if setup.dtype == "autocast":
-        # Missing: gradients of whole matrices come in 16 bits here, and are averaged in them. By
-        # hand they are averaged in the parameter's dtype.
-        units = tuple("linear" if unit == "small" else unit for unit in setup.units)
-        setup = replace(setup, units=units, width=max(setup.width, 20))
     return setup
 
 
