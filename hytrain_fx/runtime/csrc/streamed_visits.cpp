@@ -96,26 +96,15 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
                   row.scalars, row.streamed.skip}});
   lanes.updated = device.record(Lane::STREAM_UPDATE);
 
-  device.wait(Lane::STREAM_OUT, turn_after(lanes.updated));
+  device.wait(Lane::STREAM_OUT, lanes.updated);
   lanes.out_begin = record(Lane::STREAM_OUT);
   for (size_t a = 0; a < arrays.size(); ++a) {
     const auto& [home, width] = arrays[a];
     if (home) device.copy(Lane::STREAM_OUT, offset(home, chunk.begin * width), at[a], n * width);
   }
   if (sends_weight) device.copy(Lane::STREAM_OUT, offset(host.master, chunk.begin * weight_width), weight, n * weight_width);
-  lanes.out = last_out_ = device.record(Lane::STREAM_OUT);
+  lanes.out = device.record(Lane::STREAM_OUT);
   return lanes;
-}
-
-// States go home while gradients go to the host, on another lane. The hardware serves one of two
-// lanes until it has nothing to do, and workers would have no gradients for that long (seen on an
-// H100: 28 ms of a 130 ms backward, in turns with as long without states). So each copy home begins
-// only when the update lane has seen the end of the last one. Until then the lane has nothing to
-// do, and gradients pass. They come no faster than the backward makes them, which leaves room.
-EventPtr StreamedVisits::turn_after(const EventPtr& updated) const {
-  if (!last_out_ || last_out_->known_done()) return updated;
-  state_.device->wait(Lane::STREAM_UPDATE, last_out_);
-  return state_.device->record(Lane::STREAM_UPDATE);
 }
 
 }  // namespace hytrain_fx

@@ -29,11 +29,9 @@ class StreamedVisits {
   };
   static Arrays arrays_of(const HostStates& host);
   Lanes visit(const Row& row, const Upload& upload, bool sends_weight, bool recording);
-  EventPtr turn_after(const EventPtr& updated) const;
 
   EngineState& state_;
   StagingArea& staging_;
-  EventPtr last_out_;
 };
 
 }  // namespace hytrain_fx
