@@ -124,7 +124,7 @@ class AveragedGradients:
         return self._turn_of.get(turn) == turn
 
     def holds(self, node: Rows) -> bool:
-        """Whether the gradients of this node have not been taken."""
+        """Whether the gradients of this node, which has run, are taken later."""
         turn = self._turn_of.get(node)
         return turn is not None and (turn != node or turn in self._ready)
 

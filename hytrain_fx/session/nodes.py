@@ -46,7 +46,7 @@ class SessionNodes:
         if self.averaged and self.gathered:
             self.averaged.shards.weights_first = self.gathered.all
         self.gradients = SessionGradients(table, engine, states, self.averaged.shards if self.averaged and table.shards else None)
-        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, engine, self._end_updates)
+        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates)
                          if self.averaged else None)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
@@ -89,27 +89,37 @@ class SessionNodes:
     @whole()
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
-        group = self.gradients.groups[rows]
-        if group.on_host and not self._holds(rows):
-            self._engine.arm_cpu(group.pieces)
+        self._arm_cpu(rows)
         self.runs["cpu_step"] += len(rows)
 
     @whole()
     def gpu_step(self, rows: Sequence[int]) -> None:
         """Arm the update on the device of rows placed there."""
-        group = self.gradients.groups[rows]
-        if group.on_device and not self._holds(rows):
-            with self.averaged.side.inside() if self.averaged else nullcontext():  # where the gradients were taken
-                self._engine.arm_gpu(group.pieces)
+        self._arm_gpu(rows)
         self.runs["gpu_step"] += len(rows)
 
     @whole()
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights of rows placed on the host."""
-        group = self.gradients.groups[rows]
-        if group.on_host and not self._holds(rows):
-            self._engine.arm_reload(group.pieces)
+        self._arm_reload(rows)
         self.runs["reload"] += len(rows)
+
+    def _arm_cpu(self, rows: Sequence[int]) -> None:
+        if (group := self.gradients.groups[rows]).on_host and not self._holds(rows):
+            self._engine.arm_cpu(group.pieces)
+
+    def _arm_gpu(self, rows: Sequence[int]) -> None:
+        if (group := self.gradients.groups[rows]).on_device and not self._holds(rows):
+            with self.averaged.side.inside() if self.averaged else nullcontext():  # where the gradients were taken
+                self._engine.arm_gpu(group.pieces)
+
+    def _arm_reload(self, rows: Sequence[int]) -> None:
+        if (group := self.gradients.groups[rows]).on_host and not self._holds(rows):
+            self._engine.arm_reload(group.pieces)
+
+    def _arm_all(self, rows: Sequence[int]) -> None:
+        for arm in (self._arm_cpu, self._arm_gpu, self._arm_reload):
+            arm(rows)
 
     def _holds(self, rows: Sequence[int]) -> bool:
         return self.of_ranks is not None and self.of_ranks.holds(rows)

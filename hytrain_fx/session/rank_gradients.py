@@ -24,7 +24,6 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.gradients.turns import Rows
-from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
 from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
 from hytrain_fx.weights.gathered import GatheredWeights
@@ -33,18 +32,19 @@ from hytrain_fx.weights.gathered import GatheredWeights
 class RankGradients:
     """Those of one session.
 
+    arm           called with the rows of a node that was held back: its arms
     end_updates   called with rows whose last updates must have ended: their next gradients come
     """
 
     def __init__(
         self, averaged: AveragedGradients, gathered: GatheredWeights | None, gradients: SessionGradients, table: ParameterTable,
-        engine: Engine, end_updates: Callable[[Sequence[int]], None]
+        arm: Callable[[Sequence[int]], None], end_updates: Callable[[Sequence[int]], None]
     ) -> None:
         self._averaged = averaged
         self._gathered = gathered
         self._gradients = gradients
         self._table = table
-        self._engine = engine
+        self._arm = arm
         self._end_updates = end_updates
         self._own: dict[Rows, Rows] = {}  # by the rows that a node names: those whose gradients go to `.grad`
         self._ends: dict[int, _AtEnd] = {}  # by backward: one may run inside another
@@ -71,7 +71,8 @@ class RankGradients:
 
     def holds(self, node: Sequence[int]) -> bool:
         """Whether the gradients of a node are held back: its arms come with them."""
-        return self._averaged.holds(self._own[tuple(node)])
+        rows = tuple(node)
+        return self._averaged.holds(self._own.get(rows, rows))
 
     def _send_due(self, end: _AtEnd, running: Rows | None = None) -> None:
         """Send what is due.
@@ -87,16 +88,6 @@ class RankGradients:
                     end.late.append((turn, parts))
             if is_of_node and turn != running:
                 self._arm(turn)
-
-    def _arm(self, rows: Sequence[int]) -> None:
-        group = self._gradients.groups[rows]
-        if group.on_host:
-            self._engine.arm_cpu(group.pieces)
-        if group.on_device:
-            with self._averaged.side.inside():
-                self._engine.arm_gpu(group.pieces)
-        if group.on_host:
-            self._engine.arm_reload(group.pieces)
 
     def average_later(self, row: int, captured: Container[int]) -> None:
         """Eager code has made this row's `.grad`: it is averaged when the backward ends.

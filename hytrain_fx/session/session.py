@@ -107,8 +107,7 @@ class Session:
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
         self.resources.allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
-        # Of several ranks gradients are averaged in the parameters' dtype.
-        wants_copies = self.config.autocast_copies and self.states.may_halve and not self.ranks
+        wants_copies = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
                                  self._outside, wants_copies=wants_copies, is_over=lambda: not self._shut_down.alive)
