@@ -93,7 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._require_own()
         with self.session.turns.state:
             self.session.drain()
-            load_sharded_states(self.session, state_dict)
+            load_sharded_states(self.session, state_dict, self.defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave.

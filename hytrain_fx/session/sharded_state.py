@@ -11,7 +11,7 @@ loaded by any other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.shard import Shard
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import flat_of, shaped, whole_states
+from hytrain_fx.session.state_dict import flat_of, load_options, require_alike_groups, shaped, whole_states
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
@@ -37,18 +37,21 @@ def sharded_states(session: Session) -> dict[str, Any]:
     return {"state": state, "param_groups": _groups(session)}
 
 
-def load_sharded_states(session: Session, saved: Mapping[str, Any]) -> None:
+def load_sharded_states(session: Session, saved: Mapping[str, Any], defaults: Collection[str]) -> None:
     """Write what `sharded_states` gave and a checkpoint has filled. The session must be drained.
 
-    Raises ValueError, and writes nothing, where a parameter or a state is missing or has another
-    shape.
+    defaults   names of the options that the optimizer has by itself
+
+    Raises ValueError, and writes nothing, where groups do not match, or a state is missing or has
+    another shape.
     """
-    found = saved["state"]
+    found, groups = saved["state"], saved["param_groups"]
+    require_alike_groups([len(group["params"]) for group in _groups(session)], groups)
     entries = {row: _required(session, row, found[name]) for row, name in enumerate(session.table.names) if name in found}
     session.follow_written_weights()
     with session.states.loading(all_states=True):
-        for group, options in zip(session.groups, saved["param_groups"], strict=True):
-            group.update(copy.deepcopy({key: value for key, value in options.items() if key != "params"}))
+        for group, options in zip(session.groups, groups, strict=True):
+            load_options(group, options, defaults)
         for row in range(len(session.table)):
             _load(session, row, entries.get(row))
     session.gather_loaded(range(len(session.table)))

@@ -145,9 +145,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     """
     _check_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-    found, expected = [len(g["params"]) for g in saved_groups], [len(g["params"]) for g in groups]
-    if found != expected:
-        raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {expected}")
+    require_alike_groups([len(g["params"]) for g in groups], saved_groups)
     saved_of_row: dict[int, dict[str, Any] | None] = {}
     frozen: dict[torch.Tensor, dict[str, Any]] = {}
     group_of_row: dict[int, dict[str, Any]] = {}
@@ -165,7 +163,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
     with session.states.loading(all_states=True):
         for group, saved in zip(groups, saved_groups, strict=True):
-            _load_options(group, saved, optimizer.defaults)
+            load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():
             _load_row(session, row, entry)
         session.gather_loaded(saved_of_row)
@@ -179,7 +177,14 @@ def _check_form(state_dict: object) -> None:
         raise ValueError(f"this is no optimizer's state_dict: found {found}, expected a dict of 'state' and 'param_groups'")
 
 
-def _load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
+def require_alike_groups(expected: Sequence[int], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where the groups of a checkpoint do not have so many parameters."""
+    found = [len(group["params"]) for group in saved]
+    if found != list(expected):
+        raise ValueError(f"the checkpoint has parameter groups of {found} parameters, this optimizer has {list(expected)}")
+
+
+def load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
     """The options of the checkpoint, and those of the optimizer that it lacks.
 
     What a scheduler has put there since (`initial_lr`) goes.

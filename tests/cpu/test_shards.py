@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import hytrain_fx
 from hytrain_fx.config import OnNonfinite
 
 from . import shard_loops
@@ -94,6 +95,31 @@ def test_each_rank_saves_its_shards_and_any_number_loads_them(tmp_path: Path) ->
             for what in ("loaded", "optimizer"):
                 assert_same(_flat(found[what]), _flat(alone[what]))
             assert_same(found["model"], alone["model"])
+
+
+def test_a_checkpoint_that_does_not_fit_changes_nothing() -> None:
+    """Neither options nor states: of other groups, without a state, of another shape."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    before, good = optimizer.sharded_state_dict(), optimizer.sharded_state_dict()
+    other = {"lr": 7.0, "params": ["weight", "bias"]}
+    (weight,) = (entry for name, entry in good["state"].items() if name == "weight")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({**good, "param_groups": [{**other, "params": ["weight"]}, {**other, "params": ["bias"]}]}, "parameter groups of \\[1, 1\\]"),
+        ({"param_groups": [other], "state": {"weight": {"step": weight["step"]}}}, "has no exp_avg for weight"),
+        ({"param_groups": [other], "state": {"weight": {**weight, "exp_avg": torch.zeros(3)}}}, "exp_avg of weight has shape"),
+    ]
+    for state_dict, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_sharded_state_dict(state_dict)
+        after = optimizer.sharded_state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for name, entry in before["state"].items():
+            assert_same(after["state"][name], entry)
+    hytrain_fx.close(model)
 
 
 @pytest.mark.sample(0)
