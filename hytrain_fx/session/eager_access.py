@@ -159,12 +159,14 @@ class EagerAccess:
             if row not in self._hooks:
                 parameter = self._table.parameters[row]
                 with without_torch_function():
-                    trained = parameter.requires_grad
-                    parameter.requires_grad_(True)  # torch refuses a hook on a frozen one, which may be unfrozen unseen
+                    frozen = not parameter.requires_grad
+                    if frozen:  # torch refuses a hook then, and it may be unfrozen unseen
+                        parameter.requires_grad_(True)
                     try:
                         self._hooks[row] = parameter.register_post_accumulate_grad_hook(self._gradient_hook(row))
                     finally:
-                        parameter.requires_grad_(trained)
+                        if frozen:
+                            parameter.requires_grad_(False)
 
     def _gradient_hook(self, row: int) -> Callable[[torch.Tensor], None]:
         """What autograd is to call when it has added to this parameter's `.grad`."""

@@ -43,7 +43,7 @@ def test_plan_prints_the_plan_of_the_report(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_several_gpus_and_given_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--gpus`, `--nodes`, `--skew` and the rates reach report and plan; the text names them."""
+    """`--gpus`, `--nodes`, `--skew` and the rates reach report and plan."""
     several = [*MODEL, "--gpus", "2", "--nodes", "3", "--skew", "1.1", "--gpu-link-gb-per-s", "300", "--network-gb-per-s", "25",
                "--host-memory-gb-per-s", "182"]
     raw = json.loads(output(capsys, "report", *several, "--json"))
@@ -52,9 +52,6 @@ def test_several_gpus_and_given_rates(capsys: pytest.CaptureFixture[str]) -> Non
     assert {name: raw["device"][name] for name in rates} == rates
     assert all(raw["device"]["sources"][name].startswith("given: --") for name in rates)
     assert raw["profile"]["node_ranks"] == 2
-    text = output(capsys, "report", *several)
-    assert text.startswith("# llama-1.3b on h200, 6 GPUs of 3 machines\n")
-    assert all(f"| {peer['system']} | " in text for peer in raw["peers"])
     made = Plan.from_json(output(capsys, "plan", *several, "--json"))
     assert made.rows == Plan.from_json(json.dumps(raw["plan"])).rows
     assert any("one rank on 6 GPUs of 3 machines" in note for note in made.notes)

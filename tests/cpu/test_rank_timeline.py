@@ -118,7 +118,8 @@ def vectors_bytes(shapes: Shapes, size: int) -> int:
     return sum(_BYTES * _ALIGNED * math.ceil(numel / _ALIGNED) for numel in whole)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sample(0))])
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("size", [2, 3])
 def test_recorded_steps_show_what_goes_from_rank_to_rank(tmp_path: Path, size: int) -> None:
     """Each unit's gather and each node's gradients, in order, with their bytes; none after it.
 

@@ -87,11 +87,13 @@ def test_ranks_may_be_left_alone(tmp_path: Path) -> None:
     assert "ranks train together" not in first["text"]
 
 
+@pytest.mark.sample(0)
 def test_a_rank_without_a_gradient_adds_zeros(tmp_path: Path) -> None:
     """Each rank takes branches of its own; weights are those of averaging by hand with zeros."""
     require_bits_by_hand(started(rank_loops.other_branches, 2, tmp_path), "losses")
 
 
+@pytest.mark.sample(0)
 def test_ranks_at_different_points_are_told(tmp_path: Path) -> None:
     """One begins a backward more than the other, which steps: both raise at once."""
     for found in started(rank_loops.one_more_backward, 2, tmp_path):
@@ -122,6 +124,7 @@ def test_a_backward_that_one_rank_breaks_off_is_told_on_all(tmp_path: Path) -> N
     assert second[1].startswith("RankError: a backward of this rank was broken off (KeyboardInterrupt: by hand)")
 
 
+@pytest.mark.sample(0)
 def test_sums_of_gradients_of_code_outside_the_graphs_are_refused(tmp_path: Path) -> None:
     """One rank's own part is in them: training on would part the ranks."""
     for found in started(rank_loops.eager_gradient, 2, tmp_path):

@@ -210,7 +210,7 @@ def test_one_rank_is_as_without_ranks() -> None:
 
 
 @given(gpus=COUNTS, nodes=COUNTS, memory=st.integers(20 * 10**9, 10**12))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_a_ranks_budget_fits_its_gpu(gpus: int, nodes: int, memory: int) -> None:
     """As many units as the budget holds never overfill the GPU."""
     ranks, device = Ranks(gpus, nodes), replace(H200, memory_bytes=memory, host_memory_bytes=10**13)
