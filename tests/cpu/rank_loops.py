@@ -285,10 +285,10 @@ def _scaled_step(
 # ---- what ranks do ----
 
 
-def every_loop(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
-    """Each loop by hand, and ours with every state on the host and with some on the device."""
+def every_loop(loops: Sequence[tuple[str, str]], rank: int, size: int) -> Mapping[str, Sequence[Found]]:
+    """Each of these loops by hand, and ours with all states on the host, and some on the device."""
     done: dict[str, Sequence[Found]] = {}
-    for loop, dtype in LOOPS:
+    for loop, dtype in loops:
         of = getattr(torch, dtype)
         done[f"{loop} {dtype}"] = [by_hand(rank, size, of, loop), ours(rank, of, loop, k=0), ours(rank, of, loop, k=3, speculate=True)]
     return done

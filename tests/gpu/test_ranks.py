@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs 
 
 def test_two_ranks_have_the_bits_of_averaging_by_hand(tmp_path: Path) -> None:
     """As on CPUs: every loop and placement, with one rank slow."""
-    first, second = started(rank_loops.every_loop, 2, tmp_path, backend="nccl")
+    first, second = started(partial(rank_loops.every_loop, LOOPS), 2, tmp_path, backend="nccl")
     assert len(first) == len(LOOPS), first
     require_bits_by_hand((first, second), "losses")
     for loop in first:
