@@ -10,7 +10,7 @@ own would part the ranks unnoticed.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ class AveragedGradients:
         self._orders: dict[tuple[int, ...], tuple[Rows, ...]] = {}  # by what each rank has told of its graph
         self._order: deque[Rows] = deque()  # turns of the running graph that have not come
         self._turn_of: dict[Rows, Rows] = {}  # by node
-        self._to_come: dict[Rows, int] = {}  # by turn: nodes of this rank that have not run
+        self._to_come = Counter[Rows]()  # by turn: nodes of this rank that have not run
         self._ready: dict[Rows, dict[tuple[int, ...], Packed]] = {}
         self._kept: dict[Rows, dict[int, torch.Tensor]] = {}  # by turn and row, where that is not one node
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
@@ -77,17 +77,9 @@ class AveragedGradients:
             self._orders[digests] = turns(self._ranks.of_all("the gradients that a backward makes", tuple(nodes)))
         order = self._orders[digests]
         self._order, self._ready, self._kept = deque(order), {}, {}
-        self._to_come = dict.fromkeys(order, 0)
-        self._turn_of = {}
-        if order == tuple(nodes):
-            self._turn_of = dict(zip(order, order, strict=True))
-            self._to_come = dict.fromkeys(order, 1)
-            return
         turn_of_row = {row: turn for turn in order for row in turn}
-        for node in nodes:
-            if node:
-                self._turn_of[node] = turn_of_row[node[0]]
-                self._to_come[turn_of_row[node[0]]] += 1
+        self._turn_of = {node: turn_of_row[node[0]] for node in nodes}
+        self._to_come = Counter(self._turn_of.values())
 
     def all_done(self) -> bool:
         """Whether all ranks have ended the backward.

@@ -22,7 +22,7 @@ def turns(of_ranks: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
     Each row is in one of them. One that is a node of every rank that has its rows is that node; the
     rows of others are sorted.
     """
-    nodes = list(dict.fromkeys(node for of_rank in of_ranks for node in of_rank if node))
+    nodes = list(dict.fromkeys(node for of_rank in of_ranks for node in of_rank))
     groups = networkx.utils.UnionFind(row for node in nodes for row in node)
     for node in nodes:
         groups.union(*node)

@@ -56,7 +56,7 @@ class RankGradients:
 
         Raises RankError.
         """
-        self._own = {node: tuple(row for row in node if row not in elsewhere) for node in nodes} if elsewhere else {n: n for n in nodes}
+        self._own = {node: tuple(row for row in node if row not in elsewhere) for node in nodes}
         own = tuple(filter(None, self._own.values()))
         if own:
             self._enter_backward()

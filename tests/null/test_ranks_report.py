@@ -310,7 +310,7 @@ def test_a_pass_is_as_long_as_its_lanes_and_no_longer_than_their_sum(units: list
 
 
 def test_passes_in_closed_form() -> None:
-    """Gathers that are shorter than computing are hidden but for the first, longer ones are not."""
+    """Gathers that are shorter than computing are hidden, except the first. Longer ones are not."""
     assert passed_us([Passed(10.0)] * 3) == 30.0
     assert passed_us([Passed(10.0, gather_us=4.0)] * 3) == 34.0
     assert passed_us([Passed(10.0, gather_us=15.0)] * 3) == 3 * 15.0 + 10.0

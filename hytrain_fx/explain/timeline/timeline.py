@@ -34,7 +34,7 @@ from hytrain_fx.runtime.device_clock import ClockUs
 from hytrain_fx.runtime.engine import TaskRecord
 
 # of predicted tasks
-_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D", Resource.COLLECTIVES: "collectives"}
+_LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D", Resource.COLLECTIVES: COLLECTIVES}
 _STAGES = {name: TaskKind[name] for name in ("D2H", "CPU_UPDATE", "GPU_UPDATE", "H2D", "STREAM_IN", "STREAM_OUT")}
 
 
