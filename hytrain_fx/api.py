@@ -15,7 +15,7 @@ from torch import nn
 
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.units import unit_of_rows
-from hytrain_fx.config import Config, EngineName, OnNonfinite, Planner
+from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
@@ -61,6 +61,7 @@ def compile(
     ring_bytes: int | None = None,
     autocast_copies: bool = True,
     on_nonfinite: OnNonfinite = "allow",
+    moments: Moments | None = None,
     process_group: Any = None,
     timeout_s: float = 120.0,
     passes: Sequence[Callable[..., Any]] | None = None,
@@ -100,6 +101,8 @@ def compile(
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
+    moments          states of AdamW, Adam and Lion in "fp32", or in "bf16", rounded by chance,
+                     None: as each parameter group says
     process_group    ranks that train together and share out the states of matrices, None: the
                      default group, False: none
     timeout_s        seconds after which a wait on a worker or a copy is an error
@@ -118,7 +121,7 @@ def compile(
     config = Config.from_options(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
-        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite,
+        pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
         process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))

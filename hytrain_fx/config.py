@@ -15,6 +15,7 @@ from hytrain_fx.ir.plan import Plan
 EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
+Moments = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Config:
                    that step(), the next forward or the next step(). For the last two each update on
                    the device waits for the end of the backward, and `step()` waits for the device
                    with an engine other than the native one
+    moments        in what states of AdamW, Adam and Lion rest. "bf16": in 16 bits, rounded up or
+                   down by chance, so that their mean is right; masters stay exact. An update on the
+                   CPU moves 20 bytes a parameter, not 28. Parameter groups may say it themselves,
+                   group["moments"] = "bf16", with a seed, group["moments_seed"]; None: as they say,
+                   and fp32 where they say nothing
     process_group  ranks that train together, each on its own batches: gradients are averaged, each
                    rank updates its shard of every matrix and keeps that shard's states, and weights
                    and buffers begin as those of its first rank. None = the default group of
@@ -100,6 +106,7 @@ class Config:
     ring_bytes: int | None = None
     autocast_copies: bool = True
     on_nonfinite: OnNonfinite = "allow"
+    moments: Moments | None = None
     process_group: Any = None
     timeout_s: float = 120.0
     passes: Sequence[Callable[..., Any]] | None = None
@@ -130,6 +137,8 @@ class Config:
         _require(_is_none_or_bytes(self.ring_bytes, least=1), "ring_bytes", self.ring_bytes, "None or a positive int (bytes)")
         _require(isinstance(self.autocast_copies, bool), "autocast_copies", self.autocast_copies, "True or False")
         _require(_is_one_of(self.on_nonfinite, get_args(OnNonfinite)), "on_nonfinite", self.on_nonfinite, f"one of {get_args(OnNonfinite)}")
+        _require(self.moments is None or _is_one_of(self.moments, get_args(Moments)), "moments", self.moments,
+                 f"None or one of {get_args(Moments)}")
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
         _require(self.passes is None or isinstance(self.passes, list | tuple), "passes", self.passes,

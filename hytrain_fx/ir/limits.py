@@ -55,9 +55,9 @@ CUDA_BLOCK_THREADS: Final = 256
 # Enough for a thread to take 8 at once: 16 bytes of a 16-bit array.
 CUDA_BLOCK_ELEMENTS: Final = 8 * CUDA_BLOCK_THREADS
 # The update kernels that the engine launches, numbered by `update_kernel` (csrc/device.h).
-UPDATE_KERNELS: Final = 9
+UPDATE_KERNELS: Final = 18
 # Rows of one update launch and copies of one gather: what fits in 4 KiB of kernel parameters.
-ROWS_PER_LAUNCH: Final = 32
+ROWS_PER_LAUNCH: Final = 30
 PARTS_PER_GATHER: Final = 32
 
 # ---- Times and gains ----

@@ -15,10 +15,16 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
-from hytrain_fx.errors import ConfigError
+from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.limits import FP32_BYTES, HALF_BYTES, MAX_STATES
 
-_ITEM_BYTES = {"float32": FP32_BYTES}  # what kernels take
+_ITEM_BYTES = {"float32": FP32_BYTES, "bfloat16": HALF_BYTES}  # what kernels take
+
+MOMENTS: Final = "moments"
+"""The option of a parameter group that says in what its states rest: "fp32", or "bf16", rounded
+by chance (runtime/rounding.py)."""
+MOMENTS_SEED: Final = "moments_seed"
+"""The option with the seed of that, an int; 0 where there is none."""
 
 
 class Kernel(IntEnum):
@@ -54,6 +60,17 @@ class StateSpec:
         return _ITEM_BYTES[self.dtype]
 
 
+def moments_of(options: Mapping[str, object]) -> str | None:
+    """The dtype in which a group of these options has its states; None for fp32.
+
+    Raises UnsupportedError for a value that is none of `MOMENTS`.
+    """
+    asked = options.get(MOMENTS, "fp32")
+    if asked not in ("fp32", "bf16"):
+        raise UnsupportedError(f"{MOMENTS} of a parameter group is {asked!r}: expected \"fp32\" or \"bf16\"")
+    return "bfloat16" if asked == "bf16" else None
+
+
 @dataclass(frozen=True, slots=True)
 class StateTable:
     """The states of one parameter, in the order in which kernels take them.
@@ -78,8 +95,19 @@ class StateTable:
             raise ConfigError(f"{self.optimizer} has the states {self.names}; expected at most {MAX_STATES}, those with an option last")
 
     def under(self, options: Mapping[str, object]) -> StateTable:
-        """Without the states that a group of these options does not keep."""
-        return replace(self, states=tuple(state for state in self.states if state.option is None or options.get(state.option)))
+        """The states that a group of these options keeps, in the dtype that it asks for.
+
+        Raises UnsupportedError for options that do not go together.
+        """
+        kept = tuple(state for state in self.states if state.option is None or options.get(state.option))
+        narrow = moments_of(options)
+        if narrow is None or self.kernel is Kernel.NONE:
+            return replace(self, states=kept)
+        optional = next((state for state in kept if state.option is not None), None)
+        if optional is not None:
+            raise UnsupportedError(f"{optional.option}=True with {MOMENTS}=\"bf16\": {optional.name} is the largest value so far, and one "
+                                   f"that is rounded up now and then would grow by itself. Leave one of the two out")
+        return replace(self, states=tuple(replace(state, dtype=narrow) for state in kept))
 
     def with_own(self, nbytes: int) -> StateTable:
         """The same with so many bytes in `own_bytes`."""

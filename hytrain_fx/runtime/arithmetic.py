@@ -31,6 +31,7 @@ import torch
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.limits import MAX_FACTORS
 from hytrain_fx.ir.states import ADAMW, Kernel
+from hytrain_fx.runtime.rounding import rounding_key
 from hytrain_fx.runtime.scalars import UpdateFlag, UpdateScalars, f32, number, pair, read_gradient
 
 
@@ -116,6 +117,7 @@ class AdamScalars(UpdateScalars):
             eps=f32(eps),
             flags=sum(int(flag) for flag, on in switches if on),
             factors=tuple(f32(factor) for factor in factors),
+            rounding_key=rounding_key(group, step),
         )
 
 

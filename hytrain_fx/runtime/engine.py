@@ -21,6 +21,7 @@ from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.states import StateTable
 from hytrain_fx.runtime.own_states import OwnStates
+from hytrain_fx.runtime.rounding import NO_PLACE, RoundingPlace, rounded
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 _STAGING_ALIGN_PARAMS = 64
@@ -45,7 +46,7 @@ class RowStates:
     the gradient there: `.grad` may be read after `step()`. With `low` the master is in two halves
     (split_master.py), and the signs of the state `table.tie` are part of it. `out` (host only) is
     there for 16-bit weights whose master is whole. A row whose optimizer has no kernel keeps `own`
-    instead of `states`.
+    instead of `states`. `place` is for states that are rounded by chance.
     """
 
     table: StateTable
@@ -57,6 +58,7 @@ class RowStates:
     # [numel] the new 16-bit weight, going to the device; None where the master holds it
     out: torch.Tensor | None = None
     own: OwnStates | None = None
+    place: RoundingPlace = NO_PLACE
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RowStates:
         """The same with every tensor changed; `own` states stay."""
@@ -65,7 +67,16 @@ class RowStates:
 
     def part(self, begin: int, end: int) -> RowStates:
         """The same range of every tensor: views."""
-        return self.changed(lambda tensor: tensor[begin:end])
+        return replace(self.changed(lambda tensor: tensor[begin:end]), place=self.place.after(begin))
+
+    def update_(self, scalars: UpdateScalars, grad: torch.Tensor, out: torch.Tensor | None) -> None:
+        """`scalars.update_` with the states in whichever dtype they rest; masters are whole."""
+        if all(state.dtype == torch.float32 for state in self.states):
+            return scalars.update_(grad, self.master, self.states, out)
+        wide = [state.float() for state in self.states]
+        scalars.update_(grad, self.master, wide, out)
+        for number, (state, values) in enumerate(zip(self.states, wide, strict=True)):
+            state.copy_(rounded(values, self.place, scalars.rounding_key, number))
 
     def named(self) -> dict[str, torch.Tensor]:
         """The states by name."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from hytrain_fx.ir.states import Kernel
+from hytrain_fx.runtime.rounding import rounding_key
 from hytrain_fx.runtime.scalars import UpdateScalars, f32, number, pair, read_gradient
 
 
@@ -73,13 +74,14 @@ class LionScalars(UpdateScalars):
     neg_step_size: float
 
     @classmethod
-    def of(cls, group: Mapping[str, object], factors: tuple[float, ...] = ()) -> LionScalars:
-        """From a group's options, computed in double.
+    def of(cls, group: Mapping[str, object], step: float = 1, factors: tuple[float, ...] = ()) -> LionScalars:
+        """From a group's options, computed in double. Of `step` only moments in bf16 know.
 
         Raises UnsupportedError for options that are missing or no numbers.
         """
         lr, weight_decay, (beta1, beta2) = number(group, "lr"), number(group, "weight_decay"), pair(group, "betas")
-        return cls(*map(f32, (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr)), factors=factors)
+        numbers = map(f32, (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr))
+        return cls(*numbers, factors=factors, rounding_key=rounding_key(group, step))
 
     def update_(
         self, grad: torch.Tensor, master: torch.Tensor, states: Sequence[torch.Tensor], out: torch.Tensor | None = None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from hytrain_fx.ir.limits import TIMED_COPY_BYTES
+from hytrain_fx.ir.states import MOMENTS
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates, Stage
 from hytrain_fx.runtime.updates import KERNEL_UPDATES, KernelUpdate
 
@@ -26,14 +27,16 @@ _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 class UpdateProbe:
     """A row of its own, as large as the model's largest tensor, with memory only while it is timed.
 
-    `update`: what is timed.
+    update     what is timed
+    moments    as the option of a parameter group says
     """
 
     def __init__(
         self, engine: Engine, parameters: Sequence[torch.Tensor], update: KernelUpdate = KERNEL_UPDATES[torch.optim.AdamW],
-        most_params: int = MAX_PARAMS,
+        most_params: int = MAX_PARAMS, moments: str = "fp32",
     ) -> None:
         self._update = update
+        self._group = {**_GROUP, MOMENTS: moments}
         largest = max(parameters, key=lambda p: p.numel())
         self._engine = engine
         self._numel = min(largest.numel(), most_params)
@@ -55,7 +58,7 @@ class UpdateProbe:
         runs = [self._run_us(self._item(row, states, grad)) for _ in range(_RUNS)][_COLD_RUNS:]
         self._engine.record(False)
         self._engine.set_weight(row, self._like)
-        self._engine.place_on_device(row, RowStates(states.table, self._like, tuple(self._like for _ in states.states)))
+        self._engine.place_on_device(row, RowStates(states.table, self._like, tuple(self._like.to(of.dtype) for of in states.states)))
         return statistics.median(runs) / self._numel
 
     def _take_row(self, weight: torch.Tensor) -> int:
@@ -66,11 +69,11 @@ class UpdateProbe:
         return self._row
 
     def _states(self, master: torch.Tensor) -> RowStates:
-        table = self._update.table.under(_GROUP)
-        return RowStates(table, master, tuple(torch.zeros_like(master) for _ in table.states))
+        table = self._update.table.under(self._group)
+        return RowStates(table, master, tuple(torch.zeros_like(master, dtype=getattr(torch, of.dtype)) for of in table.states))
 
     def _item(self, row: int, states: RowStates, grad: torch.Tensor) -> CommitItem:
-        return CommitItem(row, self._update.scalars(_GROUP, 1, grad.device.type == "cuda"), grad, at_end=True)
+        return CommitItem(row, self._update.scalars(self._group, 1, grad.device.type == "cuda"), grad, at_end=True)
 
     def _run_us(self, item: CommitItem) -> float:
         self._engine.commit([item])

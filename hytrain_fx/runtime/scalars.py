@@ -32,7 +32,7 @@ class UpdateFlag(IntFlag):
 
 
 class ScalarsStruct(ctypes.Structure):
-    """UpdateScalars as C++ and CUDA take it, 64 bytes; mirrors csrc/update_scalars.h."""
+    """UpdateScalars as C++ and CUDA take it, 68 bytes; mirrors csrc/update_scalars.h."""
 
     _fields_ = (
         ("decay", ctypes.c_float),
@@ -48,6 +48,7 @@ class ScalarsStruct(ctypes.Structure):
         ("factors", ctypes.c_float * MAX_FACTORS),
         ("kernel", ctypes.c_uint32),
         ("beta1", ctypes.c_float),
+        ("rounding_key", ctypes.c_uint32),
     )
 
 
@@ -58,12 +59,14 @@ class UpdateScalars(ABC):
     flags      of `UpdateFlag`
     factors    multiplications of the gradient, in order, at most MAX_FACTORS; each rounded to the
                gradient's dtype, with WIDE_FACTORS to binary32
+    rounding_key    of seed and step, for states in bf16 (rounding.py)
     """
 
     kernel: ClassVar[Kernel]
 
     flags: int = 0
     factors: tuple[float, ...] = ()
+    rounding_key: int = 0
 
     @property
     def c_struct(self) -> ScalarsStruct:

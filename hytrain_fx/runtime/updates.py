@@ -44,7 +44,7 @@ def _adam(group: Mapping[str, object], step: float, torch_cuda: bool, *, decoupl
 KERNEL_UPDATES: Final[Mapping[type[torch.optim.Optimizer], KernelUpdate]] = MappingProxyType({
     torch.optim.AdamW: KernelUpdate(ADAMW, partial(_adam, decoupled=True)),
     torch.optim.Adam: KernelUpdate(ADAMW, partial(_adam, decoupled=False)),
-    Lion: KernelUpdate(LION, lambda group, step, torch_cuda: LionScalars.of(group)),
+    Lion: KernelUpdate(LION, lambda group, step, torch_cuda: LionScalars.of(group, step)),
 })
 """By the exact classes. A class derived from one of them may have another step."""
 

@@ -70,7 +70,7 @@ class Session:
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
         if self.ranks and kernel_update(optimizer):
             self.table = self.table.shared_among(self.ranks.size, self.ranks.rank)
-        self._update = OptimizerUpdate(optimizer, self.table)
+        self._update = OptimizerUpdate(optimizer, self.table, config.moments)
         self.rule = self._update.rule
         self.config = config = self._update.config(config)
         self.groups: list[dict[str, Any]] = optimizer.param_groups

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from hytrain_fx.errors import HytrainWarning
+from hytrain_fx.ir.states import MOMENTS, MOMENTS_SEED, StateTable
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.own_entries import OwnEntries
 from hytrain_fx.session.session import Session
@@ -187,11 +190,11 @@ def require_alike_groups(expected: Sequence[int], saved: Sequence[Mapping[str, A
 def load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collection[str]) -> None:
     """The options of the checkpoint, and those of the optimizer that it lacks.
 
-    What a scheduler has put there since (`initial_lr`) goes.
+    What a scheduler has put there since (`initial_lr`) goes. In what states rest stays.
     """
-    for key in group.keys() - saved.keys() - set(known) - {"params", "param_names"}:
+    for key in group.keys() - saved.keys() - set(known) - {"params", "param_names", MOMENTS, MOMENTS_SEED}:
         del group[key]
-    group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
+    group.update(copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", MOMENTS)}))
 
 
 def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
@@ -205,8 +208,15 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
         return
     session.builder.steps[row] = int(saved["step"])
     master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
+    _tell_of_rounding(table, saved)
     loaded = RowStates(table, flat_of(master, parameter), tuple(flat_of(saved[name], parameter) for name in table.names))
     session.states.write(row, loaded.changed(partial(session.states.pieces.memory, row)))
+
+
+def _tell_of_rounding(table: StateTable, saved: Mapping[str, Any]) -> None:
+    if any(of.dtype != "float32" and saved[of.name].dtype == torch.float32 for of in table.states):
+        warnings.warn("the checkpoint has moments in fp32, and this run keeps them in bf16: they are rounded to nearest once, now",
+                      HytrainWarning, stacklevel=4)
 
 
 def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:

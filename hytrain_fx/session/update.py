@@ -18,29 +18,44 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.config import Config
+from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.taking import SessionGradients
-from hytrain_fx.ir.states import StateTable
+from hytrain_fx.ir.states import MOMENTS, StateTable
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec
 from hytrain_fx.runtime.launch import torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
+from hytrain_fx.runtime.rounding import RoundingPlace, parameter_key
+from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.runtime.updates import KernelUpdate, kernel_update
+from hytrain_fx.runtime.updates import KERNEL_UPDATES, KernelUpdate, kernel_update
 from hytrain_fx.session.commit import CommitBuilder
 
 
 class OptimizerUpdate:
     """The update of one optimizer. `rule`: its own step, None where a kernel does it.
 
-    Raises UnsupportedError where parameters cannot be stepped one by one.
+    moments    what groups that do not say it themselves are to have (`Config.moments`)
+
+    Raises UnsupportedError where parameters cannot be stepped one by one, or `moments` is for other
+    optimizers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable, moments: str | None = None) -> None:
         self._table = table
         self._groups = optimizer.param_groups
         self._kernel = kernel_update(optimizer)
         self.rule = None if self._kernel else UpdateRule(optimizer, table.parameters, table.names)
+        if moments is not None:
+            if self.rule is not None and moments != "fp32":
+                kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
+                raise UnsupportedError(f"{MOMENTS}={moments!r} with {self.rule.name}: that is for {kernels}; leave it out, and the "
+                                       "optimizer keeps its states as it makes them")
+            for group in self._groups if self.rule is None else ():
+                group.setdefault(MOMENTS, moments)
+        self._group_of = {id(p): group for group in self._groups for p in group["params"]}
+        self._asked = {id(group): _asked_states(group) for group in self._groups}
 
     def config(self, config: Config) -> Config:
         """The options with the engine that can run it.
@@ -53,7 +68,8 @@ class OptimizerUpdate:
         """A row of the engine for each parameter, and the states that the optimizer keeps of it."""
         table, unit_of = self._table, unit_of_rows(units)
         states = StateStore(
-            table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names, table.shards)
+            table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names, table.shards,
+            self._origins())
         for row, parameter in enumerate(table.parameters):
             memory = states.pieces.memory(row, parameter)
             engine.add_row(RowSpec(memory.numel(), unit_of[row], memory, table.names[row]))
@@ -62,25 +78,45 @@ class OptimizerUpdate:
     def _tables(self) -> list[StateTable]:
         if self.rule is not None:
             return [self.rule.table(row) for row in range(len(self._table))]
-        group_of = {id(p): group for group in self._groups for p in group["params"]}
-        return [self._by_kernel.table.under(group_of[id(p)]) for p in self._table.parameters]
+        return [self._by_kernel.table.under(self._group_of[id(p)]) for p in self._table.parameters]
+
+    def _origins(self) -> list[RoundingPlace]:
+        """Keys are of the numbers in state_dict(), alike on every rank and after loading."""
+        number_of = {id(p): number for number, p in enumerate(p for group in self._groups for p in group["params"])}
+        begins = (self._table.shards[row].begin if row in self._table.shards else 0 for row in range(len(self._table)))
+        return [RoundingPlace(parameter_key(number_of[id(p)]), begin) for p, begin in zip(self._table.parameters, begins, strict=True)]
 
     def make_probe(self, engine: Engine) -> UpdateProbe:
         """What times this update on the device."""
         if self.rule is not None:
             return RuleProbe(engine, self._table.parameters, self.rule)
-        return UpdateProbe(engine, self._table.parameters, self._by_kernel)
+        largest = max(self._table.parameters, key=torch.Tensor.numel)
+        return UpdateProbe(engine, self._table.parameters, self._by_kernel, moments=self._group_of[id(largest)].get(MOMENTS, "fp32"))
 
     def make_builder(self, states: StateStore, gradients: SessionGradients) -> CommitBuilder:
         """What makes the items of each commit."""
         if self.rule is not None:
             return RuleCommitBuilder(self._table, states, gradients, self.rule)
-        return CommitBuilder(self._table, states, gradients, self._by_kernel.scalars)
+        return CommitBuilder(self._table, states, gradients, self._scalars)
+
+    def _scalars(self, group: Mapping[str, Any], step: float, torch_cuda: bool) -> UpdateScalars:
+        """Raises UnsupportedError too where a group asks for other states than at first."""
+        asked = _asked_states(group)
+        had = self._asked.setdefault(id(group), asked)
+        if asked != had:
+            raise UnsupportedError(f"a parameter group has {asked} now, and had {had}: which states are kept is fixed by compile(). Set it "
+                                   "back, or close(model) and compile it again")
+        return self._by_kernel.scalars(group, step, torch_cuda)
 
     @property
     def _by_kernel(self) -> KernelUpdate:
         assert self._kernel is not None
         return self._kernel
+
+
+def _asked_states(group: Mapping[str, Any]) -> str:
+    """The options of a group that say which states it keeps, in words."""
+    return f"{MOMENTS}={group.get(MOMENTS, 'fp32')!r} and amsgrad={bool(group.get('amsgrad'))}"
 
 
 class RuleCommitBuilder(CommitBuilder):

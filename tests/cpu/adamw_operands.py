@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.ir.states import ADAMW
+from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.libraries import BASELINES
+from hytrain_fx.runtime.native.structs import CStates, c_states
+from hytrain_fx.runtime.rounding import NO_PLACE, RoundingPlace
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
@@ -29,37 +33,50 @@ class Operands:
     v: torch.Tensor
     vmax: torch.Tensor | None
     out: torch.Tensor | None = None
+    place: RoundingPlace = NO_PLACE
 
     @property
     def states(self) -> tuple[torch.Tensor, ...]:
         return (self.m, self.v) if self.vmax is None else (self.m, self.v, self.vmax)
 
+    @property
+    def row_states(self) -> RowStates:
+        """As engines have them; `out` apart."""
+        return RowStates(ADAMW, self.master, self.states, place=self.place)
+
+    @property
+    def c_states(self) -> CStates:
+        return c_states(self.row_states)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+
     def clone(self) -> Operands:
-        return Operands(*(None if t is None else t.clone() for t in vars(self).values()))  # type: ignore[arg-type]
+        return replace(self, **{name: tensor.clone() for name, tensor in self.tensors().items()})
 
     def cut(self, start: int, end: int) -> Operands:
-        return Operands(*(None if t is None else t[start:end] for t in vars(self).values()))  # type: ignore[arg-type]
+        return replace(self, place=self.place.after(start), **{name: tensor[start:end] for name, tensor in self.tensors().items()})
+
+    def narrow(self) -> Operands:
+        """The same with moments in bf16."""
+        return replace(self, m=self.m.bfloat16(), v=self.v.bfloat16())
 
 
 def kernel_(operands: Operands, scalars: UpdateScalars, library: ctypes.CDLL | None = None) -> None:
     o, lib = operands, library or build.load(("kernels_c.cpp",))
-    pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, o.master, o.m, o.v, o.vmax, o.out)]
-    grad, master, m, v, vmax, out = pointers
+    grad, master, out = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, o.master, o.out))
     code, out_code = DTYPE_CODES[o.grad.dtype], 0 if o.out is None else DTYPE_CODES[o.out.dtype]
-    n = ctypes.c_int64(o.master.numel())
-    assert lib.hytrain_fx_update_chunk(grad, code, master, m, v, vmax, out, out_code, n, ctypes.byref(scalars.c_struct)) == 0
+    n, states = ctypes.c_int64(o.master.numel()), ctypes.byref(o.c_states)
+    assert lib.hytrain_fx_update_chunk(grad, code, master, states, out, out_code, n, ctypes.byref(scalars.c_struct)) == 0
 
 
 def op_by_op_(operands: Operands, scalars: AdamScalars) -> None:
-    o = operands
-    adamw_(o.grad, o.master, o.states, scalars, o.out)
+    operands.row_states.update_(scalars, operands.grad, operands.out)
 
 
 def assert_same_bits(a: Operands, b: Operands) -> None:
-    for name, left in vars(a).items():
-        right = getattr(b, name)
-        if left is not None:
-            assert different_bits(left, right) == 0, name
+    for name, left in a.tensors().items():
+        assert different_bits(left, getattr(b, name)) == 0, name
 
 
 def different_bits(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ class Row(ctypes.Structure):
     """hytrain_fx::Row of update_rows.cu."""
 
     _fields_ = (("grad", ctypes.c_void_p), ("master", ctypes.c_void_p), ("states", ctypes.c_void_p * MAX_STATES), ("out", ctypes.c_void_p),
-                ("n", ctypes.c_longlong), ("scalars", ScalarsStruct), ("skip", ctypes.c_void_p))
+                ("n", ctypes.c_longlong), ("scalars", ScalarsStruct), ("first", ctypes.c_uint32), ("skip", ctypes.c_void_p))
 
 
 def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, skip: torch.Tensor | None = None) -> Row:
@@ -29,4 +29,6 @@ def row_of(o: Operands, scalars: UpdateScalars, low: torch.Tensor | None, skip: 
     states = (ctypes.c_void_p * MAX_STATES)(*(state.data_ptr() for state in o.states))
     out = None if o.out is None else o.out.data_ptr()
     left_out = None if skip is None else skip.data_ptr()
-    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), scalars.c_struct, left_out)
+    numbers = scalars.c_struct
+    numbers.rounding_key ^= o.place.key
+    return Row(o.grad.data_ptr(), master.data_ptr(), states, out, o.m.numel(), numbers, o.place.first, left_out)

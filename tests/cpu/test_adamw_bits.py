@@ -294,10 +294,10 @@ def test_denormals_are_kept() -> None:
 
 
 def test_struct_layout() -> None:
-    """The structure handed to C++ is 64 bytes and carries every value."""
+    """The structure handed to C++ is 68 bytes and carries every value."""
     scalars = AdamScalars.of(GROUP | {"amsgrad": True}, 3, decoupled=False, torch_cuda=True, factors=(2.0, 0.5))
     struct = scalars.c_struct
-    assert ctypes.sizeof(ScalarsStruct) == 64
+    assert ctypes.sizeof(ScalarsStruct) == 68
     assert (struct.factor_count, list(struct.factors)) == (2, [2.0, 0.5, 0.0, 0.0])
     assert (struct.flags, struct.l2, struct.decay) == (scalars.flags, ctypes.c_float(0.01).value, 1.0)
     assert all(getattr(struct, name) == getattr(scalars, name) for name in ("lerp", "beta2", "neg_step_size", "bias2_sqrt", "eps"))

@@ -32,10 +32,11 @@ def floats_of(bits: list[int]) -> torch.Tensor:
 
 
 def split_kernel_(o: Operands, high: torch.Tensor, low: torch.Tensor, scalars: AdamScalars, flags: tuple[str, ...] = build.FLAGS) -> None:
-    grad, *pointers = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (o.grad, high, low, o.m, o.v, o.vmax)]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (high, low)]
     library = build.load(("kernels_c.cpp",), flags=flags)
     n = ctypes.c_int64(high.numel())
-    library.hytrain_fx_update_split_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, n, ctypes.byref(scalars.c_struct))
+    library.hytrain_fx_update_split_chunk(
+        ctypes.c_void_p(o.grad.data_ptr()), DTYPE_CODES[o.grad.dtype], *pointers, ctypes.byref(o.c_states), n, ctypes.byref(scalars.c_struct))
 
 
 @settings(deadline=None, max_examples=300)

@@ -188,8 +188,8 @@ class Run {
       Floats v = row.v;
       detail::split_master(master.data(), v.data(), row.high.data(), row.low.data(), row.v.data(), row.n);
     }
-    HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr, row.m.data(), row.v.data(),
-                    nullptr, slot.data(), row.apart() ? out.data() : nullptr};
+    HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr, {{row.m.data(), row.v.data(),
+                    nullptr}}, slot.data(), row.apart() ? out.data() : nullptr};
     if (where == kHost) {
       check(hytrain_place_on_host(engine_, number, &host));
     } else if (where == kStreamed) {
@@ -199,7 +199,7 @@ class Run {
       check(hytrain_place_streamed(engine_, number, &host));
     } else {
       float* at = row.dtype == Dtype::kF32 ? reinterpret_cast<float*>(row.weight.data()) : master.data();
-      DeviceStates device{at, row.m.data(), row.v.data(), nullptr};
+      DeviceStates device{at, {{row.m.data(), row.v.data(), nullptr}}};
       check(hytrain_place_on_device(engine_, number, &device));
     }
     row.master = std::move(master);

@@ -40,8 +40,8 @@ struct Trained {
     check(hytrain_create(&options, &engine));
     RowSpec spec{n, 0, static_cast<int32_t>(Dtype::kF32), weight.data()};
     check(hytrain_add_row(engine, &spec));
-    HostStates host{master.data(), nullptr, m.data(), v.data(), nullptr, reinterpret_cast<char*>(slot.data())};
-    DeviceStates device{weight.data(), m.data(), v.data(), nullptr};
+    HostStates host{master.data(), nullptr, {{m.data(), v.data(), nullptr}}, reinterpret_cast<char*>(slot.data()), nullptr};
+    DeviceStates device{weight.data(), {{m.data(), v.data(), nullptr}}};
     check(on_device ? hytrain_place_on_device(engine, 0, &device) : hytrain_place_on_host(engine, 0, &host));
     item.row = 0;
     item.grad = on_device ? grad.data() : nullptr;

@@ -38,11 +38,14 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 using Kernel = void (*)(hytrain_fx::Rows);
 
-// Runs adamw_rows_<...> number `kernel`, as cuda_updates.functions() lists them, over `count` rows
+// Runs kernel number `kernel`, as cuda_module.update_functions() lists them, over `count` rows
 // with `blocks` blocks of `threads` threads.
 extern "C" void run_rows(int kernel, const hytrain_fx::Row* rows, int count, int blocks, int threads) {
   static const Kernel kernels[] = {adamw_rows_f32, adamw_rows_bf16, adamw_rows_f16, adamw_rows_split, adamw_rows_f32_bf16, adamw_rows_split_f32,
-                                   lion_rows_f32, lion_rows_bf16, lion_rows_f16};
+                                   lion_rows_f32, lion_rows_bf16, lion_rows_f16, adamw_rows_f32_moments16, adamw_rows_bf16_moments16,
+                                   adamw_rows_f16_moments16, adamw_rows_split_moments16, adamw_rows_f32_bf16_moments16,
+                                   adamw_rows_split_f32_moments16, lion_rows_f32_moments16, lion_rows_bf16_moments16,
+                                   lion_rows_f16_moments16};
   hytrain_fx::Rows packed{};
   std::memcpy(static_cast<void*>(&packed), rows, sizeof(hytrain_fx::Row) * static_cast<size_t>(count));
   gridDim = {static_cast<unsigned int>(blocks), static_cast<unsigned int>(count)};

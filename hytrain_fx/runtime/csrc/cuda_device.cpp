@@ -325,11 +325,12 @@ class CudaDevice : public Device {
 void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
   struct Row {
     const void* grad;
-    float* master;
-    States states;
+    void* master;
+    std::array<void*, kMaxStates> states;
     void* out;
     long long n;
-    UpdateScalars scalars;
+    UpdateScalars scalars;  // the key for rounding is the parameter's too
+    uint32_t first;
     const float* skip;
   };
   const Current current = make_current();
@@ -339,8 +340,9 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     long long largest = 0;
     for (size_t i = 0; i < n; ++i) {
       const DeviceUpdate& u = rows[first + i];
-      packed[i] = {u.grad, u.low ? reinterpret_cast<float*>(u.low) : u.master, u.states, u.out, u.numel,
-                    u.scalars, u.skip};
+      packed[i] = {u.grad, u.low ? static_cast<void*>(u.low) : u.master, {}, u.out, u.numel, u.scalars, u.states.first, u.skip};
+      std::copy(u.states.at, u.states.at + kMaxStates, packed[i].states.begin());
+      packed[i].scalars.rounding_key ^= u.states.key;
       largest = std::max<long long>(largest, u.numel);
     }
     void* parameters[] = {packed};

@@ -131,7 +131,7 @@ class Device {
   // the device has no such waits.
   virtual uint32_t* flags(size_t n) = 0;
   virtual void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) = 0;  // until is_raised
-  // all of one pair of dtypes, all masters whole or all in halves
+  // all of one pair of dtypes, all masters whole or all in halves, all states of one width
   virtual void update(Lane lane, const std::vector<DeviceUpdate>& rows) = 0;
   virtual void set_delay(Lane lane, double mean_us) = 0;  // before each copy; tests only
   // so many more succeed, then none does; tests only
@@ -146,12 +146,14 @@ class Device {
 std::unique_ptr<Device> make_cpu_device();
 
 // The number of the CUDA kernel that an update takes. AdamW's: by Dtype, then masters in halves,
-// then bf16 weights with fp32 gradients, whole and in halves. Then Lion's, by Dtype.
+// then bf16 weights with fp32 gradients, whole and in halves. Then Lion's, by Dtype. Then the same
+// for states in 16 bits.
 inline int update_kernel(const DeviceUpdate& update) {
-  if (static_cast<Kernel>(update.scalars.kernel) == Kernel::kLion) return 6 + static_cast<int>(update.dtype);
+  const int first = update.states.width == kWideState ? 0 : kUpdateKernels / 2;
+  if (static_cast<Kernel>(update.scalars.kernel) == Kernel::kLion) return first + 6 + static_cast<int>(update.dtype);
   const bool mixed = update.dtype != update.out_dtype;
-  if (update.low) return mixed ? 5 : 3;
-  return mixed ? 4 : static_cast<int>(update.dtype);
+  if (update.low) return first + (mixed ? 5 : 3);
+  return first + (mixed ? 4 : static_cast<int>(update.dtype));
 }
 // CUfunction handles of the compiled kernels: `update_functions` as `update_kernel` numbers them
 // (update_rows.cu); `gather_function` (gather.cu).

@@ -25,7 +25,7 @@ std::vector<DeviceUpdates::Launch> DeviceUpdates::launches(const std::vector<con
   std::map<std::pair<int, int>, Launch> early, late;  // by -unit and dtype, by dtype and unit
   for (const CommitItem* item : items) {
     const Row& row = row_of(item);
-    const int unit = row.spec.unit, dtype = 2 * row.spec.dtype + row.has_copy();
+    const int unit = row.spec.unit, dtype = 2 * row.spec.dtype + row.has_copy() + (row.device.states.width == kWideState ? 0 : 16);
     if (units[row.released.get()].size() > 1) {
       late[{dtype, unit}].push_back(item);
     } else {

@@ -19,18 +19,26 @@ namespace hytrain_fx {
 
 enum class Dtype : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
+constexpr int32_t kWideState = 4;
+
 // A row's states besides its master, in the order of ir/states.py; null for those it does not have.
+// `width` is the bytes of an element: 4 is fp32, 2 is bf16, for all of them. What rounding by chance
+// takes (rounding.h): the number of the first element in its parameter, and the parameter's key.
 struct States {
-  float* at[kMaxStates];
+  void* at[kMaxStates];
+  int32_t width = kWideState;
+  uint32_t first = 0;
+  uint32_t key = 0;
 
   int count() const {
     int found = 0;
-    for (const float* state : at) found += state != nullptr;
+    for (const void* state : at) found += state != nullptr;
     return found;
   }
   States from(int64_t begin) const {
-    States found;
-    for (int s = 0; s < kMaxStates; ++s) found.at[s] = at[s] ? at[s] + begin : nullptr;
+    States found = *this;
+    for (void*& state : found.at) state = state ? static_cast<char*>(state) + begin * width : nullptr;
+    found.first += static_cast<uint32_t>(begin);
     return found;
   }
 };

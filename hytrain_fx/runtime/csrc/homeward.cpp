@@ -30,12 +30,11 @@ void Homeward::carry(EngineLock& lock) {
   Chunk& chunk = state_.rows[piece.row].chunks[piece.chunk];
   Shadow& shadow = chunk.shadows[piece.granule];
   const int64_t n = chunk.granule_params(piece.granule);
-  const HostArrays home = row.home(chunk.granule_begin(piece.granule)), there = arrays_in(row, shadow.slot);
-  constexpr int64_t wide = sizeof(float);
+  const HostArrays home = row.home(chunk.granule_begin(piece.granule)), there = arrays_in(home, shadow.slot);
   lock.unlock();
   if (home.low) stream_copy(home.low, there.low, n * static_cast<int64_t>(sizeof(uint16_t)));
   for (int s = 0; s < kMaxStates; ++s) {
-    if (home.states.at[s]) stream_copy(home.states.at[s], there.states.at[s], n * wide);
+    if (home.states.at[s]) stream_copy(home.states.at[s], there.states.at[s], n * home.states.width);
   }
   store_fence();
   lock.lock();

@@ -11,7 +11,7 @@ void update_granule(const Row& row, int64_t begin, int64_t n, const Task& task) 
   char* const kept = task.guessed ? task.shadow.slot : nullptr;
   const HostArrays home = row.home(begin);
   if (task.shadow.slot) {
-    const HostArrays beside = arrays_in(row, task.shadow.slot);
+    const HostArrays beside = arrays_in(home, task.shadow.slot);
     const bool holds = task.shadow.holds;
     update_beside(slot, row.grad_dtype, master, kept, holds ? beside : home, holds ? home : beside, n, task.scalars);
   } else if (row.host.low) {

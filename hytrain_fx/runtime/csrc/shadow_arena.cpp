@@ -49,10 +49,10 @@ void ShadowArena::settle(Chunk& chunk, bool updated) {
   chunk.guessed = 0;
 }
 
-HostArrays arrays_in(const Row& row, char* slot) {
-  HostArrays found{row.host.low ? reinterpret_cast<uint16_t*>(slot + kLowAt) : nullptr, {}};
+HostArrays arrays_in(const HostArrays& home, char* slot) {
+  HostArrays found{home.low ? reinterpret_cast<uint16_t*>(slot + kLowAt) : nullptr, home.states};
   for (int s = 0; s < kMaxStates; ++s) {
-    if (row.host.states.at[s]) found.states.at[s] = reinterpret_cast<float*>(slot + (1 + s) * kArrayBytes);
+    if (home.states.at[s]) found.states.at[s] = slot + (1 + s) * kArrayBytes;
   }
   return found;
 }

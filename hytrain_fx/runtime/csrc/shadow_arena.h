@@ -38,7 +38,8 @@ class ShadowArena {
   int64_t most_bytes_ = 0;
 };
 
-// The arrays in a slot of the row. First in it is what masters were, whole or their upper half.
-HostArrays arrays_in(const Row& row, char* slot);
+// The arrays in a slot for those that are at `home`. First in it is what masters were, whole or
+// their upper half.
+HostArrays arrays_in(const HostArrays& home, char* slot);
 
 }  // namespace hytrain_fx

@@ -31,7 +31,7 @@ int StreamedVisits::next(bool& ready) const {
 
 StreamedVisits::Arrays StreamedVisits::arrays_of(const HostStates& host) {
   Arrays arrays{host.low ? Array{host.low, 2} : Array{host.master, 4}};
-  for (int s = 0; s < kMaxStates; ++s) arrays[1 + s] = {host.states.at[s], 4};
+  for (int s = 0; s < kMaxStates; ++s) arrays[1 + s] = {host.states.at[s], host.states.width};
   return arrays;
 }
 
@@ -72,8 +72,8 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
   const HostStates& host = row.host;
   const Arrays arrays = arrays_of(host);
   const std::array<float*, 1 + kMaxStates>& at = upload.slot->at;
-  States states{};
-  for (int s = 0; s < kMaxStates; ++s) states.at[s] = host.states.at[s] ? at[1 + s] : nullptr;
+  States states = host.states.from(chunk.begin);
+  for (int s = 0; s < kMaxStates; ++s) states.at[s] = states.at[s] ? at[1 + s] : nullptr;
   const int64_t n = chunk.params(), weight_width = row.weight_bytes(), grad_width = bytes_of(row.device_grad_dtype());
   void* const weight = offset(row.spec.weight, chunk.begin * weight_width);
   auto record = [&](Lane lane) { return recording ? device.record(lane) : nullptr; };

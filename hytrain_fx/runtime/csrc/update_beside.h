@@ -44,52 +44,51 @@ inline void store_fence() {
 
 namespace detail {
 
-// Whether the lines will be written to: otherwise a store to a line fetched for reading asks for it
-// again.
-template <int writes>
-[[gnu::always_inline]] inline void prefetch_lines(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, writes);
-}
-
 [[gnu::always_inline]] inline void prefetch_beside(const void* grad, int64_t grad_width, const char* master, int64_t master_width,
                                                    const HostArrays& from, int64_t start) {
-  constexpr int64_t wide = sizeof(float);
   prefetch_lines<0>(static_cast<const char*>(grad) + start * grad_width, kBlock * grad_width);
   prefetch_lines<1>(master + start * master_width, kBlock * master_width);
   if (from.low) prefetch_lines<0>(from.low + start, kBlock * 2);
-  prefetch_lines<0>(from.states.at[0] + start, kBlock * wide);
-  if (from.states.at[1]) prefetch_lines<0>(from.states.at[1] + start, kBlock * wide);
+  prefetch_states<0>(from.states, start);
 }
 
 // `count` parameters from `start`, at most kBlock of them; arguments as in update_beside().
 [[gnu::always_inline]] inline void beside_block(const void* grad, Dtype grad_dtype, char* weight, char* kept, const HostArrays& from,
                                                 const HostArrays& to, int64_t start, int64_t count, const UpdateScalars& scalars,
                                                 UpdateBlock update) {
-  constexpr int64_t wide = sizeof(float);
   const int64_t master_width = from.low ? 2 : 4;
   const States source = from.states.from(start), target = to.states.from(start);
   alignas(64) float g[kBlock], p[kBlock], marked[kBlock], states[kMaxStates][kBlock];
-  alignas(64) uint16_t low[kBlock];
+  alignas(64) uint16_t low[kBlock], rounded[kBlock];
+  const bool wide = source.width == kWideState;
   read_gradient(grad, grad_dtype, start, g, count, scalars);
   for (int s = 0; s < kMaxStates; ++s) {
-    const bool joined = from.low && s == kTieState;
-    if (source.at[s] && !joined) std::memcpy(states[s], source.at[s], static_cast<size_t>(count * wide));
+    if (!source.at[s]) continue;
+    if (!wide) {
+      BF16::widen(static_cast<const uint16_t*>(source.at[s]), from.low && s == kTieState ? marked : states[s], count);
+    } else if (!from.low || s != kTieState) {
+      std::memcpy(states[s], source.at[s], static_cast<size_t>(count) * sizeof(float));
+    }
   }
   if (kept) stream_copy(kept, weight, count * master_width);
   if (from.low) {
-    join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, source.at[kTieState], p, states[kTieState], count);
+    const float* const with_signs = wide ? static_cast<const float*>(source.at[kTieState]) : marked;
+    join_master(reinterpret_cast<const uint16_t*>(weight), from.low + start, with_signs, p, states[kTieState], count);
   } else {
-    std::memcpy(p, weight, static_cast<size_t>(count * wide));
+    std::memcpy(p, weight, static_cast<size_t>(count) * sizeof(float));
   }
   update(g, p, states[0], source.at[1] ? states[1] : nullptr, source.at[2] ? states[2] : nullptr, count, scalars);
   if (from.low) {
     split_master(p, states[kTieState], reinterpret_cast<uint16_t*>(weight), low, marked, count);
     stream_copy(to.low + start, low, count * static_cast<int64_t>(sizeof(uint16_t)));
   } else {
-    std::memcpy(weight, p, static_cast<size_t>(count * wide));
+    std::memcpy(weight, p, static_cast<size_t>(count) * sizeof(float));
   }
   for (int s = 0; s < kMaxStates; ++s) {
-    if (target.at[s]) stream_copy(target.at[s], from.low && s == kTieState ? marked : states[s], count * wide);
+    if (!target.at[s]) continue;
+    const float* const left = from.low && s == kTieState ? marked : states[s];
+    if (!wide) round_state(s, left, rounded, count, source, scalars);
+    stream_copy(target.at[s], wide ? static_cast<const void*>(left) : rounded, count * target.width);
   }
 }
 

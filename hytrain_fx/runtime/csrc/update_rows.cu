@@ -11,10 +11,13 @@
 //                                                       gradients bf16 or fp32
 //     lion_rows_f32, lion_rows_bf16, lion_rows_f16      both the same
 //
+// and each with `_moments16` after it: states in bf16, rounded by chance (rounding.h).
+//
 // Launched without the CUDA runtime (cuLaunchKernel): one parameter, `Rows` by value; block
 // (kBlockThreads, 1, 1), no shared memory, grid (any x, number of rows); ceil(n / kBlockElements)
 // blocks in x is a good number. No array may overlap another, but out may be grad where both have
 // the same dtype.
+#include "random_bits.h"
 #include "update_scalars.h"
 
 namespace hytrain_fx {
@@ -69,6 +72,24 @@ __device__ __forceinline__ float read_gradient(typename Grad::Storage grad, cons
     }
   return (s.flags & kMaximize) ? -g : g;
 }
+
+// How states rest. `chance` is 16 uniform bits.
+struct Wide {
+  using Storage = float;
+  static __device__ float widen(float x) { return x; }
+  static __device__ float round(float x, unsigned int) { return x; }
+  static __device__ unsigned int bits(unsigned int, unsigned int) { return 0; }
+};
+
+struct Narrow {  // rounding.h
+  using Storage = Bits16;
+  static __device__ float widen(Bits16 x) { return BF16::widen(x); }
+  static __device__ Bits16 round(float x, unsigned int chance) {
+    const unsigned int bits = __float_as_uint(x);
+    return static_cast<Bits16>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : (bits + chance) >> 16);
+  }
+  static __device__ unsigned int bits(unsigned int element, unsigned int key) { return random_bits(element, key); }
+};
 
 // What a kernel does to one element, and which states it has besides the first. The letters are
 // those of adamw.h.
@@ -135,22 +156,58 @@ __device__ __forceinline__ void split_master(float p, Bits16& high, Bits16& low,
   v = __uint_as_float((__float_as_uint(v) & 0x7FFFFFFFu) | (((tail == 0x8000u) & odd) << 31));
 }
 
+struct Row {
+  const void* grad;
+  void* master;              // fp32; split kernels: `low`, the other half of the weight
+  void* states[kMaxStates];  // in the order of ir/states.py; null for those that it does not have
+  void* out;                 // the new weight; split kernels read it too, others take null for none
+  long long n;
+  UpdateScalars scalars;     // their key for rounding is the parameter's too
+  unsigned int first;        // number of the first element, for rounding
+  // not null and not zero there: the row stays unchanged (the loss scale was too large)
+  const float* skip;
+};
+
+// One element's states as fp32 for an update. A third state is fp32 always (ir/states.py).
+template <class State>
+struct Moments {
+  float m, v, vmax;
+  __device__ Moments(typename State::Storage first, typename State::Storage second, float third)
+      : m(State::widen(first)), v(State::widen(second)), vmax(third) {}
+  __device__ void leave(typename State::Storage& first, typename State::Storage& second, float& third, unsigned int bits) const {
+    first = State::round(m, bits & 0xFFFFu);
+    second = State::round(v, bits >> 16);
+    third = vmax;
+  }
+};
+
 // For kernels whose second state marks ties.
-template <class Step, class Grad>
-__device__ __forceinline__ void update_split(const void* grad_, Bits16* low, float* m, float* v, float* vmax, void* weight, long long n,
-                                             const UpdateScalars& s) {
-  const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
-  auto* high = static_cast<Bits16*>(weight);
+template <class Step, class Grad, class State>
+__device__ __forceinline__ void update_split(const Row& r) {
+  using Stored = typename State::Storage;
+  const UpdateScalars& s = r.scalars;
+  const auto* grad = static_cast<const typename Grad::Storage*>(r.grad);
+  auto *low = static_cast<Bits16*>(r.master), *high = static_cast<Bits16*>(r.out);
+  auto *m = static_cast<Stored*>(r.states[0]), *v = static_cast<Stored*>(r.states[1]);
+  auto* vmax = static_cast<float*>(r.states[2]);
   const bool third = Step::has_third(s);
   const bool vectors = aligned(grad) && aligned(low) && aligned(m) && aligned(v) && aligned(vmax) && aligned(high);
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
-  const long long whole = vectors ? n / kVector : 0;
+  const long long whole = vectors ? r.n / kVector : 0;
+  auto update = [&](typename Grad::Storage g, Bits16& high1, Bits16& low1, Stored& m1, Stored& v1, float& vmax1, long long at) {
+    Moments<State> moments(m1, v1, vmax1);
+    float p = join_master(high1, low1, moments.v);
+    Step::update(read_gradient<Grad>(g, s), p, moments.m, moments.v, moments.vmax, s);
+    split_master(p, high1, low1, moments.v);
+    moments.leave(m1, v1, vmax1, State::bits(r.first + static_cast<unsigned int>(at), s.rounding_key));
+  };
   for (long long i = thread; i < whole; i += threads) {
     const long long at = i * kVector;
     Pack<typename Grad::Storage> gs;
     Pack<Bits16> highs, lows;
-    Pack<float> ms, vs, vmaxs;
+    Pack<Stored> ms, vs;
+    Pack<float> vmaxs;
     gs.load(grad + at);
     highs.load(high + at);
     lows.load(low + at);
@@ -158,49 +215,51 @@ __device__ __forceinline__ void update_split(const void* grad_, Bits16* low, flo
     vs.load(v + at);
     if (third) vmaxs.load(vmax + at);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      float p = join_master(highs.value[k], lows.value[k], vs.value[k]);
-      Step::update(read_gradient<Grad>(gs.value[k], s), p, ms.value[k], vs.value[k], vmaxs.value[k], s);
-      split_master(p, highs.value[k], lows.value[k], vs.value[k]);
-    }
+    for (int k = 0; k < kVector; ++k) update(gs.value[k], highs.value[k], lows.value[k], ms.value[k], vs.value[k], vmaxs.value[k], at + k);
     highs.store(high + at);
     lows.store(low + at);
     ms.store(m + at);
     vs.store(v + at);
     if (third) vmaxs.store(vmax + at);
   }
-  for (long long i = whole * kVector + thread; i < n; i += threads) {
-    float largest = third ? vmax[i] : 0.0f, first = m[i], second = v[i];
-    float p = join_master(high[i], low[i], second);
-    Step::update(read_gradient<Grad>(grad[i], s), p, first, second, largest, s);
-    split_master(p, high[i], low[i], second);
-    m[i] = first;
-    v[i] = second;
+  for (long long i = whole * kVector + thread; i < r.n; i += threads) {
+    float largest = third ? vmax[i] : 0.0f;
+    update(grad[i], high[i], low[i], m[i], v[i], largest, i);
     if (third) vmax[i] = largest;
   }
 }
 
-template <class Step, class Grad, class Out>
-__device__ __forceinline__ void update_whole(const void* grad_, float* p, float* m, float* v, float* vmax, void* out_, long long n,
-                                             UpdateScalars s) {
-  const auto* grad = static_cast<const typename Grad::Storage*>(grad_);
-  auto* out = static_cast<typename Out::Storage*>(out_);
+template <class Step, class Grad, class Out, class State>
+__device__ __forceinline__ void update_whole(const Row& r) {
+  using Stored = typename State::Storage;
+  const UpdateScalars s = r.scalars;
+  const auto* grad = static_cast<const typename Grad::Storage*>(r.grad);
+  auto* p = static_cast<float*>(r.master);
+  auto* out = static_cast<typename Out::Storage*>(r.out);
+  auto *m = static_cast<Stored*>(r.states[0]), *v = static_cast<Stored*>(r.states[1]);
+  auto* vmax = static_cast<float*>(r.states[2]);
   const bool third = Step::has_third(s);
   const bool vectors = aligned(grad) && aligned(p) && aligned(m) && aligned(v) && aligned(vmax) && aligned(out);
   const long long thread = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   const long long threads = gridDim.x * static_cast<long long>(blockDim.x);
-  const long long whole = vectors ? n / kVector : 0;
+  const long long whole = vectors ? r.n / kVector : 0;
+  auto update = [&](typename Grad::Storage g, float& p1, Stored& m1, Stored& v1, float& vmax1, long long at) {
+    Moments<State> moments(m1, Step::has_second ? v1 : Stored{}, vmax1);
+    Step::update(read_gradient<Grad>(g, s), p1, moments.m, moments.v, moments.vmax, s);
+    moments.leave(m1, v1, vmax1, State::bits(r.first + static_cast<unsigned int>(at), s.rounding_key));
+  };
   for (long long i = thread; i < whole; i += threads) {
     const long long at = i * kVector;
     Pack<typename Grad::Storage> gs;
-    Pack<float> ps, ms, vs, vmaxs;
+    Pack<Stored> ms, vs;
+    Pack<float> ps, vmaxs;
     gs.load(grad + at);
     ps.load(p + at);
     ms.load(m + at);
     if (Step::has_second) vs.load(v + at);
     if (third) vmaxs.load(vmax + at);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) Step::update(read_gradient<Grad>(gs.value[k], s), ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], s);
+    for (int k = 0; k < kVector; ++k) update(gs.value[k], ps.value[k], ms.value[k], vs.value[k], vmaxs.value[k], at + k);
     ps.store(p + at);
     ms.store(m + at);
     if (Step::has_second) vs.store(v + at);
@@ -212,61 +271,49 @@ __device__ __forceinline__ void update_whole(const void* grad_, float* p, float*
       weights.store(out + at);
     }
   }
-  for (long long i = whole * kVector + thread; i < n; i += threads) {
-    float largest = third ? vmax[i] : 0.0f, weight = p[i], first = m[i], second = Step::has_second ? v[i] : 0.0f;
-    Step::update(read_gradient<Grad>(grad[i], s), weight, first, second, largest, s);
+  for (long long i = whole * kVector + thread; i < r.n; i += threads) {
+    float largest = third ? vmax[i] : 0.0f, weight = p[i];
+    Stored second = Step::has_second ? v[i] : Stored{};
+    update(grad[i], weight, m[i], second, largest, i);
     p[i] = weight;
-    m[i] = first;
     if (Step::has_second) v[i] = second;
     if (third) vmax[i] = largest;
     if (out != nullptr) out[i] = Out::narrow(weight);
   }
 }
 
-struct Row {
-  const void* grad;
-  float* master;        // split kernels: `low`, the other half of the weight
-  float* states[kMaxStates];  // in the order of ir/states.py; null for those that it does not have
-  void* out;            // the new weight; split kernels read it too, others take null for none
-  long long n;
-  UpdateScalars scalars;
-  // not null and not zero there: the row stays unchanged (the loss scale was too large)
-  const float* skip;
-};
-
 struct Rows {
   Row at[kRowsPerLaunch];
 };
-static_assert(sizeof(Row) == 128 && sizeof(Rows) <= 4096, "kernel parameters, as cuda_device.cpp packs them");
+static_assert(sizeof(Row) == 136 && sizeof(Rows) <= 4096, "kernel parameters, as cuda_device.cpp packs them");
 
 __device__ __forceinline__ bool left_out(const Row& row) { return row.skip != nullptr && *row.skip != 0.0f; }
 
 }  // namespace hytrain_fx
 
-#define UPDATE_ROWS(name, Step, Grad, Out)                                                                                       \
+#define UPDATE_ROWS(name, update)                                                                                                \
   extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) { \
-    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                                              \
-    if (hytrain_fx::left_out(r)) return;                                                                                         \
-    hytrain_fx::update_whole<hytrain_fx::Step, hytrain_fx::Grad, hytrain_fx::Out>(                                               \
-        r.grad, r.master, r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars);                                         \
+    using namespace hytrain_fx;                                                                                                  \
+    const Row& r = rows.at[blockIdx.y];                                                                                          \
+    if (!left_out(r)) update(r);                                                                                                 \
   }
 
-UPDATE_ROWS(adamw_rows_f32, AdamW, F32, F32)
-UPDATE_ROWS(adamw_rows_bf16, AdamW, BF16, BF16)
-UPDATE_ROWS(adamw_rows_f16, AdamW, F16, F16)
-UPDATE_ROWS(adamw_rows_f32_bf16, AdamW, F32, BF16)
+#define UPDATE_ROWS_WHOLE(name, Step, Grad, Out)                          \
+  UPDATE_ROWS(name, (update_whole<Step, Grad, Out, Wide>))                \
+  UPDATE_ROWS(name##_moments16, (update_whole<Step, Grad, Out, Narrow>))
 
-UPDATE_ROWS(lion_rows_f32, Lion, F32, F32)
-UPDATE_ROWS(lion_rows_bf16, Lion, BF16, BF16)
-UPDATE_ROWS(lion_rows_f16, Lion, F16, F16)
+UPDATE_ROWS_WHOLE(adamw_rows_f32, AdamW, F32, F32)
+UPDATE_ROWS_WHOLE(adamw_rows_bf16, AdamW, BF16, BF16)
+UPDATE_ROWS_WHOLE(adamw_rows_f16, AdamW, F16, F16)
+UPDATE_ROWS_WHOLE(adamw_rows_f32_bf16, AdamW, F32, BF16)
 
-#define UPDATE_ROWS_SPLIT(name, Step, Grad)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(hytrain_fx::kBlockThreads) name(const __grid_constant__ hytrain_fx::Rows rows) { \
-    const hytrain_fx::Row& r = rows.at[blockIdx.y];                                                                              \
-    if (hytrain_fx::left_out(r)) return;                                                                                         \
-    hytrain_fx::update_split<hytrain_fx::Step, hytrain_fx::Grad>(r.grad, reinterpret_cast<hytrain_fx::Bits16*>(r.master),        \
-                                                                 r.states[0], r.states[1], r.states[2], r.out, r.n, r.scalars);  \
-  }
+UPDATE_ROWS_WHOLE(lion_rows_f32, Lion, F32, F32)
+UPDATE_ROWS_WHOLE(lion_rows_bf16, Lion, BF16, BF16)
+UPDATE_ROWS_WHOLE(lion_rows_f16, Lion, F16, F16)
+
+#define UPDATE_ROWS_SPLIT(name, Step, Grad)                         \
+  UPDATE_ROWS(name, (update_split<Step, Grad, Wide>))               \
+  UPDATE_ROWS(name##_moments16, (update_split<Step, Grad, Narrow>))
 
 UPDATE_ROWS_SPLIT(adamw_rows_split, AdamW, BF16)
 UPDATE_ROWS_SPLIT(adamw_rows_split_f32, AdamW, F32)

@@ -33,7 +33,8 @@ struct UpdateScalars {
   float factors[kMaxFactors];
   unsigned int kernel;        // Kernel
   float beta1;                // Lion
+  unsigned int rounding_key;  // of seed and step, for states in 16 bits (random_bits.h)
 };
-static_assert(sizeof(UpdateScalars) == 64, "mirrored in Python");
+static_assert(sizeof(UpdateScalars) == 68, "mirrored in Python");
 
 }  // namespace hytrain_fx

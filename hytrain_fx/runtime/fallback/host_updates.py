@@ -59,8 +59,7 @@ class OpByOp:
         """Every row is."""
 
     def __call__(self, states: RowStates, scalars: UpdateScalars) -> None:
-        slot = _slot(states)
-        scalars.update_(slot, states.master, states.states, states.out)
+        states.update_(scalars, _slot(states), states.out)
 
 
 class DeepSpeedAdam:
@@ -81,10 +80,12 @@ class DeepSpeedAdam:
         self._staging = _empty(0)
 
     def require_supported(self, row: int, states: RowStates) -> None:
-        """Raises EngineError for amsgrad, and for other kernels' rows."""
+        """Raises EngineError for amsgrad, states in bf16, and other kernels' rows."""
         if states.table == ADAMW_DEFAULT or states.table.kernel is Kernel.NONE:
             return
-        what = "amsgrad" if states.table.kernel is Kernel.ADAMW else states.table.optimizer
+        what = states.table.optimizer
+        if states.table.kernel is Kernel.ADAMW:
+            what = "moments in bf16" if any(state.dtype == "bfloat16" for state in states.table.states) else "amsgrad"
         raise EngineError(f"row {row}: DeepSpeedCPUAdam has no {what}; leave that out, or use engine='native' or 'torch'")
 
     def __call__(self, states: RowStates, scalars: UpdateScalars) -> None:

@@ -225,5 +225,4 @@ def update_in_parts(states: RowStates, grad: torch.Tensor, weight: torch.Tensor 
     """
     for begin in range(0, grad.numel(), CHUNK_PARAMS):
         end = begin + CHUNK_PARAMS
-        part, out = states.part(begin, end), None if weight is None else weight[begin:end]
-        scalars.update_(grad[begin:end], part.master, part.states, out)
+        states.part(begin, end).update_(scalars, grad[begin:end], None if weight is None else weight[begin:end])

@@ -27,11 +27,13 @@ from hytrain_fx.runtime.native import build
 # Each is the default or implied by the intrinsics. They are repeated because one bit depends on
 # each.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", *limits.definitions())
-_HEADERS = ("update_scalars.h", "shared_limits.h")  # all that the sources include
+_HEADERS = ("update_scalars.h", "shared_limits.h", "random_bits.h")  # all that the sources include
 UPDATE_SOURCE = "update_rows.cu"
 _ALIKE = ("f32", "bf16", "f16")
 # As update_kernel of csrc/device.h numbers them.
-_UPDATES = (*(f"adamw_rows_{form}" for form in (*_ALIKE, "split", "f32_bf16", "split_f32")), *(f"lion_rows_{form}" for form in _ALIKE))
+_ADAMW = (*_ALIKE, "split", "f32_bf16", "split_f32")
+_WITH_FP32_STATES = (*(f"adamw_rows_{form}" for form in _ADAMW), *(f"lion_rows_{form}" for form in _ALIKE))
+_UPDATES = (*_WITH_FP32_STATES, *(f"{name}_moments16" for name in _WITH_FP32_STATES))
 
 
 @functools.cache
@@ -51,7 +53,8 @@ def update_functions(ordinal: int) -> list[int]:
     """CUfunction handles on device `ordinal` that update several rows.
 
     Gradients in fp32, bf16, fp16, the new weight in the same dtype; bf16 with masters in two halves
-    (split_master.py); bf16 weights with fp32 gradients, masters whole and in halves.
+    (split_master.py); bf16 weights with fp32 gradients, masters whole and in halves. Then the same
+    for states in bf16 (rounding.py).
 
     Raises EngineError when cuda.bindings is missing, or compiling or loading fails.
     """

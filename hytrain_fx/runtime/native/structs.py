@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 import torch
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.ir.limits import MAX_FACTORS, MAX_STATES, UPDATE_KERNELS
+from hytrain_fx.ir.limits import FP32_BYTES, MAX_FACTORS, MAX_STATES, UPDATE_KERNELS
 from hytrain_fx.runtime.engine import CommitItem, RowStates
 from hytrain_fx.runtime.scalars import ScalarsStruct, UpdateScalars
 
@@ -25,13 +25,19 @@ class CRowSpec(Structure):
     _fields_ = [("numel", c_int64), ("unit", c_int32), ("dtype", c_int32), ("weight", c_void_p)]
 
 
+class CStates(Structure):
+    """Addresses of a row's states, and what rounding of those in 16 bits takes."""
+
+    _fields_ = [("at", c_void_p * MAX_STATES), ("width", c_int32), ("first", c_uint32), ("key", c_uint32)]
+
+
 class CHostStates(Structure):
     """Addresses of states on the host."""
 
     _fields_ = [
         ("master", c_void_p),
         ("low", c_void_p),
-        ("states", c_void_p * MAX_STATES),
+        ("states", CStates),
         ("slot", c_void_p),
         ("out", c_void_p),
     ]
@@ -40,7 +46,7 @@ class CHostStates(Structure):
 class CDeviceStates(Structure):
     """Addresses of states on the device."""
 
-    _fields_ = [("master", c_void_p), ("states", c_void_p * MAX_STATES)]
+    _fields_ = [("master", c_void_p), ("states", CStates)]
 
 
 class CStagingMemory(Structure):
@@ -149,15 +155,18 @@ class FactorTable:
 
 
 def host_states(states: RowStates) -> CHostStates:
-    return CHostStates(states.master.data_ptr(), pointer(states.low), _addresses(states), pointer(states.slot), pointer(states.out))
+    return CHostStates(states.master.data_ptr(), pointer(states.low), c_states(states), pointer(states.slot), pointer(states.out))
 
 
 def device_states(states: RowStates) -> CDeviceStates:
-    return CDeviceStates(states.master.data_ptr(), _addresses(states))
+    return CDeviceStates(states.master.data_ptr(), c_states(states))
 
 
-def _addresses(states: RowStates) -> ctypes.Array[c_void_p]:
-    return (c_void_p * MAX_STATES)(*(state.data_ptr() for state in states.states))
+def c_states(states: RowStates) -> CStates:
+    """Where the states are, without the master."""
+    addresses = (c_void_p * MAX_STATES)(*(state.data_ptr() for state in states.states))
+    width = states.states[0].itemsize if states.states else FP32_BYTES
+    return CStates(addresses, width, states.place.first & 0xFFFFFFFF, states.place.key)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

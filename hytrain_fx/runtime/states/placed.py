@@ -26,6 +26,7 @@ from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
 from hytrain_fx.ir.shard import Shard
 from hytrain_fx.ir.states import Kernel, StateTable, StateTraffic
 from hytrain_fx.runtime.engine import Engine, RowStates
+from hytrain_fx.runtime.rounding import NO_PLACE, RoundingPlace
 from hytrain_fx.runtime.states.copied_weights import CopiedWeights
 from hytrain_fx.runtime.states.pieces import PieceRows, flat_memory
 from hytrain_fx.runtime.states.row_form import RowForm
@@ -43,6 +44,7 @@ class PlacedStates:
     tables    by parameter: the states that it has
     names     of the parameters, for messages
     shards    by number of a parameter that ranks update in shards: this rank's
+    origins   by parameter: where its first element here is, for rounding by chance
 
     pieces       the rows of each parameter
     placement    by row that is in use
@@ -57,6 +59,7 @@ class PlacedStates:
         engine: Engine,
         names: Sequence[str] = (),
         shards: Mapping[int, Shard] = MappingProxyType({}),
+        origins: Sequence[RoundingPlace] = (),
     ) -> None:
         self._weights = list(weights)
         self.copies = CopiedWeights()
@@ -65,6 +68,7 @@ class PlacedStates:
         self.arrangement = 0
         self._leaving: tuple[int, frozenset[int]] = (-1, frozenset())  # and the arrangement it is of
         self._tables = tuple(tables)
+        self._origins = origins or [NO_PLACE] * len(self._weights)
         self._engine = engine
         self._states: dict[int, RowStates] = {}
         self._slabs = UnitSlabs(self._weights[0].device, engine.workers, self._form, self._place_of)
@@ -183,7 +187,8 @@ class PlacedStates:
         """What a piece takes of memory, whether or not the parameter is cut so."""
         table = self._tables[piece.parameter]
         splits = table.tie is not None and self._engine.splits_masters
-        return RowForm(piece.numel, self._weights[piece.parameter].dtype, table, piece.parameter in self.copies, splits)
+        place = self._origins[piece.parameter].after(piece.begin)
+        return RowForm(piece.numel, self._weights[piece.parameter].dtype, table, piece.parameter in self.copies, splits, place)
 
     def _form(self, row: int) -> RowForm:
         return self.form_of(self.pieces.piece(row))

@@ -14,6 +14,7 @@ from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.states import Kernel, StateTable
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.own_states import OwnStates
+from hytrain_fx.runtime.rounding import NO_PLACE, RoundingPlace
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes, slab_bytes
 
 
@@ -26,6 +27,7 @@ class RowForm:
     table    the states that it has
     copied   the weight is a bf16 copy of an fp32 one
     splits   whether masters of bf16 weights are in two halves on the host
+    place    of its states in the model
     """
 
     numel: int
@@ -33,6 +35,7 @@ class RowForm:
     table: StateTable
     copied: bool
     splits: bool
+    place: RoundingPlace = NO_PLACE
 
     @property
     def table_bytes(self) -> int:
@@ -77,7 +80,7 @@ class RowForm:
         master, *states = (slab.take(self.numel, dtype) for dtype in (torch.float32, *self._dtypes))
         if self.splits and self.dtype == torch.bfloat16:
             high, low = master.view(torch.bfloat16)[: self.numel], master.view(torch.int16)[self.numel :]
-            return RowStates(self.table, high, tuple(states), low=low)
+            return RowStates(self.table, high, tuple(states), low=low, place=self.place)
         return self._states(master, states)
 
     def on_device(self, device: torch.device, weight: torch.Tensor) -> RowStates:
@@ -91,7 +94,7 @@ class RowForm:
 
     def _states(self, master: torch.Tensor, states: Iterable[torch.Tensor]) -> RowStates:
         own = OwnStates() if self.table.kernel is Kernel.NONE else None
-        return RowStates(self.table, master, tuple(states), own=own)
+        return RowStates(self.table, master, tuple(states), own=own, place=self.place)
 
     @property
     def _dtypes(self) -> list[torch.dtype]:

@@ -21,7 +21,7 @@ _TIE = 0x8000
 
 
 def join(high: torch.Tensor, low: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
-    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `marked` [n] fp32.
+    """The masters [n] fp32 of `high` [n] bf16, `low` [n] int16 and the signs of `marked` [n].
 
     All are on one device.
     """
@@ -31,7 +31,7 @@ def join(high: torch.Tensor, low: torch.Tensor, marked: torch.Tensor) -> torch.T
 
 
 def split(master: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`high`, `low` and the marked state of masters and a state, [n] fp32 each.
+    """`high`, `low` and the marked state of masters [n] fp32 and a state [n].
 
     The signs that the state had are lost.
     """
@@ -52,7 +52,7 @@ def whole_states(states: RowStates, device: torch.device) -> RowStates:
         return states
     marked = states.marked()
     unmarked = tuple(torch.empty_like(state) if state is marked else state for state in states.states)
-    whole = RowStates(states.table, torch.empty_like(marked), unmarked)
+    whole = RowStates(states.table, torch.empty_like(marked, dtype=torch.float32), unmarked, place=states.place)
     _join_into(whole, states, device)
     return whole
 
