@@ -220,7 +220,7 @@ def _explanation(session: Session) -> Explanation:
         node_runs=dict(session.nodes.runs),
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
         spent_us=_spent_us(session),
-        optimizer=() if session.rule is None else session.rule.notes,
+        optimizer=session.update.notes,
         guesses=guesses,
         copies=session.copies.in_words(),
         nonfinite=session.finite_steps.in_words(session.steps_done),

@@ -70,9 +70,9 @@ class Session:
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
         if self.ranks and kernel_update(optimizer):
             self.table = self.table.shared_among(self.ranks.size, self.ranks.rank)
-        self._update = OptimizerUpdate(optimizer, self.table, config.moments)
-        self.rule = self._update.rule
-        self.config = config = self._update.config(config)
+        self.update = OptimizerUpdate(optimizer, self.table, config.moments)
+        self.rule = self.update.rule
+        self.config = config = self.update.config(config)
         self.groups: list[dict[str, Any]] = optimizer.param_groups
         self.units = group_units(model, self.table.names)
         self.marks = StepMarks(self.table.device)
@@ -95,11 +95,11 @@ class Session:
     # ---- construction ----
 
     def _build(self, model: nn.Module) -> None:
-        self.states = self._update.make_states(self.engine, self.units)
-        self._probe = self._update.make_probe(self.engine)
+        self.states = self.update.make_states(self.engine, self.units)
+        self._probe = self.update.make_probe(self.engine)
         self.resources = Resources(self.states, self.table, self.engine, self.config, self.clock)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units)
-        self.builder = self._update.make_builder(self.states, self.nodes.gradients)
+        self.builder = self.update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
         self.finite_steps.use(self.config.on_nonfinite)

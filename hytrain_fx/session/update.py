@@ -20,7 +20,7 @@ from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.taking import SessionGradients
-from hytrain_fx.ir.states import MOMENTS, StateTable
+from hytrain_fx.ir.states import MOMENTS, MOMENTS_SEED, StateTable, moments_of
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec
@@ -85,6 +85,18 @@ class OptimizerUpdate:
         number_of = {id(p): number for number, p in enumerate(p for group in self._groups for p in group["params"])}
         begins = (self._table.shards[row].begin if row in self._table.shards else 0 for row in range(len(self._table)))
         return [RoundingPlace(parameter_key(number_of[id(p)]), begin) for p, begin in zip(self._table.parameters, begins, strict=True)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What `explain` says of the optimizer, in sentences."""
+        if self.rule is not None:
+            return self.rule.notes
+        narrow = [group for group in self._groups if moments_of(group)]
+        if not narrow:
+            return ()
+        seeds = sorted({int(group.get(MOMENTS_SEED, 0)) for group in narrow})
+        some = f" of {len(narrow)} of {len(self._groups)} parameter groups" if len(narrow) < len(self._groups) else ""
+        return (f"moments in bf16{some}, rounded by chance (seed {', '.join(map(str, seeds))}); masters stay exact",)
 
     def make_probe(self, engine: Engine) -> UpdateProbe:
         """What times this update on the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,10 +53,14 @@ class Operands:
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
 
     def clone(self) -> Operands:
-        return replace(self, **{name: tensor.clone() for name, tensor in self.tensors().items()})
+        return self._changed(torch.Tensor.clone, self.place)
 
     def cut(self, start: int, end: int) -> Operands:
-        return replace(self, place=self.place.after(start), **{name: tensor[start:end] for name, tensor in self.tensors().items()})
+        return self._changed(lambda tensor: tensor[start:end], self.place.after(start))
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor], place: RoundingPlace) -> Operands:
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
+        return replace(self, place=place, **changed)
 
     def narrow(self) -> Operands:
         """The same with moments in bf16."""

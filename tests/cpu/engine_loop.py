@@ -1,4 +1,4 @@
-"""A training loop on the bare engine: every bit is checked against `adamw_`.
+"""A training loop on the bare engine: every bit is checked against `RowStates.update_`.
 
 Gradients come from a generator, weights are on the "device".
 """
@@ -10,32 +10,46 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hytrain_fx.ir.states import ADAMW_DEFAULT
-from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, StateTable
+from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, RowStates
+from hytrain_fx.runtime.rounding import RoundingPlace, parameter_key
 from hytrain_fx.runtime.states.split_master import split, whole_states
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def host_states(weight: torch.Tensor, halves: bool = False) -> RowStates:
+NARROW = ADAMW.under({"moments": "bf16"})
+
+
+def host_states(weight: torch.Tensor, halves: bool = False, narrow: bool = False) -> RowStates:
     """States of a row on the host, whose master equals the weight.
 
-    With `halves`, for bf16, the master is in two halves.
+    With `halves`, for bf16, the master is in two halves. With `narrow`, moments are bf16.
     """
     master = weight.float().flatten().clone()
     slot = torch.zeros(weight.numel(), dtype=weight.dtype)
-    states = RowStates(ADAMW_DEFAULT, master, (torch.zeros_like(master), torch.zeros_like(master)), slot)
+    states = RowStates(*_table_and_states(master, narrow), slot, place=_place(weight))
     if not halves:
         return states if weight.dtype == torch.float32 else replace(states, out=torch.zeros_like(slot))
     high, low, marked = split(master, states.marked())
     return replace(states, master=high, low=low, states=(states.states[0], marked))
 
 
-def device_states(weight: torch.Tensor) -> RowStates:
+def _table_and_states(master: torch.Tensor, narrow: bool) -> tuple[StateTable, torch.Tensor, tuple[torch.Tensor, ...]]:
+    dtype = torch.bfloat16 if narrow else torch.float32
+    return NARROW if narrow else ADAMW_DEFAULT, master, tuple(torch.zeros_like(master, dtype=dtype) for _ in range(2))
+
+
+def _place(weight: torch.Tensor) -> RoundingPlace:
+    """As of a piece of some parameter; rows of different sizes have different ones."""
+    return RoundingPlace(parameter_key(weight.numel()), (1 << 32) - 100)
+
+
+def device_states(weight: torch.Tensor, narrow: bool = False) -> RowStates:
     """States of a row on the device; an fp32 weight is its own master."""
     master = weight.flatten() if weight.dtype == torch.float32 else weight.float().flatten()
-    return RowStates(ADAMW_DEFAULT, master, (torch.zeros_like(master).float(), torch.zeros_like(master).float()))
+    return RowStates(*_table_and_states(master, narrow), place=_place(weight))
 
 
 def assert_same_states(found: RowStates, expected: RowStates, of: str = "a row") -> None:
@@ -55,6 +69,7 @@ class EngineLoop:
     on_device: frozenset[int] = frozenset()
     streamed: frozenset[int] = frozenset()
     halves: bool = False
+    narrow: bool = False  # moments
     sends_weight: bool = False  # streamed rows, in halves: the weight goes home in each step
     states: list[RowStates] = field(default_factory=list)  # those on the host rest there; device rows have others
     weights: list[torch.Tensor] = field(default_factory=list)
@@ -68,13 +83,13 @@ class EngineLoop:
         for row, size in enumerate(self.sizes):
             weight = torch.randn(size).to(self.dtype)
             self.weights.append(weight)
-            self.reference.append(host_states(weight))
-            self.states.append(host_states(weight, self.halves and self.dtype == torch.bfloat16))
+            self.reference.append(host_states(weight, narrow=self.narrow))
+            self.states.append(host_states(weight, self.halves and self.dtype == torch.bfloat16, self.narrow))
             self.engine.add_row(RowSpec(size, row, weight))
             if self.sends_weight:
                 self.engine.send_weight(row, True)
             if row in self.on_device:
-                self.engine.place_on_device(row, device_states(weight))
+                self.engine.place_on_device(row, device_states(weight, self.narrow))
             elif row in self.streamed:
                 self.engine.place_streamed(row, replace(self.states[row], slot=None))
             else:
@@ -85,12 +100,13 @@ class EngineLoop:
         self.step_count += 1
         rows = list(range(len(self.sizes)))
         self.engine.wait(rows)
-        scalars = AdamScalars.of(GROUP, self.step_count, decoupled=True, torch_cuda=False)
+        group = {**GROUP, "moments": "bf16"} if self.narrow else GROUP
+        scalars = AdamScalars.of(group, self.step_count, decoupled=True, torch_cuda=False)
         hosted = [row for row in rows if row not in self.on_device | self.streamed]
         grads = {row: torch.randn(self.sizes[row]).to(self.dtype) for row in rows}
         for row in rows:  # now: after the commit the next wait() is not long in coming
             state = self.reference[row]
-            adamw_(grads[row], state.master, state.states, scalars)
+            state.update_(scalars, grads[row], None)
         for row in reversed(hosted):
             buffer = grads[row].clone()
             self.engine.grad_offload([row], [buffer])

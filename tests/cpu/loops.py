@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.runtime.rounding import parameter_key, random_bits
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 
@@ -36,12 +38,14 @@ class HandAdam(torch.optim.Optimizer):
     """AdamW (or Adam, where not `decoupled`) with the library's stated arithmetic, in torch ops.
 
     It updates one parameter after the other.
+
+    moments    "bf16" in a group or for all: both moments are bf16 tensors, rounded by chance
     """
 
-    def __init__(self, params: Iterable[Any], *, decoupled: bool = True, **hyper: Any) -> None:
+    def __init__(self, params: Iterable[Any], *, decoupled: bool = True, moments: str = "fp32", **hyper: Any) -> None:
         whole = torch.optim.AdamW([torch.zeros(1)], **hyper).defaults
         self._decoupled = decoupled
-        super().__init__(params, whole)
+        super().__init__(params, {**whole, "moments": moments})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -77,12 +81,35 @@ class HandAdam(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(step=0, master=p.detach().float().clone())
-            state.update({name: torch.zeros_like(p, dtype=torch.float32) for name in ("m", "v", "vmax")})
+            dtype = torch.bfloat16 if group["moments"] == "bf16" else torch.float32
+            state.update({name: torch.zeros_like(p, dtype=dtype) for name in ("m", "v", "vmax")})
         state["step"] += 1
         scalars = AdamScalars.of(group, state["step"], decoupled=self._decoupled, torch_cuda=p.is_cuda)
         assert p.grad is not None
         master = p.detach() if p.dtype == torch.float32 else state["master"]
-        adamw_(p.grad, master, (state["m"], state["v"], state["vmax"]), scalars, out=p)
+        wide = [state[name].float() for name in ("m", "v", "vmax")]
+        adamw_(p.grad, master, wide, scalars, out=p)
+        if group["moments"] == "bf16":
+            bits = self._random_bits(p, scalars.rounding_key)
+            wide = [rounded_by_chance(wide[0], bits & 0xFFFF), rounded_by_chance(wide[1], bits >> 16), wide[2]]
+        for name, value in zip(("m", "v", "vmax"), wide, strict=True):
+            state[name].copy_(value)
+
+    def _random_bits(self, p: torch.Tensor, step_key: int) -> torch.Tensor:
+        """In the order of the parameter's memory."""
+        number = next(n for n, one in enumerate(one for group in self.param_groups for one in group["params"]) if one is p)
+        flat = random_bits(torch.arange(p.numel(), device=p.device), step_key ^ parameter_key(number))
+        return flat.as_strided(p.shape, p.stride())
+
+
+def rounded_by_chance(values: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """The bf16 number below or above in magnitude: above where the rest of the bits and `chance`,
+    both of 0..0xFFFF, reach 0x10000 together.
+    """
+    bits = values.view(torch.int32)
+    below, rest = bits & ~0xFFFF, (bits & 0xFFFF).long()
+    found = torch.where(rest + chance >= 0x10000, below + 0x10000, below).view(torch.float32)
+    return torch.where(values.isnan(), values, found).to(torch.bfloat16)
 
 
 class TorchAdam(torch.optim.Optimizer):
@@ -159,6 +186,7 @@ class Twins:
         torch.manual_seed(0)
         self.ours, _ = make()
         self.plain.compile(dynamic=options.get("dynamic"), options=options.get("options"))
+        self._moments = options.get("moments", "fp32")
         self.first = weights(self.plain)
         trained = [p for p in self.ours.parameters() if p.requires_grad]
         _, self.optimizer = hytrain_fx.compile(self.ours, torch.optim.AdamW(trained, **HYPER), **options)
@@ -181,7 +209,8 @@ class Twins:
         empty = self.optimizer.state_dict()
         packed = [{"params": saved["params"], **first, **hyper} for saved, first in zip(empty["param_groups"], self._groups, strict=True)]
         self.optimizer.load_state_dict({"state": {}, "param_groups": packed})
-        return HandAdam([p for p in self.plain.parameters() if p.requires_grad], **{**HYPER, **hyper}), self.optimizer
+        trained = [p for p in self.plain.parameters() if p.requires_grad]
+        return HandAdam(trained, moments=self._moments, **{**HYPER, **hyper}), self.optimizer
 
     def agree(self, loop: Loop, **hyper: Any) -> list[float]:
         """Run the loop on both from the start: losses, weights and buffers have the same bits.
@@ -224,7 +253,8 @@ def compare(
         torch.manual_seed(0)
         model, batches = make()
         trained: list[Any] = groups(model) if groups is not None else [p for p in model.parameters() if p.requires_grad]
-        optimizer: Any = HandAdam(trained, decoupled=decoupled, **hyper) if not ours else kind(trained, **hyper)
+        by_hand = partial(HandAdam, decoupled=decoupled, moments=options.get("moments", "fp32"))
+        optimizer: Any = kind(trained, **hyper) if ours else by_hand(trained, **hyper)
         if ours:
             hytrain_fx.compile(model, optimizer, **options)
         else:

@@ -32,7 +32,7 @@ from .models import VOCABULARY, GptBlock
 from .rank_loops import backward_averaged, clipped_in_shards
 
 DTYPES = ("float32", "bfloat16", "autocast")  # autocast: fp32 parameters under autocast to bf16
-ADAMS = ("AdamW", "Adam", "AdamW amsgrad")
+ADAMS = ("AdamW", "Adam", "AdamW amsgrad", "AdamW moments")
 OPTIMIZERS = (*ADAMS, "SGD nesterov", "RMSprop", "Lion", "Adagrad")
 OPTIONS: dict[str, dict[str, Any]] = {
     "k=0": {"k": 0},
@@ -167,11 +167,12 @@ class Setup:
         return Composed(self.units, self.tied, self.width).to(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Matrices and vectors; if amsgrad is on, only the first group has it."""
-        amsgrad = {"amsgrad": True} if self.optimizer.endswith("amsgrad") else {}
+        """Matrices and vectors; amsgrad, or moments in bf16, is of the first group alone."""
+        kept: dict[str, dict[str, Any]] = {"amsgrad": {"amsgrad": True}, "moments": {"moments": "bf16"}}
+        flag = kept.get(self.optimizer.split()[-1], {})
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
-        return [{"params": of, **flag} for of, flag in ((matrices, amsgrad), (vectors, {})) if of]
+        return [{"params": of, **flag} for of, flag in ((matrices, flag), (vectors, {})) if of]
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The user's optimizer."""

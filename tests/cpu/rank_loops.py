@@ -31,7 +31,7 @@ from .loops import HYPER, HandAdam, assert_same, weights
 
 WIDTH, WORDS = 48, 40
 LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"),
-         ("evaluated", "bfloat16"), ("scaler", "float32"))
+         ("evaluated", "bfloat16"), ("scaler", "float32"), ("moments", "bfloat16"))
 STEPS = 5
 Found = dict[str, Any]
 Work = Callable[[int, int], Any]
@@ -150,7 +150,7 @@ def ours(rank: int, dtype: torch.dtype, loop: str, **options: Any) -> Found:
     Every second rank is slow.
     """
     model: Any = net(rank, dtype)
-    optimizer = compiled(model, **options)
+    optimizer = compiled(model, moments=moments_in(loop), **options)
     session = session_of(model)
     for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D) if rank % 2 else ():
         session.engine.set_delay(stage, 500)
@@ -161,6 +161,11 @@ def ours(rank: int, dtype: torch.dtype, loop: str, **options: Any) -> Found:
     found["states"] = [state["exp_avg_sq"].clone() for state in optimizer.state_dict()["state"].values()]
     hytrain_fx.close(model)
     return found
+
+
+def moments_in(loop: str) -> str:
+    """Ranks round shards by chance as one process does whole states."""
+    return "bf16" if loop == "moments" else "fp32"
 
 
 class AveragedByHand:
@@ -194,7 +199,8 @@ def by_hand(rank: int, size: int, dtype: torch.dtype, loop: str) -> Found:
             distributed.broadcast(tensor, 0)
     gradients = AveragedByHand(model, size)
     model.compile()
-    losses = _trained(model, HandAdam(model.parameters(), **HYPER), rank, loop, gradients.average, gradients.put_back,
+    optimizer = HandAdam(model.parameters(), moments=moments_in(loop), **HYPER)
+    losses = _trained(model, optimizer, rank, loop, gradients.average, gradients.put_back,
                       partial(clipped_in_shards, size))
     return {"losses": losses, "weights": weights(model)}
 

@@ -113,12 +113,14 @@ def test_training_with_it_is_near_native_training(update: DeepSpeedAdam) -> None
     assert losses["native"][-1] < losses["native"][0]
 
 
-def test_amsgrad_is_refused_before_training(update: DeepSpeedAdam) -> None:
-    """DeepSpeedCPUAdam has no amsgrad: states with a running maximum are refused when placed."""
+def test_states_that_it_does_not_have_are_refused_before_training(update: DeepSpeedAdam) -> None:
+    """States with a running maximum, and moments in bf16, are refused when placed."""
     states = host_states(torch.randn(10))
     with_maximum = replace(states, table=ADAMW, states=(*states.states, torch.zeros(10)))
     with pytest.raises(EngineError, match="row 3: DeepSpeedCPUAdam has no amsgrad"):
         update.require_supported(3, with_maximum)
+    with pytest.raises(EngineError, match="DeepSpeedCPUAdam has no moments in bf16"):
+        update.require_supported(3, host_states(torch.randn(10), narrow=True))
 
 
 def test_without_deepspeed_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

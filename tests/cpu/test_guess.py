@@ -39,10 +39,10 @@ class ClippedLoop:
     The lane to the host brings the factor.
     """
 
-    def __init__(self, engine: NativeEngine, sizes: tuple[int, ...], dtype: torch.dtype, amsgrad: bool) -> None:
+    def __init__(self, engine: NativeEngine, sizes: tuple[int, ...], dtype: torch.dtype, amsgrad: bool, narrow: bool = False) -> None:
         torch.manual_seed(0)
         self.engine, self.dtype, self.steps = engine, dtype, 0
-        self.group = GROUP | {"amsgrad": amsgrad}
+        self.group = GROUP | {"amsgrad": amsgrad, "moments": "bf16" if narrow else "fp32"}
         self.weights = [torch.randn(size).to(dtype) for size in sizes]
         self.reference = [self._states(weight, halves=False) for weight in self.weights]
         self.states: list[RowStates] = []
@@ -52,7 +52,7 @@ class ClippedLoop:
             engine.place_on_host(row, self.states[row])
 
     def _states(self, weight: torch.Tensor, halves: bool) -> RowStates:
-        states = host_states(weight, halves)
+        states = host_states(weight, halves, self.group["moments"] == "bf16")
         if not self.group["amsgrad"]:
             return states
         return replace(states, table=ADAMW, states=(*states.states, torch.zeros_like(states.states[0])))
@@ -91,7 +91,7 @@ class ClippedLoop:
             self.steps -= 1
         for row in () if left_out else rows:
             state = self.reference[row]
-            replace(scalars, factors=(factor,)).update_(self.grads[row], state.master, state.states)
+            state.update_(replace(scalars, factors=(factor,)), self.grads[row], None)
 
     def check(self) -> None:
         """Weights, masters and moments have the reference's bits."""
@@ -109,10 +109,12 @@ class ClippedLoop:
 
 
 @contextmanager
-def running(dtype: torch.dtype, shadow_bytes: int, sizes: tuple[int, ...] = SIZES, amsgrad: bool = False) -> Iterator[ClippedLoop]:
+def running(
+    dtype: torch.dtype, shadow_bytes: int, sizes: tuple[int, ...] = SIZES, amsgrad: bool = False, narrow: bool = False
+) -> Iterator[ClippedLoop]:
     engine = NativeEngine(CPU, 3, 40 << 20, 20.0, shadow_bytes=shadow_bytes)
     try:
-        yield ClippedLoop(engine, sizes, dtype, amsgrad)
+        yield ClippedLoop(engine, sizes, dtype, amsgrad, narrow)
     finally:
         engine.close()
 
@@ -124,13 +126,13 @@ def running(dtype: torch.dtype, shadow_bytes: int, sizes: tuple[int, ...] = SIZE
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
     late_us=st.sampled_from([0, 300, 3000, 20_000]),
     slow_worker_us=st.sampled_from([0, 0, 500]),
-    amsgrad=st.booleans(),
+    kept=st.sampled_from(["amsgrad", "fp32", "bf16"]),
 )
 def test_any_guess_gives_the_bits_of_waiting(
-    factors: list[float], slots: int, dtype: torch.dtype, late_us: int, slow_worker_us: int, amsgrad: bool
+    factors: list[float], slots: int, dtype: torch.dtype, late_us: int, slow_worker_us: int, kept: str
 ) -> None:
     """Factors stay or change, early or late, with room for all old states, for some or for none."""
-    with running(dtype, slots * SLOT_BYTES, (700_000, 300_000, 70_000, 900), amsgrad) as loop:
+    with running(dtype, slots * SLOT_BYTES, (700_000, 300_000, 70_000, 900), kept == "amsgrad", kept == "bf16") as loop:
         loop.engine.set_delay(Stage.CPU_UPDATE, slow_worker_us)
         for factor in factors:
             loop.step(factor, late_us)

@@ -35,8 +35,8 @@ def split_kernel_(o: Operands, high: torch.Tensor, low: torch.Tensor, scalars: A
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (high, low)]
     library = build.load(("kernels_c.cpp",), flags=flags)
     n = ctypes.c_int64(high.numel())
-    library.hytrain_fx_update_split_chunk(
-        ctypes.c_void_p(o.grad.data_ptr()), DTYPE_CODES[o.grad.dtype], *pointers, ctypes.byref(o.c_states), n, ctypes.byref(scalars.c_struct))
+    grad, states = ctypes.c_void_p(o.grad.data_ptr()), ctypes.byref(o.c_states)
+    library.hytrain_fx_update_split_chunk(grad, DTYPE_CODES[o.grad.dtype], *pointers, states, n, ctypes.byref(scalars.c_struct))
 
 
 @settings(deadline=None, max_examples=300)

@@ -48,19 +48,20 @@ def running(workers: int = 2) -> Iterator[NativeEngine]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     halves=st.booleans(),
     sends_weight=st.booleans(),
+    narrow=st.booleans(),
 )
 def test_any_mixture_of_placements_gives_the_same_bits(
     sizes: list[int], delays: dict[Stage, int], steps: int, places: list[str], dtype: torch.dtype, halves: bool,
-    sends_weight: bool,
+    sends_weight: bool, narrow: bool,
 ) -> None:
     """Weights are the reference's, for rows on the CPU, on the device and streamed.
 
-    Masters are whole or in halves, and any stage is slow.
+    Masters are whole or in halves, moments fp32 or bf16, and any stage is slow.
     """
     rows = range(len(sizes))
     on_device, streamed = (frozenset(r for r in rows if places[r] == letter) for letter in "gs")
     with running() as engine:
-        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed, halves, sends_weight)
+        loop = EngineLoop(engine, tuple(sizes), dtype, on_device, streamed, halves, narrow, sends_weight)
         for stage, mean_us in delays.items():
             engine.set_delay(stage, mean_us)
         for _ in range(steps):

@@ -35,7 +35,8 @@ void check(int status) {
 }
 
 struct Reference {  // whole, updated in order on the main thread
-  Floats master, m, v;
+  Floats master;
+  std::vector<char> m, v;  // as the row has them: fp32 or bf16
 };
 
 struct TrainedRow {
@@ -46,11 +47,16 @@ struct TrainedRow {
   Where where = kHost;
   std::vector<char> weight, slot, out, grad, kept;  // kept: the gradient on the device, where the states are there or streamed
   Halves high, low;
-  Floats master, m, v;
+  Floats master;
+  std::vector<char> m, v;
   Reference reference;
+  int32_t state_width = kWideState;
   int steps = 0;
   bool sends_weight = false;  // streamed: the upper half of a master comes home too; else it is read from the weight
   int64_t slot_width() const { return dtype == Dtype::kF32 || copied ? 4 : 2; }
+  States states(std::vector<char>& first, std::vector<char>& second) const {
+    return {{first.data(), second.data(), nullptr}, state_width, 4294967000u, static_cast<uint32_t>(n)};
+  }
   bool apart() const { return dtype == Dtype::kF16 && where == kHost; }  // the new weight has memory of its own there
   bool split() const { return dtype == Dtype::kBF16 && where != kDevice; }
 };
@@ -66,6 +72,16 @@ std::vector<char> narrowed(const Floats& values, Dtype dtype) {
   std::vector<char> bytes(values.size() * (dtype == Dtype::kF32 ? 4 : 2));
   detail::write_weight(values.data(), bytes.data(), dtype, 0, static_cast<int64_t>(values.size()));
   return bytes;
+}
+
+Floats wide(const TrainedRow& row, const std::vector<char>& state) {
+  Floats values(static_cast<size_t>(row.n));
+  if (row.state_width == kWideState) {
+    std::memcpy(values.data(), state.data(), state.size());
+  } else {
+    detail::BF16::widen(reinterpret_cast<const uint16_t*>(state.data()), values.data(), row.n);
+  }
+  return values;
 }
 
 class Run {
@@ -162,7 +178,9 @@ class Run {
     row.copied = number % 4 == 3;
     row.dtype = row.grad_dtype = row.copied ? Dtype::kBF16 : static_cast<Dtype>(number % 4);
     row.unit = number / 4;
-    row.reference = {normal(row.n, 1), Floats(row.n, 0.0f), Floats(row.n, 0.0f)};
+    row.state_width = number % 3 == 1 ? 2 : kWideState;
+    const std::vector<char> zeros(static_cast<size_t>(row.n * row.state_width));
+    row.reference = {normal(row.n, 1), zeros, zeros};
     row.weight = narrowed(row.reference.master, row.dtype);
     rows_.push_back(std::move(row));
     TrainedRow& kept = rows_.back();
@@ -185,11 +203,12 @@ class Run {
     if (row.split()) {
       row.high.resize(row.n);
       row.low.resize(row.n);
-      Floats v = row.v;
-      detail::split_master(master.data(), v.data(), row.high.data(), row.low.data(), row.v.data(), row.n);
+      Floats v = wide(row, row.v), marked(v.size());
+      detail::split_master(master.data(), v.data(), row.high.data(), row.low.data(), marked.data(), row.n);
+      row.v = row.state_width == kWideState ? narrowed(marked, Dtype::kF32) : narrowed(marked, Dtype::kBF16);
     }
-    HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr, {{row.m.data(), row.v.data(),
-                    nullptr}}, slot.data(), row.apart() ? out.data() : nullptr};
+    HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr,
+                    row.states(row.m, row.v), slot.data(), row.apart() ? out.data() : nullptr};
     if (where == kHost) {
       check(hytrain_place_on_host(engine_, number, &host));
     } else if (where == kStreamed) {
@@ -199,7 +218,7 @@ class Run {
       check(hytrain_place_streamed(engine_, number, &host));
     } else {
       float* at = row.dtype == Dtype::kF32 ? reinterpret_cast<float*>(row.weight.data()) : master.data();
-      DeviceStates device{at, {{row.m.data(), row.v.data(), nullptr}}};
+      DeviceStates device{at, row.states(row.m, row.v)};
       check(hytrain_place_on_device(engine_, number, &device));
     }
     row.master = std::move(master);
@@ -302,6 +321,7 @@ class Run {
       row.kept = std::vector<char>(row.where == kHost ? 0 : row.grad.size(), 2);
       if (row.where != kHost) item.grad = row.kept.data();
       UpdateScalars& s = item.scalars;
+      s.rounding_key = static_cast<uint32_t>(row.steps) * 0x9E3779B9u;
       s.decay = 0.999f;
       s.lerp = 0.1f;
       s.beta2 = 0.95f;
@@ -507,7 +527,7 @@ class Run {
     scalars.factors[0] = clip_;
     if (row.copied) scalars.flags |= kWideFactors;
     Reference& r = row.reference;
-    update_chunk(row.grad.data(), row.grad_dtype, r.master.data(), {{r.m.data(), r.v.data(), nullptr}}, nullptr, row.dtype, row.n, scalars);
+    update_chunk(row.grad.data(), row.grad_dtype, r.master.data(), row.states(r.m, r.v), nullptr, row.dtype, row.n, scalars);
     ++row.steps;
   }
 
@@ -589,13 +609,13 @@ class Run {
   void compare_states(const TrainedRow& row) const {
     const Reference& r = row.reference;
     compare(row.weight, narrowed(r.master, row.dtype), "a weight");
-    Floats master = row.master, v = row.v;
+    Floats master = row.master, v = wide(row, row.v);
     Halves high = row.high;
     if (row.split() && row.where == kStreamed && !row.sends_weight) std::memcpy(high.data(), row.weight.data(), row.weight.size());
-    if (row.split()) detail::join_master(high.data(), row.low.data(), row.v.data(), master.data(), v.data(), row.n);
+    if (row.split()) detail::join_master(high.data(), row.low.data(), wide(row, row.v).data(), master.data(), v.data(), row.n);
     if (!(row.where == kDevice && row.dtype == Dtype::kF32)) compare(master, r.master, "a master");
     compare(row.m, r.m, "m");
-    compare(v, r.v, "v");
+    compare(v, wide(row, r.v), "v");
   }
 
   template <class T>
