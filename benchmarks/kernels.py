@@ -5,7 +5,8 @@
 CPU: the C++ kernel (bf16 gradient in, bf16 weight out, fp32 states: 28 bytes of DRAM traffic a
 parameter) and torch._fused_adamw_ (fp32 gradient in, no 16-bit weight: also 28 bytes), by threads,
 from DRAM and, one thread, from a chunk of 64 Ki parameters in L2. GPU, where there is one: the CUDA
-kernel and torch._fused_adamw_. Rates are of the fastest repeat; GB/s counts the 28 bytes.
+kernel and torch._fused_adamw_. Ours with moments in fp32 and in bf16, which move 20 bytes. Rates
+are of the fastest repeat; GB/s counts these bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
-from hytrain_fx.ir.states import ADAMW_DEFAULT, UPDATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import ADAMW, StateTraffic
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
 from hytrain_fx.runtime.native import libraries
 from hytrain_fx.runtime.native.engine import NativeEngine
+from hytrain_fx.runtime.native.structs import c_states
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CHUNK_IN_L2 = 1 << 16
@@ -43,7 +46,9 @@ class Rate:
     gb_per_s: float
 
 
-def measure(kernel: str, device: str, threads: int, parameters: int, repeats: int, calls: int, step: Callable[[], object]) -> Rate:
+def measure(
+    kernel: str, device: str, threads: int, parameters: int, repeats: int, calls: int, step: Callable[[], object], moments: str = "fp32"
+) -> Rate:
     """Rate of `step`, which updates `parameters` parameters `calls` times, then returns.
 
     Its first run is not counted.
@@ -55,36 +60,46 @@ def measure(kernel: str, device: str, threads: int, parameters: int, repeats: in
         step()
         seconds.append(time.perf_counter() - start)
     rate = parameters * calls / min(seconds)
-    return Rate(kernel, device, threads, parameters, rate, rate * UPDATE_BYTES_PER_PARAM / 1e9)
+    moved_bytes = StateTraffic(ADAMW.under({"moments": moments}).bytes_per_param).device_bytes(1)
+    return Rate(kernel, device, threads, parameters, rate, rate * moved_bytes / 1e9)
 
 
-def states(parameters: int, device: str) -> list[torch.Tensor]:
-    """Master, m and v, [parameters] fp32 each."""
-    return [torch.full((parameters,), value, device=device) for value in (1.0, 0.01, 0.02)]
+def states(parameters: int, device: str, moments: str = "fp32") -> RowStates:
+    """Master [parameters] fp32, and both moments as a group's option `moments` has them."""
+    table = ADAMW.under({"moments": moments})
+    master, *of_table = (torch.full((parameters,), value, device=device) for value in (1.0, 0.01, 0.02))
+    return RowStates(table, master, tuple(state.to(getattr(torch, of.dtype)) for state, of in zip(of_table, table.states, strict=True)))
 
 
-def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1) -> Rate:
+def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1, moments: str = "fp32") -> Rate:
     """The C++ kernel, with each thread on a range of its own: ctypes releases the GIL.
 
     `calls` is the number of passes in one repeat.
     """
     function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
-    struct = AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=False).c_struct
+    struct = AdamScalars.of({**GROUP, "moments": moments}, 10, decoupled=True, torch_cuda=False).c_struct
     per_thread = parameters // threads
-    operands = [(torch.full((per_thread,), 0.01, dtype=torch.bfloat16), *states(per_thread, "cpu")) for _ in range(threads)]
+    operands = [(torch.full((per_thread,), 0.01, dtype=torch.bfloat16), states(per_thread, "cpu", moments)) for _ in range(threads)]
 
-    def update(tensors: tuple[torch.Tensor, ...]) -> None:
-        grad, master, m, v = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+    def update(of: tuple[torch.Tensor, RowStates]) -> None:
+        grad, master = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (of[0], of[1].master))
+        kept = ctypes.byref(c_states(of[1]))
         for _ in range(calls):
-            function(grad, 1, master, m, v, None, grad, 1, ctypes.c_int64(per_thread), ctypes.byref(struct))
+            function(grad, 1, master, kept, grad, 1, ctypes.c_int64(per_thread), ctypes.byref(struct))
 
     with ThreadPoolExecutor(threads) as pool:
-        return measure("hytrain_fx", "cpu", threads, per_thread * threads, repeats, calls, lambda: list(pool.map(update, operands)))
+        run = partial(pool.map, update, operands)
+        return measure(_named(moments), "cpu", threads, per_thread * threads, repeats, calls, lambda: list(run()), moments)
+
+
+def _named(moments: str) -> str:
+    return "hytrain_fx" if moments == "fp32" else f"hytrain_fx, moments in {moments}"
 
 
 def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls: int = 1) -> Rate:
     """torch._fused_adamw_ on fp32 gradients; `calls`: passes in one repeat."""
-    master, m, v = states(parameters, device)
+    of = states(parameters, device)
+    master, (m, v) = of.master, of.states
     grad, step = torch.full_like(master, 0.01), torch.tensor(10.0, device=device)
     if threads:
         torch.set_num_threads(threads)
@@ -101,17 +116,17 @@ def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls:
     return measure("torch._fused_adamw_", device, threads, parameters, repeats, calls, update)
 
 
-def cuda_kernel(parameters: int, repeats: int, calls: int) -> Rate:
+def cuda_kernel(parameters: int, repeats: int, calls: int, moments: str = "fp32") -> Rate:
     """The CUDA kernel as the engine launches it, `calls` times a repeat.
 
     It takes a bf16 gradient and writes a bf16 weight.
     """
-    master, m, v = states(parameters, "cuda")
-    grad = torch.full_like(master, 0.01, dtype=torch.bfloat16)
-    engine = NativeEngine(master.device, 1, RING_BYTES, TIMEOUT_S)
+    of = states(parameters, "cuda", moments)
+    grad = torch.full_like(of.master, 0.01, dtype=torch.bfloat16)
+    engine = NativeEngine(grad.device, 1, RING_BYTES, TIMEOUT_S)
     row = engine.add_row(RowSpec(parameters, 0, torch.empty_like(grad)))
-    engine.place_on_device(row, RowStates(ADAMW_DEFAULT, master, (m, v)))
-    item = CommitItem(row, AdamScalars.of(GROUP, 10, decoupled=True, torch_cuda=True), grad, at_end=True)
+    engine.place_on_device(row, of)
+    item = CommitItem(row, AdamScalars.of({**GROUP, "moments": moments}, 10, decoupled=True, torch_cuda=True), grad, at_end=True)
 
     def update() -> None:
         for _ in range(calls):
@@ -120,7 +135,7 @@ def cuda_kernel(parameters: int, repeats: int, calls: int) -> Rate:
         torch.cuda.synchronize()
 
     try:
-        return measure("hytrain_fx", "cuda", 0, parameters, repeats, calls, update)
+        return measure(_named(moments), "cuda", 0, parameters, repeats, calls, update, moments)
     finally:
         engine.close()
 
@@ -135,13 +150,16 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     threads = arguments.threads or [count for count in (1, 2, 4, 8, 16, 32) if count <= cores]
     n, repeats = arguments.parameters, arguments.repeats
-    rates = [cpu_kernel(CHUNK_IN_L2, 1, repeats, calls=200), torch_fused(CHUNK_IN_L2, "cpu", 1, repeats, calls=200)]
+    rates = [cpu_kernel(CHUNK_IN_L2, 1, repeats, 200, moments) for moments in ("fp32", "bf16")]
+    rates += [torch_fused(CHUNK_IN_L2, "cpu", 1, repeats, calls=200)]
     for count in threads:
-        rates += [cpu_kernel(n, count, repeats), torch_fused(n, "cpu", count, repeats)]
+        rates += [cpu_kernel(n, count, repeats, moments=moments) for moments in ("fp32", "bf16")]
+        rates.append(torch_fused(n, "cpu", count, repeats))
     machine = {"cpu": platform.processor() or platform.machine(), "cores": cores, "torch": torch.__version__}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
-        rates += [cuda_kernel(n, repeats, calls=10), torch_fused(n, "cuda", 0, repeats, calls=10)]
+        rates += [cuda_kernel(n, repeats, calls=10, moments=moments) for moments in ("fp32", "bf16")]
+        rates += [torch_fused(n, "cuda", 0, repeats, calls=10)]
     print(json.dumps({"machine": machine, "rates": [asdict(rate) for rate in rates]}, indent=1))
 
 

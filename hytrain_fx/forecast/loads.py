@@ -19,9 +19,11 @@ import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS, HALF_BYTES, TIMED_COPY_BYTES
-from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import ADAMW_DEFAULT, STATE_BYTES_PER_PARAM
 from hytrain_fx.runtime.arithmetic import AdamScalars
+from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.native import libraries
+from hytrain_fx.runtime.native.structs import c_states
 
 _BF16 = 1  # Dtype of csrc/adamw.h
 _GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -62,7 +64,8 @@ class KernelUpdates:
     def __init__(self, params: int) -> None:
         self._function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
         self._scalars = AdamScalars.of(_GROUP, 10, decoupled=True, torch_cuda=True).c_struct
-        self._states = [torch.rand(params).mul_(1e-3) for _ in range(3)]
+        master, *moments = (torch.rand(params).mul_(1e-3) for _ in range(3))
+        self._states = RowStates(ADAMW_DEFAULT, master, tuple(moments))
         self._slot = torch.full((params,), 1e-3, dtype=torch.bfloat16)
         self._params, self._at = params, 0
 
@@ -72,9 +75,10 @@ class KernelUpdates:
         The slot takes the new weight and is the next gradient: bits do not change the time.
         """
         count = min(CHUNK_PARAMS, self._params - self._at)
-        master, first, second = (ctypes.c_void_p(state.data_ptr() + 4 * self._at) for state in self._states)
-        slot = ctypes.c_void_p(self._slot.data_ptr() + 2 * self._at)
-        failed = self._function(slot, _BF16, master, first, second, None, slot, _BF16, ctypes.c_int64(count), ctypes.byref(self._scalars))
+        here = self._states.part(self._at, self._at + count)
+        master, slot = ctypes.c_void_p(here.master.data_ptr()), ctypes.c_void_p(self._slot.data_ptr() + 2 * self._at)
+        states = ctypes.byref(c_states(here))
+        failed = self._function(slot, _BF16, master, states, slot, _BF16, ctypes.c_int64(count), ctypes.byref(self._scalars))
         if failed:
             raise EngineError(f"the update kernel refused its operands (it returned {failed})")
         self._at = (self._at + count) % self._params

@@ -53,12 +53,12 @@ class Operands:
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
 
     def clone(self) -> Operands:
-        return self._changed(torch.Tensor.clone, self.place)
+        return self.changed(torch.Tensor.clone, self.place)
 
     def cut(self, start: int, end: int) -> Operands:
-        return self._changed(lambda tensor: tensor[start:end], self.place.after(start))
+        return self.changed(lambda tensor: tensor[start:end], self.place.after(start))
 
-    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor], place: RoundingPlace) -> Operands:
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor], place: RoundingPlace) -> Operands:
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
         return replace(self, place=place, **changed)
 

@@ -51,14 +51,15 @@ each_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
 def moved(o: Operands, device: torch.device | str) -> Operands:
-    return Operands(*(None if t is None else t.to(device) for t in vars(o).values()))  # type: ignore[arg-type]
+    return o.changed(lambda tensor: tensor.to(device), o.place)
 
 
 def cuda_kernel_(o: Operands, scalars: UpdateScalars, update: str = "adamw") -> None:
     """One row in one launch on torch's current stream, as csrc/cuda_device.cpp launches it."""
     driver = cuda_module.binding("driver")
     form = FORMS[o.grad.dtype, o.grad.dtype if o.out is None else o.out.dtype]
-    kernel = cuda_module.function(DEVICE.index, cuda_module.UPDATE_SOURCE, f"{update}_rows_{form}")
+    states = "" if o.m.dtype == torch.float32 else "_moments16"
+    kernel = cuda_module.function(DEVICE.index, cuda_module.UPDATE_SOURCE, f"{update}_rows_{form}{states}")
     rows = (Row * ROWS_PER_LAUNCH)(row_of(o, scalars, None))
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(rows))
     stream = torch.cuda.current_stream(DEVICE).cuda_stream

@@ -20,12 +20,19 @@ inline uint16_t round_by_chance(float value, uint32_t chance) {
   return static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : (bits + chance) >> 16);
 }
 
-// State number `s` of a block that begins where `of` says.
-inline void round_state(int s, const float* __restrict values, uint16_t* __restrict out, int64_t n, const States& of,
-                        const UpdateScalars& scalars) {
-  const uint32_t first = of.first, key = scalars.rounding_key ^ of.key, shift = s == 0 ? 0 : 16;
+// The first two states of a block that begins where `of` says; null for a second that is not there.
+// A third one does not rest in bf16 (ir/states.py).
+inline void round_states(const float* __restrict first, uint16_t* __restrict first_out, const float* __restrict second,
+                         uint16_t* __restrict second_out, int64_t n, const States& of, const UpdateScalars& scalars) {
+  const uint32_t element = of.first, key = scalars.rounding_key ^ of.key;
+  if (second_out == nullptr) {
+    for (int64_t i = 0; i < n; ++i) first_out[i] = round_by_chance(first[i], random_bits(element + static_cast<uint32_t>(i), key) & 0xFFFFu);
+    return;
+  }
   for (int64_t i = 0; i < n; ++i) {
-    out[i] = round_by_chance(values[i], (random_bits(first + static_cast<uint32_t>(i), key) >> shift) & 0xFFFFu);
+    const uint32_t bits = random_bits(element + static_cast<uint32_t>(i), key);
+    first_out[i] = round_by_chance(first[i], bits & 0xFFFFu);
+    second_out[i] = round_by_chance(second[i], bits >> 16);
   }
 }
 
@@ -43,9 +50,8 @@ class StateBlock {
   float* operator[](int state) const { return at_[state]; }
 
   void store(int64_t n, const UpdateScalars& scalars) const {
-    for (int s = 0; s < kMaxStates; ++s) {
-      if (here_.at[s] && here_.width != kWideState) round_state(s, at_[s], static_cast<uint16_t*>(here_.at[s]), n, here_, scalars);
-    }
+    if (here_.width == kWideState) return;
+    round_states(at_[0], static_cast<uint16_t*>(here_.at[0]), at_[1], static_cast<uint16_t*>(here_.at[1]), n, here_, scalars);
   }
 
  private:

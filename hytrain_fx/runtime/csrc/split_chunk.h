@@ -49,6 +49,19 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
   prefetch_states<1>(states, start);
 }
 
+// `count` parameters from `start`, at most kBlock of them; arguments as in update_split_chunk().
+[[gnu::always_inline]] inline void split_block(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states,
+                                               int64_t start, int64_t count, const UpdateScalars& scalars, UpdateBlock update) {
+  alignas(64) float g[kBlock], p[kBlock], positive_v[kBlock];
+  read_gradient(grad, grad_dtype, start, g, count, scalars);
+  const StateBlock here(states.from(start), count);
+  float* const marked = here[kTieState];
+  join_master(high + start, low + start, marked, p, positive_v, count);
+  update(g, p, here[0], positive_v, here[2], count, scalars);
+  split_master(p, positive_v, high + start, low + start, marked, count);
+  here.store(count, scalars);
+}
+
 }  // namespace detail
 
 // Updates n parameters in one pass on the calling thread. Reads `grad`, bf16 or fp32; updates high,
@@ -57,19 +70,14 @@ inline void split_master(const float* __restrict p, const float* __restrict posi
 inline void update_split_chunk(const void* grad, Dtype grad_dtype, uint16_t* high, uint16_t* low, const States& states, int64_t n,
                                const UpdateScalars& scalars) {
   const detail::UpdateBlock update = detail::block_of(scalars);
-  alignas(64) float g[detail::kBlock], p[detail::kBlock], positive_v[detail::kBlock];
-  for (int64_t start = 0; start < n; start += detail::kBlock) {
-    const int64_t count = n - start < detail::kBlock ? n - start : detail::kBlock;
+  int64_t start = 0;
+  // a length that the compiler knows: faster
+  for (; start + detail::kBlock <= n; start += detail::kBlock) {
     const int64_t ahead = start + detail::kAhead;
     if (ahead + detail::kBlock <= n) detail::prefetch_split_block(grad, grad_dtype, high, low, states, ahead);
-    detail::read_gradient(grad, grad_dtype, start, g, count, scalars);
-    const detail::StateBlock here(states.from(start), count);
-    float* const marked = here[kTieState];
-    detail::join_master(high + start, low + start, marked, p, positive_v, count);
-    update(g, p, here[0], positive_v, here[2], count, scalars);
-    detail::split_master(p, positive_v, high + start, low + start, marked, count);
-    here.store(count, scalars);
+    detail::split_block(grad, grad_dtype, high, low, states, start, detail::kBlock, scalars, update);
   }
+  if (start < n) detail::split_block(grad, grad_dtype, high, low, states, start, n - start, scalars, update);
 }
 
 }  // namespace hytrain_fx

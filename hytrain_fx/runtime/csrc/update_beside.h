@@ -59,7 +59,7 @@ namespace detail {
   const int64_t master_width = from.low ? 2 : 4;
   const States source = from.states.from(start), target = to.states.from(start);
   alignas(64) float g[kBlock], p[kBlock], marked[kBlock], states[kMaxStates][kBlock];
-  alignas(64) uint16_t low[kBlock], rounded[kBlock];
+  alignas(64) uint16_t low[kBlock], rounded[2][kBlock];
   const bool wide = source.width == kWideState;
   read_gradient(grad, grad_dtype, start, g, count, scalars);
   for (int s = 0; s < kMaxStates; ++s) {
@@ -84,11 +84,16 @@ namespace detail {
   } else {
     std::memcpy(weight, p, static_cast<size_t>(count) * sizeof(float));
   }
+  float* const second = from.low ? marked : states[kTieState];
+  if (!wide) {
+    round_states(states[0], rounded[0], second, target.at[1] ? rounded[1] : nullptr, count, source, scalars);
+    for (int s = 0; s < 2; ++s) {
+      if (target.at[s]) stream_copy(target.at[s], rounded[s], count * target.width);
+    }
+    return;
+  }
   for (int s = 0; s < kMaxStates; ++s) {
-    if (!target.at[s]) continue;
-    const float* const left = from.low && s == kTieState ? marked : states[s];
-    if (!wide) round_state(s, left, rounded, count, source, scalars);
-    stream_copy(target.at[s], wide ? static_cast<const void*>(left) : rounded, count * target.width);
+    if (target.at[s]) stream_copy(target.at[s], s == kTieState ? second : states[s], count * target.width);
   }
 }
 
