@@ -361,7 +361,7 @@ def _not_offloaded(session: Session) -> dict[int, str]:
 def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
     if session.ranks:
-        yield session.ranks.in_words()
+        yield session.ranks.in_words(session.table.part_in_words)
     done, captured = session.steps_done, session.planning.captured_steps
     if captured < done:
         why = ("its gradients came from elsewhere (another method than the model's call, which hytrain_fx.compile(model.method, optimizer) "

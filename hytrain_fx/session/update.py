@@ -19,28 +19,36 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.config import Config
 from hytrain_fx.gradients.taking import SessionGradients
-from hytrain_fx.ir.states import StateTable
+from hytrain_fx.ir.states import MASTER_ALONE, StateTable
+from hytrain_fx.runtime.any_optimizer.row_step import no_step
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec
 from hytrain_fx.runtime.launch import torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
+from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import KernelUpdate, kernel_update
 from hytrain_fx.session.commit import CommitBuilder
 
 
 class OptimizerUpdate:
-    """The update of one optimizer. `rule`: its own step, None where a kernel does it.
+    """The update of one optimizer, by this one of several ranks.
+
+    rule    its own step, None where a kernel does it
+    table   the parameters, with what each rank updates of them. Where steps set numbers that all
+            parameters share, every rank updates all, as it must see them
 
     Raises UnsupportedError where parameters cannot be stepped one by one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable) -> None:
-        self._table = table
+    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable, ranks: Ranks | None) -> None:
         self._groups = optimizer.param_groups
         self._kernel = kernel_update(optimizer)
         self.rule = None if self._kernel else UpdateRule(optimizer, table.parameters, table.names)
+        if ranks and not (self.rule and self.rule.sets):
+            table = table.shared_among(ranks.size, ranks.rank, whole=self.rule is not None)
+        self.table = table
 
     def config(self, config: Config) -> Config:
         """The options with the engine that can run it.
@@ -51,7 +59,7 @@ class OptimizerUpdate:
 
     def make_states(self, engine: Engine, units: Sequence[Unit]) -> StateStore:
         """A row of the engine for each parameter, and the states that the optimizer keeps of it."""
-        table, unit_of = self._table, unit_of_rows(units)
+        table, unit_of = self.table, unit_of_rows(units)
         states = StateStore(
             table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names, table.shards)
         for row, parameter in enumerate(table.parameters):
@@ -61,21 +69,21 @@ class OptimizerUpdate:
 
     def _tables(self) -> list[StateTable]:
         if self.rule is not None:
-            return [self.rule.table(row) for row in range(len(self._table))]
+            return [MASTER_ALONE if self.table.is_elsewhere(row) else self.rule.table(row) for row in range(len(self.table))]
         group_of = {id(p): group for group in self._groups for p in group["params"]}
-        return [self._by_kernel.table.under(group_of[id(p)]) for p in self._table.parameters]
+        return [self._by_kernel.table.under(group_of[id(p)]) for p in self.table.parameters]
 
     def make_probe(self, engine: Engine) -> UpdateProbe:
         """What times this update on the device."""
         if self.rule is not None:
-            return RuleProbe(engine, self._table.parameters, self.rule)
-        return UpdateProbe(engine, self._table.parameters, self._by_kernel)
+            return RuleProbe(engine, self.table.parameters, self.rule)
+        return UpdateProbe(engine, self.table.parameters, self._by_kernel)
 
     def make_builder(self, states: StateStore, gradients: SessionGradients) -> CommitBuilder:
         """What makes the items of each commit."""
         if self.rule is not None:
-            return RuleCommitBuilder(self._table, states, gradients, self.rule)
-        return CommitBuilder(self._table, states, gradients, self._by_kernel.scalars)
+            return RuleCommitBuilder(self.table, states, gradients, self.rule)
+        return CommitBuilder(self.table, states, gradients, self._by_kernel.scalars)
 
     @property
     def _by_kernel(self) -> KernelUpdate:
@@ -92,5 +100,6 @@ class RuleCommitBuilder(CommitBuilder):
 
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
         """With what each row's update runs; the groups have then what the step sets there."""
-        steps = self._rule.steps(list(groups), {item.row: self._states[item.row] for item in items})
-        return [item._replace(step=steps[item.row]) for item in items]
+        here = {item.row: self._states[item.row] for item in items if not self._table.is_elsewhere(item.row)}
+        steps = self._rule.steps(list(groups), here, may_set=not self._table.shards)
+        return [item._replace(step=steps.get(item.row, no_step)) for item in items]

@@ -183,7 +183,7 @@ def describe(
 
 
 def _moved_bytes(row: InspectedRow, params: int, updates: bool) -> int:
-    return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // row.numel
+    return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // max(row.numel, 1)
 
 
 def _collective(op: str, own: Sequence[InspectedRow]) -> str:
