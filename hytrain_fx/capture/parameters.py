@@ -75,12 +75,17 @@ class ParameterTable:
         """Whether another rank updates all of this parameter."""
         return row in self.shards and self.shards[row].is_elsewhere
 
+    @cached_property
+    def has_owners(self) -> bool:
+        """Whether each large parameter is updated by one of several ranks."""
+        return any(shard.owner is not None for shard in self.shards.values())
+
     @property
     def part_in_words(self) -> str:
         """What one of several ranks updates, for `explain`."""
         if not self.shards:
             return "every parameter"
-        if any(shard.owner is not None for shard in self.shards.values()):
+        if self.has_owners:
             return "the matrices that it owns and keeps their states, and the next forward gets new weights from their owners"
         return "its shard of every matrix and keeps that shard's states, and the next forward gathers the new weights"
 

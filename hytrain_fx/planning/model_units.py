@@ -60,9 +60,16 @@ class ModelUnits:
         return tuple(sorted(map(self._here, itertools.chain.from_iterable(of_units))))
 
     def _here(self, placed: PlacedPiece) -> PlacedPiece:
-        """A parameter that another rank updates has no elements here, and waits for no copy."""
-        parameter = placed.piece.parameter
-        return PlacedPiece(Piece(parameter, 0, 0), Placement.GPU) if self._table.is_elsewhere(parameter) else placed
+        """With what parameters that have owners ask for.
+
+        One that another rank updates has no elements here, and waits for no copy. What every rank
+        updates rests on the device: the ranks' plans differ, and a step without a kernel may have
+        other bits on the host.
+        """
+        table, parameter = self._table, placed.piece.parameter
+        if table.is_elsewhere(parameter):
+            return PlacedPiece(Piece(parameter, 0, 0), Placement.GPU)
+        return PlacedPiece(placed.piece, Placement.GPU) if table.has_owners and parameter not in table.shards else placed
 
     def _unit(self, index: int, number: int) -> Unit:
         unit = self._registered[number]

@@ -59,11 +59,13 @@ def run_ours(rank: int, loop: Callable[[Run], None], name: str, dtype: torch.dty
     for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D) if rank % 2 else ():
         session.engine.set_delay(stage, 300)
     clip = lambda of: float(clip_grad_norm_(of.parameters(), 0.5))  # noqa: E731
-    run = Run(model, optimizer, rank, clip, draw=random.Random(rank), places=PLACES)
+    # On a GPU only updates there have the bits of a loop there.
+    run = Run(model, optimizer, rank, clip, draw=random.Random(rank), places=PLACES if session.table.device.type == "cpu" else PLACES[1:])
     loop(run)
     states = session.states
+    of_all = {states.placement[row] for row in range(len(session.table)) if row not in session.table.shards}
     kept = [row for row in session.table.shards if states[row].master.numel() or (of := states[row].own) is None or of.entry]
-    found = {"seen": run.seen, "weights": weights(model), "owned": len(session.table.shards), "kept": kept,
+    found = {"seen": run.seen, "weights": weights(model), "owned": len(session.table.shards), "kept": kept, "of_all": of_all,
              "text": hytrain_fx.explain(model).details(), "inspected": str(hytrain_fx.inspect(model))}
     hytrain_fx.close(model)
     return found

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.config import OnNonfinite
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.shard import Shard, owners
 from hytrain_fx.runtime.shard_layout import ShardLayouts
 
@@ -37,6 +38,7 @@ def test_every_loop_has_the_bits_of_averaging_by_hand(name: str, tmp_path: Path)
     for loop in ranks[0]:
         (_, first), (_, second) = (rank[loop] for rank in ranks)
         assert first["owned"] == MATRICES
+        assert first["of_all"] == second["of_all"] == (set() if name == "Muon" else {Placement.GPU})  # the same bits on every rank
         assert sorted(first["kept"] + second["kept"]) == sorted({*first["kept"], *second["kept"]})  # nothing is kept twice
         assert min(len(first["kept"]), len(second["kept"])) > 0
         assert "each rank updates the matrices that it owns" in " ".join(first["text"].split())
