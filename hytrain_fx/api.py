@@ -252,7 +252,8 @@ def _inspection(session: Session) -> Inspection:
     table, states = session.table, session.states
     rows = tuple(
         InspectedRow(name, names[unit_of[row]], states.travelling_bytes(row), states.params_by_place(row), states.traffic([row]),
-                     table.parameters[row].nbytes if session.ranks else 0, row in table.shards)
+                     table.parameters[row].nbytes if session.ranks else 0, row in table.shards and not table.has_owners,
+                     row in table.shards and table.has_owners)
         for row, name in enumerate(table.names)
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)

@@ -22,6 +22,7 @@ from hytrain_fx.api import session_of
 from hytrain_fx.config import OnNonfinite
 from hytrain_fx.errors import NonFiniteGradientError, UnsupportedError
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.any_optimizer.row_step import own_of
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import TorchAdam, weights
@@ -64,9 +65,10 @@ def run_ours(rank: int, loop: Callable[[Run], None], name: str, dtype: torch.dty
     loop(run)
     states = session.states
     of_all = {states.placement[row] for row in range(len(session.table)) if row not in session.table.shards}
-    kept = [row for row in session.table.shards if states[row].master.numel() or (of := states[row].own) is None or of.entry]
+    kept = [row for row in session.table.shards if states[row].master.numel() or own_of(states[row]).entry]
+    graphs = hytrain_fx.inspect(model)
     found = {"seen": run.seen, "weights": weights(model), "owned": len(session.table.shards), "kept": kept, "of_all": of_all,
-             "text": hytrain_fx.explain(model).details(), "inspected": str(hytrain_fx.inspect(model))}
+             "text": hytrain_fx.explain(model).details(), "nodes": [node.note for graph in graphs for node in graphs.nodes(graph)]}
     hytrain_fx.close(model)
     return found
 

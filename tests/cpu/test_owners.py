@@ -42,6 +42,8 @@ def test_every_loop_has_the_bits_of_averaging_by_hand(name: str, tmp_path: Path)
         assert sorted(first["kept"] + second["kept"]) == sorted({*first["kept"], *second["kept"]})  # nothing is kept twice
         assert min(len(first["kept"]), len(second["kept"])) > 0
         assert "each rank updates the matrices that it owns" in " ".join(first["text"].split())
+        nodes = " ".join(first["nodes"])
+        assert loop.startswith("all_eager") or ("reduced to their owners" in nodes and "from their owners" in nodes)
 
 
 @pytest.mark.sample(0)
