@@ -255,7 +255,8 @@ def _inspection(session: Session) -> Inspection:
     table, states = session.table, session.states
     rows = tuple(
         InspectedRow(name, names[unit_of[row]], states.travelling_bytes(row), states.params_by_place(row), states.traffic([row]),
-                     table.parameters[row].nbytes if session.ranks else 0, row in table.shards)
+                     table.parameters[row].nbytes if session.ranks else 0, row in table.shards and not table.has_owners,
+                     row in table.shards and table.has_owners)
         for row, name in enumerate(table.names)
     )
     graphs = tuple(InspectedGraph(g.index, str(g.kind), g.rewrite.passes, g.rewrite.nodes) for g in session.capture.graphs)
@@ -364,7 +365,7 @@ def _not_offloaded(session: Session) -> dict[int, str]:
 def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
     if session.ranks:
-        yield session.ranks.in_words()
+        yield session.ranks.in_words(session.table.part_in_words)
     done, captured = session.steps_done, session.planning.captured_steps
     if captured < done:
         why = ("its gradients came from elsewhere (another method than the model's call, which hytrain_fx.compile(model.method, optimizer) "

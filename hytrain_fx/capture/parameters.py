@@ -17,7 +17,7 @@ from torch import nn
 
 from hytrain_fx.capture.parallel_wrappers import require_unwrapped
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.ir.shard import Shard, shard_of
+from hytrain_fx.ir.shard import Shard, owners, shard_of
 from hytrain_fx.runtime.states.store import is_dense
 from hytrain_fx.runtime.updates import kernel_update
 
@@ -59,10 +59,35 @@ class ParameterTable:
     def __len__(self) -> int:
         return len(self.names)
 
-    def shared_among(self, ranks: int, rank: int) -> ParameterTable:
-        """The same, each large parameter updated in shards by so many ranks."""
+    def shared_among(self, ranks: int, rank: int, *, whole: bool = False) -> ParameterTable:
+        """The same, each large parameter updated in shards by so many ranks.
+
+        whole   each is updated by one rank instead, its owner
+        """
         found = {row: shard_of(parameter.shape, rank, ranks) for row, parameter in enumerate(self.parameters)}
-        return replace(self, shards={row: shard for row, shard in found.items() if shard is not None})
+        shards = {row: shard for row, shard in found.items() if shard is not None}
+        if whole:
+            owner_of = owners({row: self.parameters[row].nbytes for row in shards}, ranks)
+            shards = {row: replace(shard, owner=owner_of[row]) for row, shard in shards.items()}
+        return replace(self, shards=shards)
+
+    def is_elsewhere(self, row: int) -> bool:
+        """Whether another rank updates all of this parameter."""
+        return row in self.shards and self.shards[row].is_elsewhere
+
+    @cached_property
+    def has_owners(self) -> bool:
+        """Whether each large parameter is updated by one of several ranks."""
+        return any(shard.owner is not None for shard in self.shards.values())
+
+    @property
+    def part_in_words(self) -> str:
+        """What one of several ranks updates, for `explain`."""
+        if not self.shards:
+            return "every parameter"
+        if self.has_owners:
+            return "the matrices that it owns and keeps their states, and the next forward gets new weights from their owners"
+        return "its shard of every matrix and keeps that shard's states, and the next forward gathers the new weights"
 
 
 def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterTable:

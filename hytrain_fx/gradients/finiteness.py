@@ -81,4 +81,5 @@ class Finiteness:
 
 
 def _largest_of(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return norm_of_each(grads, grads, float("inf"), foreach=True) if grads else ()
+    norms = iter(norm_of_each(filled, filled, float("inf"), foreach=True) if (filled := [grad for grad in grads if grad.numel()]) else ())
+    return [next(norms) if grad.numel() else grad.new_zeros(()) for grad in grads]

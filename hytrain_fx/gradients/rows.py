@@ -146,7 +146,12 @@ def norm_of_each(
 
 
 def norm_of_shard(shard: torch.Tensor, order: float) -> torch.Tensor:
-    """Of what is part of a gradient: in fp32, since the whole's is rounded once."""
+    """Of what is part of a gradient: in fp32, since the whole's is rounded once.
+
+    That of an empty shard changes no norm that it goes into.
+    """
+    if not shard.numel():
+        return shard.new_full((), 0.0 if order >= 0 else torch.inf, dtype=torch.float32)
     norm: torch.Tensor = torch.linalg.vector_norm(shard, order, dtype=torch.float32)
     return norm
 

@@ -57,11 +57,24 @@ class ModelUnits:
         validate(plan, units)
         of_units = (pieces_of_unit(plan, unit.index, list(zip(self.rows_of(unit), unit.param_numels, strict=True)), self._states.is_whole)
                     for unit in units)
-        return tuple(sorted(itertools.chain.from_iterable(of_units)))
+        return tuple(sorted(map(self._here, itertools.chain.from_iterable(of_units))))
+
+    def _here(self, placed: PlacedPiece) -> PlacedPiece:
+        """With what parameters that have owners ask for.
+
+        One that another rank updates has no elements here, and waits for no copy. What every rank
+        updates rests on the device: the ranks' plans differ, and a step without a kernel may have
+        other bits on the host.
+        """
+        table, parameter = self._table, placed.piece.parameter
+        if table.is_elsewhere(parameter):
+            return PlacedPiece(Piece(parameter, 0, 0), Placement.GPU)
+        return PlacedPiece(placed.piece, Placement.GPU) if table.has_owners and parameter not in table.shards else placed
 
     def _unit(self, index: int, number: int) -> Unit:
         unit = self._registered[number]
-        numels = tuple(self._table.homes[row].numel() for row in unit.rows)
+        # Planning knows no empty units: what another rank updates counts as one element.
+        numels = tuple(max(self._table.homes[row].numel(), 1) for row in unit.rows)
         flops = {"forward": 0.0, "backward": 0.0}
         for graph in () if self.capture is None else self.capture.graphs:
             if graph.kind in flops:
@@ -73,7 +86,7 @@ class ModelUnits:
             param_names=tuple(self._table.names[row] for row in unit.rows),
             param_numels=numels,
             grain_params=0 if any(map(self._states.is_whole, unit.rows)) else CHUNK_PARAMS,
-            grad_bytes=sum(map(self._states.travelling_bytes, unit.rows)),
+            grad_bytes=max(sum(map(self._states.travelling_bytes, unit.rows)), 1),
             traffic=self._states.traffic(unit.rows),
             forward_flops=flops["forward"],
             backward_flops=flops["backward"],
@@ -92,7 +105,7 @@ class StateSizes:
         self._homes = table.homes
         self._states = states
         self._rows = range(len(table))
-        self._numel = sum(home.numel() for home in table.homes)
+        self._numel = max(sum(home.numel() for home in table.homes), 1)
 
     def device_bytes_per_param(self) -> float:
         """States, and the gradient that stays on the device until its update has run."""

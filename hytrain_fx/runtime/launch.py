@@ -114,7 +114,9 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
             warnings.warn(f"the native engine is not available, the slower torch engine is used: {error}", HytrainWarning, stacklevel=4)
     from hytrain_fx.runtime.fallback.engine import TorchEngine
 
-    with threads_on(allowed_cpus()):
+    topology = read_topology(device)
+    # Its worker takes torch's threads with it.
+    with threads_on(allowed_cpus() if topology is None else cpus_for(topology, torch.get_num_threads())):
         return TorchEngine(device, ring_bytes, config.timeout_s, adam=config.engine)
 
 

@@ -7,6 +7,7 @@
     mean_shards               the same, and each rank gets its shards alone
     gather                    each rank's shards come to all ranks
     send                      what these three have packed goes, and is timed in a recording
+    from_owner                what one rank has comes to all ranks
 
 A collective that one rank does not come to would hang the others. So all of them are called by the
 launching thread, in an order that the ranks agree on first. What they tell each other goes over a
@@ -33,6 +34,7 @@ from torch import distributed, nn
 from hytrain_fx.errors import ConfigError, RankError
 from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.collective_times import CollectiveTimes
+from hytrain_fx.runtime.own_states import leaves, map_leaves
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
 from hytrain_fx.torch_private.process_groups import all_gather, reduce_scatter, time_limit
@@ -78,6 +80,18 @@ class Packed(NamedTuple):
     send: Callable[[], list[torch.Tensor]]
 
 
+class _Form(NamedTuple):
+    """A tensor without its elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _without_memory(leaf: Any) -> Any:
+    return _Form(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
 class Ranks:
     """One rank's view of the group.
 
@@ -88,6 +102,7 @@ class Ranks:
     def __init__(self, group: Any, device: torch.device) -> None:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self.times = CollectiveTimes(device)
+        self._device = device
         # Collectives of the loop's own, on the group that it gave, may come between ours at another
         # place on each rank (async_save's come at any time). So ours have a group to themselves.
         # Ranks outside the group do not make these calls, so they must not wait for them
@@ -107,10 +122,10 @@ class Ranks:
 
         return DeviceMesh.from_group(self._control, "cpu")
 
-    def in_words(self) -> str:
-        """For `explain`."""
+    def in_words(self, updates: str) -> str:
+        """For `explain`. `updates`: what each rank updates."""
         return (f"{self.size} ranks train together, this is rank {self.rank}: gradients are averaged as the backward makes them, each rank "
-                "updates its shard of every matrix and keeps that shard's states, and the next forward gathers the new weights")
+                f"updates {updates}")
 
     def start_alike(self, model: nn.Module) -> None:
         """Give this model the weights and buffers of rank 0.
@@ -209,10 +224,17 @@ class Ranks:
         bucket.div_(self.size)
 
         def send() -> list[torch.Tensor]:
-            own = bucket.new_empty(layout.each)
-            add = partial(reduce_scatter, own, bucket, group=self._group, async_op=True)
-            self._run(f"the gradients of {of} and others", add)
-            return layout.shards(own)
+            what = f"the gradients of {of} and others"
+            if layout.is_even:
+                own = bucket.new_empty(layout.lengths[self.rank])
+                self._run(what, partial(reduce_scatter, own, bucket, group=self._group, async_op=True))
+                return layout.shards(own)
+            parts = layout.parts(bucket)
+            parts[self.rank] = parts[self.rank].clone()  # what is given keeps no other rank's part alive
+            for rank, part in enumerate(parts):
+                if part.numel():
+                    self._run(what, partial(distributed.reduce, part, group=self._group, group_dst=rank, async_op=True))
+            return layout.shards(parts[self.rank])
 
         return Packed(bucket, send)
 
@@ -227,7 +249,12 @@ class Ranks:
         bucket, own = layout.pack_own(wholes)
 
         def send() -> list[torch.Tensor]:
-            self._run(of, partial(all_gather, bucket, own, group=self._group, async_op=True))
+            if layout.is_even:
+                self._run(of, partial(all_gather, bucket, own, group=self._group, async_op=True))
+            else:
+                for rank, part in enumerate(layout.parts(bucket)):
+                    if part.numel():
+                        self._run(of, partial(distributed.broadcast, part, group=self._group, group_src=rank, async_op=True))
             layout.unpack_others(bucket, wholes)
             return list(wholes)
 
@@ -244,6 +271,27 @@ class Ranks:
             return [of.send() for of in packed]
         with self.times.around(kind, row, sum(of.bucket.nbytes for of in packed)):
             return [of.send() for of in packed]
+
+    def from_owner(self, owner: int, own: Any, of: str) -> Any:
+        """What one rank has, on every rank: a nest of values, its tensors on the CPU.
+
+        own   of the owner; other ranks' is not read
+
+        Raises RankError as `mean` does.
+        """
+        form = self.of_all(of, map_leaves(own, _without_memory) if self.rank == owner else None)[owner]
+        tensors = iter([leaf for leaf in leaves(own) if isinstance(leaf, torch.Tensor)] if self.rank == owner else ())
+
+        def brought(leaf: Any) -> Any:
+            if not isinstance(leaf, _Form):
+                return leaf
+            flat = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+            if self.rank == owner:
+                flat.copy_(next(tensors))
+            self._run(of, partial(distributed.broadcast, flat, group=self._group, group_src=owner, async_op=True))
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu").copy_(flat)
+
+        return map_leaves(form, brought)
 
     def of_each(self, own: torch.Tensor, of: str) -> torch.Tensor:
         """The values of every rank, one row for each. `own`: 1-dim, as long on all of them.

@@ -5,11 +5,13 @@ Rank by rank, and of each rank parameter by parameter, as `reduce_scatter_tensor
 
     [rank 0: shard of a, shard of b, ...][rank 1: shard of a, shard of b, ...]
 
-Each rank's part has the same length. What a shorter last shard leaves is not read.
+What a shorter last shard leaves is not read, so parts of cut parameters have one length. Where
+parameters have owners, a rank's part is those that it owns, and parts may differ in length.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,17 +25,27 @@ _foreach_copy_ = private_function("_foreach_copy_")
 class ShardLayout:
     """Of these shards, one for each parameter.
 
-    each    elements of one rank's part
-    numel   of all ranks
+    lengths   elements of each rank's part
+    numel     of all ranks
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.rank, self.ranks = shards[0].rank, shards[0].ranks
-        self.each = sum(shard.each for shard in shards)
-        self.numel = self.each * self.ranks
         self._sizes = [shard.sizes for shard in shards]
-        ends = [(shard.sizes[rank], shard.each - shard.sizes[rank]) for rank in range(self.ranks) for shard in shards]
+        rooms = [shard.rooms for shard in shards]
+        self.lengths = [sum(of[rank] for of in rooms) for rank in range(self.ranks)]
+        self.numel = sum(self.lengths)
+        ends = [(size[rank], room[rank] - size[rank]) for rank in range(self.ranks) for size, room in zip(self._sizes, rooms, strict=True)]
         self._runs = [size for of in ends for size in of]  # a shard and what it leaves, in turns
+        self._filled = [number for number, (size, _) in enumerate(ends) if size]  # shards of owned parameters may be empty
+        own = range(self.rank * len(shards), (self.rank + 1) * len(shards))
+        begin = bisect_left(self._filled, own.start)
+        self._own = slice(begin, bisect_left(self._filled, own.stop, begin))  # of them
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each rank's part has the same length."""
+        return len(set(self.lengths)) == 1
 
     def pack(self, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         """Flat whole tensors of one dtype, as new memory."""
@@ -44,31 +56,33 @@ class ShardLayout:
     def pack_own(self, wholes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """New memory with this rank's part of flat whole tensors filled in, and that part."""
         bucket = wholes[0].new_empty(self.numel)
-        own = self._of_rank()
-        _foreach_copy_(self._views(bucket)[own], self._parts(wholes)[own])
-        return bucket, bucket[self.rank * self.each : (self.rank + 1) * self.each]
+        if views := self._views(bucket)[self._own]:
+            _foreach_copy_(views, self._parts(wholes)[self._own])
+        return bucket, self.parts(bucket)[self.rank]
 
     def unpack_others(self, bucket: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
         """Write the other ranks' parts of the memory to flat whole tensors."""
         views, parts = self._views(bucket), self._parts(wholes)
-        own = self._of_rank()
-        del views[own], parts[own]
-        _foreach_copy_(parts, views)
+        del views[self._own], parts[self._own]
+        if views:
+            _foreach_copy_(parts, views)
+
+    def parts(self, bucket: torch.Tensor) -> list[torch.Tensor]:
+        """Views of each rank's part."""
+        return list(bucket.split(self.lengths))
 
     def shards(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part: one for each parameter."""
-        runs = self._runs[2 * self._of_rank().start : 2 * self._of_rank().stop]
-        return list(own.split(runs)[::2])
-
-    def _of_rank(self) -> slice:
-        return slice(self.rank * len(self._sizes), (self.rank + 1) * len(self._sizes))
+        runs = 2 * len(self._sizes)
+        return list(own.split(self._runs[self.rank * runs : (self.rank + 1) * runs])[::2])
 
     def _views(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        return list(bucket.split(self._runs)[::2])
+        shards = bucket.split(self._runs)[::2]
+        return [shards[number] for number in self._filled]
 
     def _parts(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         parts = [whole.split(sizes) for whole, sizes in zip(wholes, self._sizes, strict=True)]
-        return [of[rank] for rank in range(self.ranks) for of in parts]
+        return [parts[number % len(parts)][number // len(parts)] for number in self._filled]
 
 
 class ShardLayouts:

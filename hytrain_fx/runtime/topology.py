@@ -6,9 +6,10 @@ One of each physical core, near the GPU, disjoint between the ranks of a host.
         ->  pick_workers  ->  (2, 3, 4, ...)    one for each worker, where they are pinned
         ->  cpus_for      ->  {2, 3, 4, ...}    for all of them, where they are not
 
-The cores of a host are cut into one block per local rank, in the order of NUMA nodes, which is also
-how hosts number their GPUs. Where each rank was bound to CPUs of its own (by numactl, or the
-program itself), those are its block.
+The cores of a host are cut into one block per local rank, in the order of NUMA nodes. The blocks go
+to the ranks in the order of their GPUs' nodes, so a rank has cores near its GPU however the host
+numbers its GPUs. Where each rank was bound to CPUs of its own (by numactl, or the program itself),
+those are its block.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Topology:
     calling_cpu  logical CPU that the calling thread ran on when this was read, None where it is not
                  known
     rank, ranks  this process among those of its host
+    gpu_nodes    NUMA nodes of the GPUs of all ranks, by rank; () where they are not known
     quota_cores  CPU time that the control group may use, in cores; None without such a limit
     is_bound     whether these CPUs are this rank's alone
     """
@@ -67,6 +69,14 @@ class Topology:
     ranks: int = 1
     quota_cores: float | None = None
     is_bound: bool = False
+    gpu_nodes: tuple[int | None, ...] = ()
+
+    @property
+    def block(self) -> int:
+        """Which of the host's blocks of cores this rank has."""
+        if len(self.gpu_nodes) != self.ranks or None in self.gpu_nodes:
+            return self.rank
+        return sorted(range(self.ranks), key=lambda rank: (self.gpu_nodes[rank], rank)).index(self.rank)
 
 
 def pick_workers(topology: Topology, count: int) -> tuple[int, ...] | None:
@@ -94,7 +104,7 @@ def cores_of_rank(topology: Topology) -> tuple[LogicalCpu, ...]:
         first.setdefault(cpu.core, cpu)
     cores = sorted(first.values(), key=lambda cpu: (cpu.node, cpu.number))
     if not topology.is_bound:
-        begin, end = (len(cores) * rank // topology.ranks for rank in (topology.rank, topology.rank + 1))
+        begin, end = (len(cores) * block // topology.ranks for block in (topology.block, topology.block + 1))
         cores = cores[begin:end]
     return tuple(sorted(cores, key=lambda cpu: (cpu.node != topology.gpu_node, cpu.node, cpu.number)))
 
@@ -140,7 +150,8 @@ def read_topology(device: torch.device | None = None, root: Path = SYS) -> Topol
     ranks = local_ranks()
     rank = min(max(0, _variable("LOCAL_RANK", 0)), ranks - 1)
     gpu = None if device is None or device.type != "cuda" else _gpu_node(root, device)
-    return Topology(cpus, gpu, _calling_cpu(), rank, ranks, _quota_cores(root), is_bound=ranks > 1 and _has_fewer_than_parent())
+    is_bound = ranks > 1 and _has_fewer_than_parent()
+    return Topology(cpus, gpu, _calling_cpu(), rank, ranks, _quota_cores(root), is_bound, _gpu_nodes(root, device, rank, ranks))
 
 
 def local_ranks() -> int:
@@ -197,6 +208,19 @@ def _gpu_node(root: Path, device: torch.device) -> int | None:
     except (AttributeError, OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def _gpu_nodes(root: Path, device: torch.device | None, rank: int, ranks: int) -> tuple[int | None, ...]:
+    """The NUMA nodes of all ranks' GPUs, where a rank's GPU has the rank's number, as is usual.
+
+    Ranks that each see one GPU only, or number them otherwise, do not know of each other's.
+    """
+    if device is None or device.type != "cuda" or ranks == 1:
+        return ()
+    own = torch.cuda.current_device() if device.index is None else device.index
+    if own != rank or torch.cuda.device_count() < ranks:
+        return ()
+    return tuple(_gpu_node(root, torch.device("cuda", number)) for number in range(ranks))
 
 
 def _calling_cpu() -> int | None:

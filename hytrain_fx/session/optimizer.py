@@ -77,8 +77,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """Committed states for `torch.distributed.checkpoint`, by the parameters' names.
 
-        Each rank has its shards, as DTensors on the CPU. Waits for running updates. Every rank must
-        call it. Raises UnsupportedError for an optimizer whose states are not sharded.
+        Each rank has its shards, as DTensors on the CPU. Of an optimizer without a kernel it has
+        the parameters that it owns. Waits for running updates. Every rank must call it.
         """
         self._require_own()
         with self.session.turns.state:

@@ -19,7 +19,7 @@ from hytrain_fx.runtime.states.store import StateStore
 
 
 class OwnEntries:
-    """Reads and writes what the optimizer keeps, by row; rows must be at rest."""
+    """Reads and writes what the optimizer keeps here, by row; rows must be at rest."""
 
     def __init__(self, rule: UpdateRule, states: StateStore, parameters: tuple[torch.Tensor, ...], names: tuple[str, ...]) -> None:
         self._rule = rule

@@ -143,7 +143,7 @@ class Resources:
                             if of.placement.rests_on_device and size.itemsize == FP32_BYTES)
         host_bytes = sum(padded_bytes(nbytes) for states, of in rows if not of.placement.rests_on_device for nbytes in _sizes(states))
         params = {place: sum(of.piece.numel for of in placed if of.placement is place) for place in Placement}
-        return Tiers(device_bytes, host_bytes, {place: count / sum(params.values()) for place, count in params.items()})
+        return Tiers(device_bytes, host_bytes, {place: count / max(sum(params.values()), 1) for place, count in params.items()})
 
     def joules(self) -> dict[str, float]:
         """Energy by tier ("gpu", "cpu") since this was first asked.

@@ -37,7 +37,6 @@ from hytrain_fx.runtime.engine import Engine, settling
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine
 from hytrain_fx.runtime.ranks import ranks_that_begin_alike
-from hytrain_fx.runtime.updates import kernel_update
 from hytrain_fx.session.callbacks import shut_down
 from hytrain_fx.session.eager_access import EagerAccess
 from hytrain_fx.session.finite_steps import FiniteSteps
@@ -65,12 +64,11 @@ class Session:
         self.clock = ShownClock()
         self.turns = Turns()
         self._passes = chosen_passes(config.passes)
-        self.table: ParameterTable = build_table(model, optimizer)
+        table = build_table(model, optimizer)
         self.ranks = ranks_that_begin_alike(model, config.process_group)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
-        if self.ranks and kernel_update(optimizer):
-            self.table = self.table.shared_among(self.ranks.size, self.ranks.rank)
-        self.update = OptimizerUpdate(optimizer, self.table, config.moments)
+        self.update = OptimizerUpdate(optimizer, table, self.ranks, config.moments)
+        self.table: ParameterTable = self.update.table
         self.rule = self.update.rule
         self.config = config = self.update.config(config)
         self.groups: list[dict[str, Any]] = optimizer.param_groups

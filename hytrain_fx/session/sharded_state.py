@@ -4,8 +4,9 @@
      "param_groups": [{"params": [names], "lr": ..., ...}]}
 
 A tensor whose shards are slices of its first dimension is a DTensor, and nothing of it is gathered.
-Others are whole on every rank. On one rank all are. So a checkpoint of any number of ranks is
-loaded by any other.
+A parameter that has an owner has its entry, whole, on that rank alone, under the optimizer's own
+names. Others are whole on every rank. On one rank all are. So a checkpoint of any number of ranks
+is loaded by any other.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ from typing import Any
 import torch
 from torch import distributed
 
-from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.shard import Shard
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import flat_of, load_options, require_alike_groups, shaped, whole_states
+from hytrain_fx.session.state_dict import flat_of, load_options, load_own, own_entries, require_alike_groups, shaped, whole_states
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 def sharded_states(session: Session) -> dict[str, Any]:
-    """Copies on the CPU. The session must be drained. Raises UnsupportedError, RankError."""
-    if session.rule is not None:
-        raise UnsupportedError(f"sharded_state_dict() of {session.rule.name}: each rank has whole states; use state_dict(), on one rank")
+    """Copies on the CPU. The session must be drained. Raises RankError."""
     session.states.require_whole()
     session.follow_written_weights()
     names, steps = session.table.names, session.builder.steps
+    if (own := own_entries(session)) is not None:
+        return {"state": {name: own.read(row) for row, name in enumerate(names) if own.has(row)}, "param_groups": _groups(session)}
     rows = [row for row, count in enumerate(steps) if count]
     state = {names[row]: {"step": torch.tensor(float(steps[row])), **_tensors(session, row)} for row in rows}
     return {"state": state, "param_groups": _groups(session)}
@@ -43,17 +43,20 @@ def load_sharded_states(session: Session, saved: Mapping[str, Any], defaults: Co
     defaults   names of the options that the optimizer has by itself
 
     Raises ValueError, and writes nothing, where groups do not match, or a state is missing or has
-    another shape.
+    another shape; RankError where another rank does not load.
     """
     found, groups = saved["state"], saved["param_groups"]
     require_alike_groups([len(group["params"]) for group in _groups(session)], groups)
-    entries = {row: _required(session, row, found[name]) for row, name in enumerate(session.table.names) if name in found}
+    pairs = zip(session.groups, groups, strict=True)
+    group_of = session.builder.groups_by_row([{**group, **options, "params": group["params"]} for group, options in pairs])
+    entries = {row: _required(session, row, found[name], group_of[row]) for row, name in enumerate(session.table.names) if name in found}
+    of_owners = _loaded_by_owners(session, entries)
     session.follow_written_weights()
     with session.states.loading(all_states=True):
         for group, options in zip(session.groups, groups, strict=True):
             load_options(group, options, defaults)
         for row in range(len(session.table)):
-            _load(session, row, entries.get(row))
+            _load(session, row, entries.get(row, {} if row in of_owners else None))
     session.gather_loaded(range(len(session.table)))
 
 
@@ -88,7 +91,19 @@ def _groups(session: Session) -> list[dict[str, Any]]:
              "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]} for group in session.groups]
 
 
-def _required(session: Session, row: int, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def _loaded_by_owners(session: Session, rows: Collection[int]) -> Collection[int]:
+    """Parameters that another rank updates, and of which it loads an entry. Raises RankError."""
+    table, gathered = session.table, session.nodes.gathered
+    if session.rule is None or gathered is None:
+        return ()
+    of_all = gathered.rows_of_all([row for row in rows if not table.is_elsewhere(row)])
+    return set(filter(table.is_elsewhere, of_all))
+
+
+def _required(session: Session, row: int, entry: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+    if (own := own_entries(session)) is not None:
+        own.check(row, entry, group)
+        return entry
     parameter, name = session.table.parameters[row], session.table.names[row]
     for key in ("step", *session.states.table(row).names):
         if key not in entry:
@@ -99,6 +114,9 @@ def _required(session: Session, row: int, entry: Mapping[str, Any]) -> Mapping[s
 
 
 def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
+    if (own := own_entries(session)) is not None:
+        load_own(session, own, row, entry)
+        return
     session.builder.steps[row] = 0 if entry is None else int(entry["step"])
     if entry is None:
         session.states.clear(row)

@@ -54,7 +54,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
             return StateEntry({}, write)
         row = self._at_rest(parameter)
         with torch.inference_mode():  # torch refuses to write to what is made here
-            return StateEntry(_read_row(self._session, row), write)
+            return StateEntry(_read_row(self._session, row) or {}, write)
 
     @in_turn
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
@@ -99,32 +99,46 @@ def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]
     session.states.require_whole()
     session.follow_written_weights()
     rows = filter(partial(_has_entry, session), range(len(session.table)))
-    trained = {session.table.parameters[row]: _read_row(session, row) for row in rows}
+    read = ((row, _read_row(session, row)) for row in rows)
+    trained = {session.table.parameters[row]: entry for row, entry in read if entry is not None}
     return trained | {parameter: copy.deepcopy(entry) for parameter, entry in session.frozen_states.items()}
 
 
 def _has_entry(session: Session, row: int) -> bool:
-    """As torch, too, has no state for a parameter before its first step."""
-    entries = _own_entries(session)
-    return session.builder.steps[row] > 0 if entries is None else entries.has(row)
+    """As torch, too, has no state for a parameter before its first step.
+
+    Of one that has an owner, whether it was stepped: that is known on all ranks. Reading it tells
+    whether the step keeps anything.
+    """
+    entries = own_entries(session)
+    return session.builder.steps[row] > 0 if entries is None or row in session.table.shards else entries.has(row)
 
 
-def _own_entries(session: Session) -> OwnEntries | None:
+def own_entries(session: Session) -> OwnEntries | None:
     """What reads and writes the states of another optimizer than Adam and AdamW."""
     if session.rule is None:
         return None
     return OwnEntries(session.rule, session.states, session.table.parameters, session.table.names)
 
 
-def _read_row(session: Session, row: int) -> dict[str, torch.Tensor]:
+def _read_row(session: Session, row: int) -> dict[str, torch.Tensor] | None:
+    """The entry; None where the step of its owner has kept nothing."""
     with without_torch_function():
+        if (own := own_entries(session)) is not None:
+            return _read_own(session, own, row)
         states, parameter = whole_states(session, row), session.table.parameters[row]
-        if (own := _own_entries(session)) is not None:
-            return own.read(row)
     entry = {"step": torch.tensor(float(session.builder.steps[row]))}
     entry |= {name: shaped(flat, parameter) for name, flat in states.named().items()}
     if parameter.dtype != torch.float32:
         entry["master"] = shaped(states.master, parameter)
+    return entry
+
+
+def _read_own(session: Session, own: OwnEntries, row: int) -> dict[str, torch.Tensor] | None:
+    entry = own.read(row) if own.has(row) else None
+    if row in session.table.shards:
+        assert session.nodes.gathered is not None
+        entry = session.nodes.gathered.from_owner(row, entry)
     return entry
 
 
@@ -198,8 +212,8 @@ def load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collect
 
 
 def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
-    if (own := _own_entries(session)) is not None:
-        own.load(row, saved)
+    if (own := own_entries(session)) is not None:
+        load_own(session, own, row, saved)
         return
     parameter, table = session.table.parameters[row], session.states.table(row)
     if saved is None:
@@ -219,10 +233,17 @@ def _tell_of_rounding(table: StateTable, saved: Mapping[str, Any]) -> None:
                       HytrainWarning, stacklevel=4)
 
 
+def load_own(session: Session, own: OwnEntries, row: int, saved: Mapping[str, Any] | None) -> None:
+    """Keep this of a parameter, where this rank updates it; None: nothing."""
+    session.builder.steps[row] = int(saved is not None)
+    if not session.table.is_elsewhere(row):
+        own.load(row, saved)
+
+
 def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"the entry of {session.table.names[row]} is {saved!r} in the checkpoint, expected a dict of states")
-    if (own := _own_entries(session)) is not None:
+    if (own := own_entries(session)) is not None:
         own.check(row, saved, group)
         return
     table = session.states.table(row)

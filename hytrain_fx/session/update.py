@@ -20,12 +20,14 @@ from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.taking import SessionGradients
-from hytrain_fx.ir.states import MOMENTS, MOMENTS_SEED, StateTable, moments_of
+from hytrain_fx.ir.states import MASTER_ALONE, MOMENTS, MOMENTS_SEED, StateTable, moments_of
+from hytrain_fx.runtime.any_optimizer.row_step import no_step
 from hytrain_fx.runtime.any_optimizer.rule import RuleProbe, UpdateRule
 from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec
 from hytrain_fx.runtime.launch import torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
+from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.rounding import RoundingPlace, parameter_key
 from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.store import StateStore
@@ -34,7 +36,11 @@ from hytrain_fx.session.commit import CommitBuilder
 
 
 class OptimizerUpdate:
-    """The update of one optimizer. `rule`: its own step, None where a kernel does it.
+    """The update of one optimizer, by this one of several ranks.
+
+    rule    its own step, None where a kernel does it
+    table   the parameters, with what each rank updates of them. Where steps set numbers that all
+            parameters share, every rank updates all, as it must see them
 
     moments    what groups that do not say it themselves are to have (`Config.moments`)
 
@@ -42,20 +48,27 @@ class OptimizerUpdate:
     optimizers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable, moments: str | None = None) -> None:
-        self._table = table
+    def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable, ranks: Ranks | None, moments: str | None) -> None:
         self._groups = optimizer.param_groups
         self._kernel = kernel_update(optimizer)
         self.rule = None if self._kernel else UpdateRule(optimizer, table.parameters, table.names)
+        if ranks and not (self.rule and self.rule.sets):
+            table = table.shared_among(ranks.size, ranks.rank, whole=self.rule is not None)
+        self.table = table
         if moments is not None:
-            if self.rule is not None and moments != "fp32":
-                kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
-                raise UnsupportedError(f"{MOMENTS}={moments!r} with {self.rule.name}: that is for {kernels}; leave it out, and the "
-                                       "optimizer keeps its states as it makes them")
-            for group in self._groups if self.rule is None else ():
-                group.setdefault(MOMENTS, moments)
+            self._ask_for(moments)
         self._group_of = {id(p): group for group in self._groups for p in group["params"]}
         self._asked = {id(group): _asked_states(group) for group in self._groups}
+
+    def _ask_for(self, moments: str) -> None:
+        """Moments of the groups that do not say theirs."""
+        if self.rule is None:
+            for group in self._groups:
+                group.setdefault(MOMENTS, moments)
+        elif moments != "fp32":
+            kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
+            raise UnsupportedError(f"{MOMENTS}={moments!r} with {self.rule.name}: that is for {kernels}; leave it out, and the optimizer "
+                                   "keeps its states as it makes them")
 
     def config(self, config: Config) -> Config:
         """The options with the engine that can run it.
@@ -66,7 +79,7 @@ class OptimizerUpdate:
 
     def make_states(self, engine: Engine, units: Sequence[Unit]) -> StateStore:
         """A row of the engine for each parameter, and the states that the optimizer keeps of it."""
-        table, unit_of = self._table, unit_of_rows(units)
+        table, unit_of = self.table, unit_of_rows(units)
         states = StateStore(
             table.parameters, [unit_of[row] for row in range(len(table))], self._tables(), engine, table.names, table.shards,
             self._origins())
@@ -77,14 +90,14 @@ class OptimizerUpdate:
 
     def _tables(self) -> list[StateTable]:
         if self.rule is not None:
-            return [self.rule.table(row) for row in range(len(self._table))]
-        return [self._by_kernel.table.under(self._group_of[id(p)]) for p in self._table.parameters]
+            return [MASTER_ALONE if self.table.is_elsewhere(row) else self.rule.table(row) for row in range(len(self.table))]
+        return [self._by_kernel.table.under(self._group_of[id(p)]) for p in self.table.parameters]
 
     def _origins(self) -> list[RoundingPlace]:
         """Keys are of the numbers in state_dict(), alike on every rank and after loading."""
         number_of = {id(p): number for number, p in enumerate(p for group in self._groups for p in group["params"])}
-        begins = (self._table.shards[row].begin if row in self._table.shards else 0 for row in range(len(self._table)))
-        return [RoundingPlace(parameter_key(number_of[id(p)]), begin) for p, begin in zip(self._table.parameters, begins, strict=True)]
+        begins = (self.table.shards[row].begin if row in self.table.shards else 0 for row in range(len(self.table)))
+        return [RoundingPlace(parameter_key(number_of[id(p)]), begin) for p, begin in zip(self.table.parameters, begins, strict=True)]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -101,15 +114,15 @@ class OptimizerUpdate:
     def make_probe(self, engine: Engine) -> UpdateProbe:
         """What times this update on the device."""
         if self.rule is not None:
-            return RuleProbe(engine, self._table.parameters, self.rule)
-        largest = max(self._table.parameters, key=torch.Tensor.numel)
-        return UpdateProbe(engine, self._table.parameters, self._by_kernel, moments=self._group_of[id(largest)].get(MOMENTS, "fp32"))
+            return RuleProbe(engine, self.table.parameters, self.rule)
+        largest = max(self.table.parameters, key=torch.Tensor.numel)
+        return UpdateProbe(engine, self.table.parameters, self._by_kernel, moments=self._group_of[id(largest)].get(MOMENTS, "fp32"))
 
     def make_builder(self, states: StateStore, gradients: SessionGradients) -> CommitBuilder:
         """What makes the items of each commit."""
         if self.rule is not None:
-            return RuleCommitBuilder(self._table, states, gradients, self.rule)
-        return CommitBuilder(self._table, states, gradients, self._scalars)
+            return RuleCommitBuilder(self.table, states, gradients, self.rule)
+        return CommitBuilder(self.table, states, gradients, self._scalars)
 
     def _scalars(self, group: Mapping[str, Any], step: float, torch_cuda: bool) -> UpdateScalars:
         """Raises UnsupportedError too where a group asks for other states than at first."""
@@ -140,5 +153,6 @@ class RuleCommitBuilder(CommitBuilder):
 
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
         """With what each row's update runs; the groups have then what the step sets there."""
-        steps = self._rule.steps(list(groups), {item.row: self._states[item.row] for item in items})
-        return [item._replace(step=steps[item.row]) for item in items]
+        here = {item.row: self._states[item.row] for item in items if not self._table.is_elsewhere(item.row)}
+        steps = self._rule.steps(list(groups), here, may_set=not self._table.shards)
+        return [item._replace(step=steps.get(item.row, no_step)) for item in items]

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
+from typing import Any
 
 import torch
 
@@ -139,6 +140,27 @@ class GatheredWeights:
             whole[shard.begin : shard.end] = part
             self._ranks.gather([whole], self._layouts[(row,)], f"the states of {name}").send()
         return whole.cpu()
+
+    def from_owner(self, row: int, own: Any) -> Any:
+        """What the owner of a parameter keeps of it, on every rank.
+
+        own   what the owner has, a nest of values with tensors on the CPU; other ranks' is not read
+
+        Raises RankError where another rank does not ask for it.
+        """
+        owner, name = self._table.shards[row].owner, self._table.names[row]
+        assert owner is not None
+        with self._lock:
+            self.all()
+            self._ranks.require_alike("optimizer states that the loop reads", (name,))
+            return self._ranks.from_owner(owner, own, f"the states of {name}")
+
+    def rows_of_all(self, rows: Collection[int]) -> set[int]:
+        """What each rank has found of the rows of a checkpoint, together. Raises RankError."""
+        with self._lock:
+            self.all()
+            self._ranks.require_alike("the loading of optimizer states", ())
+            return set().union(*self._ranks.of_all("the optimizer states that each rank loads", sorted(rows)))
 
     def _gather(self) -> tuple[int, ...]:
         """Gather the next unit; its rows."""

@@ -251,8 +251,11 @@ def backward_averaged(parameters: Iterable[nn.Parameter], size: int, loss: torch
                 p.grad = grad if p.grad is None else grad + p.grad
 
 
-def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
-    """`clip_grad_norm_`, where the norm of a matrix is that of its shards' norms."""
+def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5, *, owned: bool = False) -> float:
+    """`clip_grad_norm_`, where the norm of a matrix is that of its shards' norms.
+
+    owned   matrices have owners: one shard has all elements
+    """
     norms: list[torch.Tensor] = []
     for parameter in model.parameters():
         grad = parameter.grad
@@ -262,7 +265,8 @@ def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5) -> float:
         if shard is None:
             norms += torch._foreach_norm([grad])  # as clip_grad_norm_ has it; on CUDA in other bits than vector_norm
         else:
-            of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in grad.flatten().split(shard.sizes)]
+            parts = [grad.flatten()] if owned else grad.flatten().split(shard.sizes)
+            of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
             norms.append(torch.linalg.vector_norm(torch.stack(of_shards), dtype=torch.float64).float().to(grad.dtype))
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, total)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.config import Config
+from hytrain_fx.config import Config, EngineName
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.memory import ring_bytes
 from hytrain_fx.forecast.shapes import read_shape
@@ -84,14 +84,15 @@ def test_without_a_readable_topology_the_affinity_counts(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: no other socket to be made up")
-def test_an_engine_s_threads_run_on_the_gpu_s_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_an_engine_s_threads_run_on_the_gpu_s_socket(kind: EngineName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run there if it has enough cores; the launching thread stays where it was."""
     here, *elsewhere = sorted(os.sched_getaffinity(0))
     near = [here, *range(100_000, 100_004)]  # the system ignores those that are not there
     cpus = tuple(LogicalCpu(number, number, int(number in near)) for number in (*near, *elsewhere))
     monkeypatch.setattr(launch, "read_topology", lambda device: Topology(cpus, gpu_node=1))
     before, own = set(os.listdir("/proc/self/task")), os.sched_getaffinity(0)
-    engine = launch.make_engine(Config(engine="native", workers=2), [torch.zeros(10)])
+    engine = launch.make_engine(Config(engine=kind, workers=2), [torch.zeros(10)])
     of_engine = set(os.listdir("/proc/self/task")) - before
     assert len(of_engine) >= 4
     assert {frozenset(os.sched_getaffinity(int(thread))) for thread in of_engine} == {frozenset({here})}

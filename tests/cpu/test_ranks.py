@@ -192,7 +192,7 @@ def test_shards_cover_a_parameter_once_and_come_together_again(shapes: list[list
             other[shard.begin : shard.end] = whole[shard.begin : shard.end]
             assert torch.equal(other, whole)
         bucket, own = layout.pack_own(wholes)
-        assert own.data_ptr() == bucket[rank * layout.each :].data_ptr()
+        assert own.data_ptr() == bucket[rank * own.numel() :].data_ptr()
         assert all(map(torch.equal, layout.shards(own), layout.shards(parts[rank])))
 
 

@@ -95,7 +95,8 @@ def test_binding_is_seen_from_what_the_parent_may_run_on(monkeypatch: pytest.Mon
 @given(topology=topologies())
 def test_ranks_of_one_host_share_all_its_cores_and_none_twice(topology: Topology) -> None:
     """The blocks of all ranks are disjoint and cover the cores, wherever each rank's GPU is."""
-    blocks = [cores_of_rank(replace(topology, rank=rank, gpu_node=rank % 3)) for rank in range(topology.ranks)]
+    nodes = tuple((5 * rank) % 3 for rank in range(topology.ranks))
+    blocks = [cores_of_rank(replace(topology, rank=rank, gpu_node=nodes[rank], gpu_nodes=nodes)) for rank in range(topology.ranks)]
     cores = [cpu.core for block in blocks for cpu in block]
     assert sorted(cores) == sorted({cpu.core for cpu in topology.cpus})
 
@@ -252,6 +253,39 @@ def test_a_rank_s_workers_stay_on_the_socket_of_its_gpu() -> None:
     topology = Topology(host(16, nodes=2), gpu_node=1, ranks=4, rank=3)
     assert cpus_for(topology, 2) == set(range(8, 16))
     assert cpus_for(replace(topology, rank=0), 2) == set(range(16))
+
+
+def test_blocks_of_cores_go_by_the_sockets_of_the_gpus(
+    tmp_path: Path, allow: Callable[[set[int]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs that the host numbers from the second socket on: each rank has cores of its GPU's.
+
+    Not where ranks do not see each other's GPUs.
+    """
+    write_sys(tmp_path, host(16, nodes=2))
+    nodes = (1, 1, 0, 0)
+    for number, node in enumerate(nodes):
+        folder = tmp_path / f"bus/pci/devices/0000:{number:02x}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(str(node))
+    allow(set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=device.index, pci_device_id=0))
+    blocks = []
+    for rank, node in enumerate(nodes):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        found = read_topology(torch.device("cuda", rank), tmp_path)
+        assert found is not None
+        assert {cpu.node for cpu in cores_of_rank(found)} == {node}
+        assert cpus_for(found, 2) == set(range(8 * node, 8 * node + 8))
+        blocks += [cpu.number for cpu in cores_of_rank(found)]
+    assert sorted(blocks) == list(range(16))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    alone = read_topology(torch.device("cuda", 3), tmp_path)
+    assert alone is not None
+    assert (alone.gpu_nodes, alone.block, alone.gpu_node) == ((), 3, 0)
 
 
 @given(topology=topologies(), count=st.integers(1, 40))

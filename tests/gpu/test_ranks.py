@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..cpu import rank_loops, shard_loops
+from ..cpu import owner_loops, rank_loops, shard_loops
 from ..cpu.loops import assert_same
 from ..cpu.rank_loops import LOOPS, require_bits_by_hand, started
 from ..cpu.test_rank_timeline import Recorded, recorded, require_order, require_whole_lane
@@ -53,6 +53,20 @@ def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
     first, second = started(shard_loops.every_loop, 2, tmp_path, backend="nccl")
     assert len(first) == 2 * len(shard_loops.LOOPS), first
     require_bits_by_hand((first, second), "seen")
+
+
+@pytest.mark.parametrize("name", owner_loops.KINDS)
+def test_owners_have_the_bits_of_averaging_by_hand(name: str, tmp_path: Path) -> None:
+    """Every state on the device, where an optimizer without a kernel has the plain loop's bits."""
+    ranks = started(partial(owner_loops.every_loop, name), 2, tmp_path, backend="nccl")
+    require_bits_by_hand(ranks, "seen")
+
+
+def test_owners_keep_ranks_alike_whatever_the_plans(tmp_path: Path) -> None:
+    """Some states on the host of one rank, and on the device of the other."""
+    first, second = started(owner_loops.four, 2, tmp_path, backend="nccl")
+    assert first["seen"] == second["seen"]
+    assert_same(first["weights"], second["weights"])
 
 
 def test_recorded_steps_show_what_goes_from_rank_to_rank(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class InspectedRow:
     whole_bytes  bytes of what goes from rank to rank for it; 0 where there is one rank. All other
                  figures are of what this rank updates
     sharded      whether that is a shard
+    owned        whether that is all of it, on one rank
     """
 
     name: str
@@ -56,6 +57,7 @@ class InspectedRow:
     traffic: StateTraffic = ADAMW_TRAFFIC
     whole_bytes: int = 0
     sharded: bool = False
+    owned: bool = False
 
     @property
     def numel(self) -> int:
@@ -183,13 +185,15 @@ def describe(
 
 
 def _moved_bytes(row: InspectedRow, params: int, updates: bool) -> int:
-    return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // row.numel
+    return row.traffic.device_bytes(params) if updates else row.grad_bytes * params // max(row.numel, 1)
 
 
 def _collective(op: str, own: Sequence[InspectedRow]) -> str:
-    sharded, whole = (sum(row.whole_bytes for row in own if row.sharded is is_sharded) for is_sharded in (True, False))
-    words = {"grad_offload": ("reduce-scattered", "all-reduced"), "wait": ("gathered from all ranks", "")}.get(op, ("", ""))
-    return ", ".join(f"{bytes_text(nbytes)} {word}" for nbytes, word in zip((sharded, whole), words, strict=True) if nbytes and word)
+    kinds = [(True, False), (False, True), (False, False)]
+    sums = [sum(row.whole_bytes for row in own if (row.sharded, row.owned) == kind) for kind in kinds]
+    words = {"grad_offload": ("reduce-scattered", "reduced to their owners", "all-reduced"),
+             "wait": ("gathered from all ranks", "from their owners", "")}.get(op, ("", "", ""))
+    return ", ".join(f"{bytes_text(nbytes)} {word}" for nbytes, word in zip(sums, words, strict=True) if nbytes and word)
 
 
 def unit_times(explanation: Explained, rows: Sequence[InspectedRow]) -> dict[str, UnitTimes]:

@@ -148,10 +148,11 @@ def refuse_searches(optimizer: torch.optim.Optimizer) -> None:
                                f"calls the model within its step; {_INSTEAD}")
 
 
-def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnsupportedError where parameters cannot be stepped one by one.
+def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """What the steps set on the optimizer and in its groups.
 
-    Raises Untrusted where recorded steps are not the class's.
+    Raises UnsupportedError where parameters cannot be stepped one by one, Untrusted where recorded
+    steps are not the class's.
     """
     name = shells.kind.__name__
     with torch.random.fork_rng(devices=[]):
@@ -180,9 +181,10 @@ def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> None:
                 f"{name}.step() sets {sorted(trial.sets)[0]!r} on itself or in its group, and cannot be traced ({error}): it would be set "
                 "once for each parameter, while updates run; keep such numbers in optimizer.state[parameter]"
             ) from error
-        return  # some of its steps may be: each is asked
+        return frozenset()  # some of its steps may be traceable: each is asked
     if not _same(together, traced):
         raise Untrusted("on small tensors its recorded operations gave other bits than its own step")
+    return frozenset(trial.sets)
 
 
 def _small_shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

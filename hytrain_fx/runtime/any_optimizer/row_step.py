@@ -4,6 +4,7 @@ It is the step, its numbers fixed, to be run where the row rests, once its gradi
 
     TracedStep     the FX graph with this step's numbers
     OpByOpStep     the class's own step, on an optimizer that holds this parameter alone
+    no_step        nothing: another rank updates the parameter
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ class OpByOpStep:
         if parameter.data_ptr() != weight.data_ptr():  # `p.data = ...`
             weight.copy_(parameter.detach())
         return shell
+
+
+def no_step(states: RowStates, gradient: torch.Tensor, factors: Iterable[float], out: torch.Tensor | None) -> None:
+    """Of a row that has no elements here."""
 
 
 def scaled(gradient: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:

@@ -36,6 +36,8 @@ class UpdateRule:
     parameters   the managed parameters by row
     names        their names
 
+    sets   what steps set on the optimizer and in its groups, as far as the trial of it showed
+
     Raises UnsupportedError where parameters cannot be stepped one by one.
     """
 
@@ -49,8 +51,9 @@ class UpdateRule:
         self._graphs: dict[Hashable, fx.GraphModule] = {}
         self._untraceable: dict[Hashable, str] = {}  # why, by what rows and their states are
         self._op_by_op: dict[int, str] = {}  # why, by row
+        self.sets: frozenset[str] = frozenset()
         try:
-            check_one_by_one(self._shells, optimizer)
+            self.sets = check_one_by_one(self._shells, optimizer)
             self._distrust: str | None = None
         except Untrusted as why:
             self._distrust = str(why)
@@ -68,13 +71,15 @@ class UpdateRule:
                 first[key] = entry_after(self._shells, form, options, entry)
             self._first.append(first[key])
 
-    def steps(self, groups: Sequence[Mapping[str, Any]], rows: Mapping[int, RowStates]) -> dict[int, RowStep]:
+    def steps(self, groups: Sequence[Mapping[str, Any]], rows: Mapping[int, RowStates], *, may_set: bool = True) -> dict[int, RowStep]:
         """What one `step()` runs for these rows, with the present options of the groups.
 
         It has the attributes of the user's optimizer, and sets what the step sets there.
 
+        may_set   False: other ranks step other rows of these groups, and would not see it
+
         The rows must be at rest. Raises UnsupportedError, and has done nothing, for groups that
-        have lost an option, or the kind of one.
+        have lost an option, or the kind of one, and for a step that sets what it may not.
         """
         for group in groups:
             self._require_options(group)
@@ -92,6 +97,8 @@ class UpdateRule:
                     if isinstance(step, TracedStep):
                         changed = step.recording.options
                         attributes |= step.recording.attributes
+                        if not may_set and (found := sorted({*changed, *attributes})):
+                            raise self._set_alone(found[0])
             cast(dict[str, Any], group).update(changed)
         vars(self._optimizer).update(attributes)
         return made
@@ -133,6 +140,12 @@ class UpdateRule:
             some = f"{len(rows)} parameters ({self._names[rows[0]]}, ...)"
             said.append(f"{self.name} cannot be traced for {some}, its own step runs op by op: {reason}")
         return tuple(said)
+
+    def _set_alone(self, option: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.name}.step() sets {option!r} on itself or in its group, and did not when it was tried at compile: each rank updates "
+            "parameters of its own, so others would not see it. Keep such numbers in optimizer.state[parameter], or set them in every step"
+        )
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         """Check that an option that was a number still is one.

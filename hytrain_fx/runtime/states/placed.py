@@ -167,7 +167,7 @@ class PlacedStates:
     def traffic(self, rows: Sequence[int]) -> StateTraffic:
         """What updates of these rows move of their states."""
         forms = list(map(self._form, rows))
-        params = sum(form.numel for form in forms)
+        params = max(sum(form.numel for form in forms), 1)
         return StateTraffic(sum(form.table_bytes for form in forms) / params, all(form.table.tie is not None for form in forms))
 
     @property
