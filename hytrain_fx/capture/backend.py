@@ -199,9 +199,7 @@ class Capture(Generic[R]):
         result = self._rewrite(graph)
         seconds = time.perf_counter() - started
         rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
-        self.graphs.append(
-            CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, result, seconds)
-        )
+        self.graphs.append(CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, result, seconds))
         return graph
 
     def _captured_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:

@@ -278,8 +278,7 @@ class _Maker:
         if k == len(self.profile.units) or k != bound.most_units(self.profile, 0.0, self.discipline):
             return made
         free_bytes = bound.device_bytes - bound.device_state_bytes * sum(unit.params for unit in self.profile.units[:k])
-        more = with_more_on_device(made, self.profile.units[k], free_bytes, bound.device_state_bytes,
-                                   filling_reason(bound.device_bytes, k))
+        more = with_more_on_device(made, self.profile.units[k], free_bytes, bound.device_state_bytes, filling_reason(bound.device_bytes, k))
         if more is made:
             return made
         predicted = predict(self.profile, more, bound.device_state_bytes, self.discipline, bound.host_state_bytes)

@@ -158,10 +158,7 @@ class PlacedStates:
         return form.numel * form.dtype.itemsize
 
     def out_bytes(self, row: int) -> int:
-        """Bytes on the host for the new weight of a row that the CPU updates.
-
-        Master and slot are counted elsewhere.
-        """
+        """Bytes on the host for a row's new weight, where it is in memory of its own."""
         return self._form(row).out_bytes
 
     def traffic(self, rows: Sequence[int]) -> StateTraffic:
