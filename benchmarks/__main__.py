@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from benchmarks import bytes as host_bytes
 from benchmarks import contention, figures, largest, ranks, rows, steps, sweep, table, zoo
 from benchmarks.case import PEER_MODES, CannotRun
 
@@ -22,6 +23,7 @@ COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
     ("zoo", zoo, "families of models side by side, and the limit of each"),
     ("ranks", ranks, "several ranks train one model: ours beside DDP and FSDP2"),
     ("largest", largest, "the largest model that trains, by trial"),
+    ("bytes", host_bytes, "bytes of host memory of a step, bound and achieved"),
     ("contention", contention, "what host memory and the link give together"),
 )
 

@@ -7,6 +7,7 @@
     bytes a parameter (AdamW, bf16)    host memory    link, each way
     updated by the CPU                      30              2
     streamed through the GPU                20             10
+    the same, moments in bf16           22 and 12        2 and 6
 
 Sources: hytrain_fx/cost_model/host_memory.py and ir/states.py for the bytes,
 hytrain_fx/forecast/machine.py (`python -m hytrain_fx profile`) for the rates.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.ir.limits import HALF_BYTES
-from hytrain_fx.ir.states import ADAMW_TRAFFIC
+from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Limit:
         return " and ".join(name for name, term_s in terms.items() if term_s >= (1 - 1e-9) * self.step_s)
 
 
-def limit_of(floor_s: float, params: float, rates: Rates) -> Limit:
+def limit_of(floor_s: float, params: float, rates: Rates, traffic: StateTraffic = ADAMW_TRAFFIC) -> Limit:
     """The largest of floor, memory and link for `params` bf16 parameters with states on the host.
 
     With a share y streamed, and the rest updated by the CPU,
@@ -69,9 +70,20 @@ def limit_of(floor_s: float, params: float, rates: Rates) -> Limit:
     link is slower than a fifteenth of it: then y is 0.) No order of work can be faster: each byte
     has to be moved. The CPU's own rate is left out.
     """
-    updated = 2 * HALF_BYTES + ADAMW_TRAFFIC.updated_bytes(1, HALF_BYTES)
-    crosses = ADAMW_TRAFFIC.streamed_bytes(1, HALF_BYTES)
+    updated, crosses = _bytes_of(traffic)
     link = min(rates.to_device, rates.to_host)
     falls, rises = (updated - 2 * crosses) / rates.memory, (crosses - HALF_BYTES) / link
     y = min(max((updated / rates.memory - HALF_BYTES / link) / (falls + rises), 0.0), 1.0)
-    return Limit(floor_s, params * (updated / rates.memory - falls * y), params * (HALF_BYTES / link + rises * y), y)
+    return Limit(floor_s, *seconds_of_mix(params, y, rates, traffic), y)
+
+
+def seconds_of_mix(params: float, streamed: float, rates: Rates, traffic: StateTraffic = ADAMW_TRAFFIC) -> tuple[float, float]:
+    """Seconds of host memory and of the link where this share of the parameters is streamed."""
+    updated, crosses = _bytes_of(traffic)
+    moved, crossed = updated + (2 * crosses - updated) * streamed, HALF_BYTES + (crosses - HALF_BYTES) * streamed
+    return params * moved / rates.memory, params * crossed / min(rates.to_device, rates.to_host)
+
+
+def _bytes_of(traffic: StateTraffic) -> tuple[int, int]:
+    """Bytes a parameter: of host memory by the CPU, and over the link each way streamed."""
+    return 2 * HALF_BYTES + traffic.updated_bytes(1, HALF_BYTES), traffic.streamed_bytes(1, HALF_BYTES)

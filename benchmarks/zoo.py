@@ -106,7 +106,7 @@ def _measure(arguments: argparse.Namespace, results: Results) -> None:
     here, logs = machine(), arguments.out.with_suffix(".logs")
     if results.device_of(here) is None:
         with stage("measuring this machine"):
-            results.put_device(here, _measured_rates(logs))
+            results.put_device(here, measured_rates(logs))
     # Row after row, not family after family: what the first compiles, the later ones find.
     named = [(row, case) for row in arguments.rows for case in (cases_of(name, [row], arguments.small)[row] for name in arguments.families)]
     extra = ("--window", str(arguments.window), *(("--warmup", str(arguments.warmup)) if arguments.warmup is not None else ()))
@@ -117,7 +117,7 @@ def _measure(arguments: argparse.Namespace, results: Results) -> None:
     measure([case for _, case in named], results, launch, retry=arguments.retry, asks=asks)
 
 
-def _measured_rates(logs: Path) -> DeviceSpec:
+def measured_rates(logs: Path) -> DeviceSpec:
     """This machine's rates, measured in a process of its own. Raises CannotRun."""
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / "rates.json"

@@ -85,7 +85,7 @@ def test_the_table_has_the_limit_and_names_what_is_below_its_target(tmp_path: Pa
     assert "host memory 300 GB/s, link 20.0 GB/s to the device" in text
 
 
-def test_there_is_no_limit_without_measured_rates_or_without_the_floor(tmp_path: Path) -> None:
+def test_there_is_no_limit_withoutmeasured_rates_or_without_the_floor(tmp_path: Path) -> None:
     """What is missing shows as a dash."""
     cases = zoo.cases_of("gpt2", list(zoo.ROWS))
     unmeasured = results_with(tmp_path / "a.json", STEPS_S, device=None)
@@ -120,7 +120,7 @@ def test_a_call_measures_the_machine_once_and_then_row_after_row(tmp_path: Path,
         return DEVICE
 
     monkeypatch.setattr(zoo, "measure", measure)
-    monkeypatch.setattr(zoo, "_measured_rates", device)
+    monkeypatch.setattr(zoo, "measured_rates", device)
     words = ["zoo", "--families", "gpt2,dlrm", "--rows", "floor,host", "--limit-s", "60", "--out", str(tmp_path / "zoo.json")]
     for _ in range(2):
         assert main(words) == 0
@@ -135,7 +135,7 @@ def test_rates_that_cannot_be_measured_are_an_error_that_says_why(tmp_path: Path
 
     monkeypatch.setattr(zoo.subprocess, "run", run)  # type: ignore[attr-defined]
     with pytest.raises(CannotRun, match=r"hytrain_fx profile .*found no compiler"):
-        zoo._measured_rates(tmp_path)
+        zoo.measured_rates(tmp_path)
 
 
 def test_an_unknown_family_or_row_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
