@@ -94,7 +94,11 @@ def _report(args: argparse.Namespace) -> str:
     if args.html is not None and args.out is not None:
         raise ConfigError(f"found --html {args.html} and --out {args.out}, expected one: --html names its file itself")
     require_writable(args.out or args.html)
+    from hytrain_fx.forecast.plots import plotly
     from hytrain_fx.forecast.report import report
+
+    if args.html:
+        plotly()  # whether it is there is said before the work, not after it
 
     device, options = _asked(args)
     with stage("predicting", quiet=True) as tell:  # what is wrong is told in one line
