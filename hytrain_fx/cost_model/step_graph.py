@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 
@@ -41,6 +42,8 @@ _WAYS = {
     Placement.CPU: (TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D),
     Placement.STREAM: (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE, TaskKind.STREAM_OUT),
 }
+
+_TIME_OF = {kind: f"{kind}_us" for kind in TaskKind}
 
 
 def step_graph(profile: Profile, plan: Plan, discipline: Discipline, units: Sequence[Unit] = ()) -> TaskGraph:
@@ -96,6 +99,7 @@ class _Builder:
         self._chunk_params = {Placement.GPU: resident_chunk, Placement.CPU: resident_chunk, Placement.STREAM: streamed_chunk}
         self._piece_us = _piece_us(profile, streamed, streamed_chunk)
         self._dag = nx.DiGraph()
+        self._edges: list[tuple[TaskId, TaskId, dict[str, Any]]] = []
 
     def graph(self, units: tuple[Unit, ...]) -> TaskGraph:
         """The whole graph."""
@@ -113,6 +117,7 @@ class _Builder:
             self._one_after_the_other()
         else:
             self._add_commits()
+        self._dag.add_edges_from(self._edges)
         return TaskGraph(units, self._dag, self._slots)
 
     # ---- Tasks ----
@@ -206,7 +211,7 @@ class _Builder:
             self._edge(before, after)
 
     def _edge(self, before: TaskId, after: TaskId, *, by_piece: bool = False, pieces: int | None = None) -> None:
-        self._dag.add_edge(before, after, by_piece=by_piece, pieces=pieces)
+        self._edges.append((before, after, {"by_piece": by_piece, "pieces": pieces}))
 
 
 def _bare(unit: UnitProfile) -> Unit:
@@ -215,7 +220,7 @@ def _bare(unit: UnitProfile) -> Unit:
 
 
 def _task_us(unit: UnitProfile, kind: TaskKind) -> float:
-    return float(getattr(unit, f"{kind}_us"))
+    return float(getattr(unit, _TIME_OF[kind]))
 
 
 def _moved_bytes(unit: UnitProfile, kind: TaskKind) -> float:

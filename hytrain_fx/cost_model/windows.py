@@ -36,10 +36,12 @@ given k.
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import cheapest
@@ -110,10 +112,13 @@ class Windows:
         """The tightest prefix row with the first k units on the device; None for k = n."""
         if k == self.n:
             return None
-        rows = (Excess(m, resource, demand, self.windows_us[resource][m])
-                for resource, cost in self.costs_us.items()
-                for m, demand in enumerate(accumulate(cost[k:]), start=k))
-        return max(rows, key=lambda row: row.overrun_us)
+        found = (-math.inf, k, "", 0.0)
+        for resource, cost in self.costs_us.items():
+            for m, (demand, window) in enumerate(zip(accumulate(cost[k:]), self.windows_us[resource][k:], strict=True), start=k):
+                if demand - window > found[0]:
+                    found = (demand - window, m, resource, demand)
+        _, last, resource, demand = found
+        return Excess(last, resource, demand, self.windows_us[resource][last])
 
     def exposed_us(self, k: int) -> float:
         """What the updates add to forward and backward: max(A_k, the worst overrun)."""
@@ -125,9 +130,8 @@ class Windows:
         return cheapest(min(crossing, self.n), self.exposed_us)
 
     def _overrun_us(self, k: int) -> float:
-        rows = (demand - window for resource, cost in self.costs_us.items()
-                for demand, window in zip(accumulate(cost[k:]), self.windows_us[resource][k:], strict=True))
-        return max(0.0, max(rows, default=0.0))
+        overruns = (map(operator.sub, accumulate(cost[k:]), self.windows_us[resource][k:]) for resource, cost in self.costs_us.items())
+        return max(0.0, max(chain.from_iterable(overruns), default=0.0))
 
     @functools.cached_property
     def _gpu_prefix(self) -> list[float]:

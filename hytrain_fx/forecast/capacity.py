@@ -9,12 +9,13 @@ rest on the device.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.forecast.memory import Footprint, footprint
+from hytrain_fx.forecast.memory import Footprint, footprint, unit_shards
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 
@@ -44,25 +45,26 @@ def capacities(
 ) -> tuple[Capacity, ...]:  # fmt: skip
     """One `Capacity` for each way, in the order of `WAYS`."""
     found = []
+    sized = functools.cache(shape.with_layers)  # all ways are asked for much the same
     for way in WAYS:
         def sequences_fit(count: int, way: str = way) -> bool:
             return fits(way, shape, device, count * sequence, recompute, ranks)
 
         def layers_fit(layers: int, way: str = way) -> bool:
-            return fits(way, shape.with_layers(layers), device, tokens, recompute, ranks)
+            return fits(way, sized(layers), device, tokens, recompute, ranks)
 
         layers = _largest(layers_fit, MOST_LAYERS) if shape.layers else None
-        params = None if layers is None else shape.with_layers(layers).params if layers else 0
+        params = None if layers is None else sized(layers).params if layers else 0
         found.append(Capacity(way, layers, params, sequence * _largest(sequences_fit, MOST_SEQUENCES)))
     return tuple(found)
 
 
 def fits(way: str, shape: ModelShape, device: DeviceSpec, tokens: int, recompute: bool, ranks: Ranks = ONE_RANK) -> bool:
     """Whether both memories hold the model that way."""
-    n = len(shape.units)
+    n, shards = len(shape.units), unit_shards(shape, ranks)
 
     def placed(k: int) -> Footprint:
-        rest = sum(ranks.shard(u.params) for u in shape.units[k:]) if way == "streamed" else 0
+        rest = sum(shards[k:]) if way == "streamed" else 0
         return footprint(shape, tokens, k, recompute, rest, ranks)
 
     if way in ("device", "host"):

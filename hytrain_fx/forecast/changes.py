@@ -36,7 +36,7 @@ class Change:
 
 def changes(case: Case) -> tuple[Change, ...]:
     """Every change, the program's own first."""
-    coarse = replace(case, coarse=True)
+    coarse = case.in_coarse_pieces
     base = coarse.row_of(OUR_SYSTEM, coarse.plan_of(OUR_SYSTEM))
     found = []
     for words, changed in (*_of_program(coarse), *_of_machine(coarse)):

@@ -15,7 +15,6 @@ from hytrain_fx.progress import stage
 
 if TYPE_CHECKING:
     from hytrain_fx.forecast.device import DeviceSpec
-    from hytrain_fx.forecast.report import Report
 
 _MOST_GB = 1e9
 # Options, the figure of a device that each gives, and what it is the rate of.
@@ -95,7 +94,15 @@ def _report(args: argparse.Namespace) -> str:
     if args.html is not None and args.out is not None:
         raise ConfigError(f"found --html {args.html} and --out {args.out}, expected one: --html names its file itself")
     require_writable(args.out or args.html)
-    made = _made(args, sweep=True)
+    from hytrain_fx.forecast.plots import plotly
+    from hytrain_fx.forecast.report import report
+
+    if args.html:
+        plotly()  # whether it is there is said before the work, not after it
+
+    device, options = _asked(args)
+    with stage("predicting", quiet=True) as tell:  # what is wrong is told in one line
+        made = report(args.model, device, args.tokens, **options, tell=tell)
     if args.json:
         return _written(made.to_json(), args.out)
     if args.html:
@@ -109,13 +116,18 @@ def _report(args: argparse.Namespace) -> str:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that `report` would choose. Raises ConfigError and PlanError as it does."""
-    return _made(args, sweep=False).plan
+    from hytrain_fx.forecast.report import case_of
+    from hytrain_fx.forecast.systems import OUR_SYSTEM
+
+    device, options = _asked(args)
+    with stage("predicting", quiet=True):
+        return case_of(args.model, device, args.tokens, **options).plan_of(OUR_SYSTEM)
 
 
-def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
+def _asked(args: argparse.Namespace) -> tuple[DeviceSpec, dict[str, Any]]:
+    """The device, and what else `report` and `case_of` are to be given after the tokens."""
     from hytrain_fx.forecast.named_devices import find_device
     from hytrain_fx.forecast.ranks import Ranks
-    from hytrain_fx.forecast.report import report
 
     device = find_device(args.device)
     if args.host is not None:
@@ -123,9 +135,8 @@ def _made(args: argparse.Namespace, *, sweep: bool) -> Report:
     ranks = Ranks(args.gpus, args.nodes, args.skew)
     device = _with_rates(device.in_machine_of(ranks), args)
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
-    with stage("predicting", quiet=True) as tell:  # what is wrong is told in one line
-        return report(args.model, device, args.tokens, sequence=args.sequence, recompute=args.recompute, budget_bytes=budget_bytes,
-                      autocast=args.autocast, ranks=ranks, sweep=sweep, tell=tell)
+    return device, {"sequence": args.sequence, "recompute": args.recompute, "budget_bytes": budget_bytes, "autocast": args.autocast,
+                    "ranks": ranks}
 
 
 def _with_rates(device: DeviceSpec, args: argparse.Namespace) -> DeviceSpec:

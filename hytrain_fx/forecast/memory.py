@@ -15,6 +15,7 @@ are fp32, and so are slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -98,12 +99,12 @@ def footprint(
     Gradients and activations are those of the moment in the backward when most of the device is in
     use: activations go as gradients come, so the two are never there in full together.
     """
-    on_device = sum(ranks.shard(u.params) for u in shape.units[:k])
-    on_host = sum(ranks.shard(u.params) for u in shape.units[k:])
+    shards = unit_shards(shape, ranks)
+    on_device, on_host = sum(shards[:k]), sum(shards[k:])
     by_cpu = on_host - streamed_params
     staging = STAGING_SLOTS * CHUNK_PARAMS if streamed_params else 0
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
-    gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), ranks)
+    gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), shards)
     in_transit = (ring_bytes(shape, streamed_params > 0, ranks) if by_cpu else 0) + bucket_bytes(shape, ranks)
     return Footprint(WEIGHT_BYTES * shape.params, gradients + in_transit, STATE_BYTES_PER_PARAM * (on_device + staging),
                      activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host * ranks.gpus,
@@ -118,7 +119,7 @@ def states_budget_bytes(
     The gradients of as many leading units as fit there fit, too.
     """
     limit = DEVICE_SHARE * device.memory_bytes
-    of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * ranks.shard(u.params) for u in shape.units)]
+    of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * shard for shard in unit_shards(shape, ranks))]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
     # worst case all of them.
     limit -= (_grad_bytes(shape) - GRAD_BYTES) * ranks.shard(shape.params)
@@ -128,6 +129,11 @@ def states_budget_bytes(
         return 0
     budget = of_states[k] + left[k]
     return int(budget if k + 1 == len(left) else min(budget, of_states[k + 1] - 1))
+
+
+def unit_shards(shape: ModelShape, ranks: Ranks) -> list[int]:
+    """Elements of each unit that one rank updates."""
+    return ranks.shards([u.params for u in shape.units])
 
 
 def _grad_bytes(shape: ModelShape) -> int:
@@ -146,19 +152,21 @@ def _recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
 
 
 def _fullest(
-    shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float, ranks: Ranks
+    shape: ModelShape, tokens: int, k: int, recompute: bool, streamed_share: float, shards: Sequence[int]
 ) -> tuple[int, int]:  # fmt: skip
     """Gradients that stay on the device, and activations, at the moment when their sum is largest.
 
     That moment is the end of some unit's backward.
     """
-    activations = sum(_kept_bytes(shape, tokens, recompute))
-    gradients = 0
-    fullest = (0, activations)  # the backward begins
-    for u, kept in zip(reversed(shape.units), reversed(_kept_bytes(shape, tokens, recompute)), strict=True):
-        gradients += int(_grad_bytes(shape) * ranks.shard(u.params) * (1.0 if u.index < k else streamed_share))
-        fullest = max(fullest, (gradients, activations), key=sum)
-        activations -= kept
+    kept_bytes, grad_bytes = _kept_bytes(shape, tokens, recompute), _grad_bytes(shape)
+    gradients, activations = 0, sum(kept_bytes)
+    fullest = (gradients, activations)  # the backward begins
+    most = activations
+    for unit in reversed(range(len(shards))):
+        gradients += int(grad_bytes * shards[unit] * (1.0 if unit < k else streamed_share))
+        if gradients + activations > most:
+            fullest, most = (gradients, activations), gradients + activations
+        activations -= kept_bytes[unit]
     return fullest
 
 

@@ -7,6 +7,7 @@ shard (ZeRO-2).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,6 +57,11 @@ class Ranks:
         Vectors, which every rank updates whole, are counted as cut: they are few.
         """
         return params if self.count == 1 else Shard(params, 0, self.count).end
+
+    def shards(self, params: Sequence[int]) -> list[int]:
+        """`shard` of each; equal ones, as most layers are, are counted once."""
+        shard_of = {size: self.shard(size) for size in set(params)}
+        return [shard_of[size] for size in params]
 
 
 ONE_RANK: Final = Ranks()

@@ -112,6 +112,33 @@ def report(
     ranks         how many GPUs of how many machines train it; a host of fewer GPUs is enlarged
     tell          is told how far the sweep is
 
+    Raises ConfigError and PlanError as `case_of` does.
+    """
+    case = case_of(model, device, tokens, sequence=sequence, recompute=recompute, budget_bytes=budget_bytes, autocast=autocast, ranks=ranks)
+    shape, spec, sequence, profile = case.shape, case.device, case.sequence, case.profile
+    plans = {system.name: case.plan_of(system) for system in SYSTEMS}
+    rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
+    return Report(
+        shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, case.budget_bytes,
+        profile.forward_us + profile.backward_us, rows, _hidden_from_tokens(case),
+        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks),
+        capacities(shape, spec, tokens, sequence, recompute, ranks), _equal_layers(profile), changes(case), plans[OURS], profile,
+        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else ())
+
+
+def case_of(
+    model: ModelShape | str | Path | Mapping[str, Any],
+    device: DeviceSpec | str | Path,
+    tokens: int,
+    *,
+    sequence: int | None = None,
+    recompute: bool = False,
+    budget_bytes: int | None = None,
+    autocast: bool = False,
+    ranks: Ranks = ONE_RANK,
+) -> Case:
+    """The case that `report` is about; its arguments are those of `report`.
+
     Raises ConfigError for an unknown model or device and for autocast with several ranks, PlanError
     for a negative budget.
     """
@@ -124,17 +151,9 @@ def report(
     spec = (device if isinstance(device, DeviceSpec) else find_device(device)).in_machine_of(ranks)
     sequence = min(tokens, shape.context) if sequence is None else sequence
     case = Case.of(shape, spec, tokens, sequence, recompute, budget_bytes, ranks)
-    profile, budget = case.profile, case.budget_bytes
-    if budget < 0:
-        raise PlanError(f"found a budget of {budget} bytes for states on the device, expected >= 0")
-    plans = {system.name: case.plan_of(system) for system in SYSTEMS}
-    rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
-    return Report(
-        shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, budget, profile.forward_us + profile.backward_us, rows,
-        _hidden_from_tokens(case),
-        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks),
-        capacities(shape, spec, tokens, sequence, recompute, ranks), _equal_layers(profile), changes(case), plans[OURS], profile,
-        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else ())
+    if case.budget_bytes < 0:
+        raise PlanError(f"found a budget of {case.budget_bytes} bytes for states on the device, expected >= 0")
+    return case
 
 
 def _hidden_from_tokens(case: Case) -> dict[str, float]:

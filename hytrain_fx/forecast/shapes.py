@@ -86,9 +86,9 @@ class ModelShape:
         stem = self.units[begin].name.rstrip("0123456789")
         first = int(self.units[begin].name.removeprefix(stem) or 0)
         # the first layer may save more: what all layers share
-        run = tuple(replace(self.units[end - 1], name=f"{stem}{first + i}") for i in range(layers))
-        units = (*self.units[:begin], *run, *self.units[end:])
-        return replace(self, units=tuple(replace(u, index=i) for i, u in enumerate(units)))
+        run = (replace(self.units[end - 1], index=begin + i, name=f"{stem}{first + i}") for i in range(layers))
+        after = (replace(u, index=begin + layers + i) for i, u in enumerate(self.units[end:]))
+        return replace(self, units=(*self.units[:begin], *run, *after))
 
     def _run(self) -> tuple[int, int]:
         """Begin and end of that run."""

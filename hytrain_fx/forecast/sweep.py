@@ -8,7 +8,7 @@ Played in coarser pieces than the report's own case, so that a sweep takes a sec
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hytrain_fx.forecast.systems import OUR_SYSTEM, SYSTEMS, Case
@@ -65,7 +65,7 @@ def sweep_of(case: Case, tell: Tell = untold) -> Sweep:
 
     Whole sequences where there are several. `tell` is told how far it is.
     """
-    coarse = replace(case, coarse=True)
+    coarse = case.in_coarse_pieces
     least = case.sequence if case.tokens >= case.sequence else 1
     batches = sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS})
     layers = case.shape.layers

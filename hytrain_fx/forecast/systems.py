@@ -16,6 +16,7 @@ what differs is the schedule.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,7 +117,12 @@ class Case:
         return cls(shape, device, tokens, sequence, recompute, given_bytes, profile, budget, ranks=ranks)
 
     def remade(self, **changed: Any) -> Case:
-        """The same case with another shape, device, micro-batch or recomputation."""
+        """The same case with another shape, device, micro-batch or recomputation.
+
+        Itself where nothing is another, so that its plans are solved once.
+        """
+        if all(getattr(self, name) == value for name, value in changed.items()):
+            return self
         asked = {name: getattr(self, name) for name in ("shape", "device", "tokens", "sequence", "recompute", "given_bytes", "ranks")}
         return replace(Case.of(**{**asked, **changed}), coarse=self.coarse)
 
@@ -126,10 +132,24 @@ class Case:
         return max(CHUNK_PARAMS, self.profile.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
 
     def plan_of(self, system: System) -> Plan:
-        """The system's plan.
+        """The system's plan, solved once.
 
         Where the host cannot hold what it leaves there, it is the plan that it would want.
         """
+        if system.name not in self._plans:
+            self._plans[system.name] = self._solved(system)
+        return self._plans[system.name]
+
+    @functools.cached_property
+    def _plans(self) -> dict[str, Plan]:
+        return {}
+
+    @functools.cached_property
+    def in_coarse_pieces(self) -> Case:
+        """The same case with `coarse`."""
+        return replace(self, coarse=True)
+
+    def _solved(self, system: System) -> Plan:
         if system.rule is None:  # a system without a choice: it is shown even where it does not fit
             return self.plan_at(system, round(system.share * len(self.profile.units)))
         discipline = self._discipline(system)

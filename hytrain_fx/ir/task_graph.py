@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import networkx as nx
 
@@ -91,9 +92,8 @@ class Unit:
         return self.traffic.streamed_bytes(self.params, self.grad_bytes)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TaskId:
-    """Names a node of the DAG."""
+class TaskId(NamedTuple):
+    """Names a node of the DAG. A tuple, because graphs look it up often: its hash is cheap."""
 
     kind: TaskKind
     unit: int

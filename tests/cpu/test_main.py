@@ -17,7 +17,19 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.libraries import SOURCES
 
-MODEL = ["--model", "llama-1.3b", "--device", "h200", "--tokens", "4096"]
+WHERE = ["--device", "h200", "--tokens", "4096"]
+MODEL = ["--model", "llama-1.3b", *WHERE]
+# A report of it takes a fraction of the time, and is made of the same parts.
+SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 2816, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "vocab_size": 32000, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """The path of the config of a model of four layers."""
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(SMALL))
+    return str(file)
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -26,11 +38,13 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_report_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_the_report(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Markdown by default, JSON on request, with the budget in powers of 1000."""
-    expected = report("llama-1.3b", "h200", 4096, budget_bytes=2_500_000_000)
-    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5") == markdown(expected) + "\n"
-    assert output(capsys, "report", *MODEL, "--budget-gb", "2.5", "--json") == expected.to_json() + "\n"
+    expected = report(small, "h200", 4096, budget_bytes=250_000_000)
+    asked = ["--model", small, *WHERE, "--budget-gb", "0.25"]
+    assert expected.ours.k < len(expected.profile.units)  # the budget decides
+    assert output(capsys, "report", *asked) == markdown(expected) + "\n"
+    assert output(capsys, "report", *asked, "--json") == expected.to_json() + "\n"
 
 
 def test_plan_prints_the_plan_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,10 +56,10 @@ def test_plan_prints_the_plan_of_the_report(capsys: pytest.CaptureFixture[str]) 
     assert output(capsys, "plan", *MODEL, "--sequence", "512", "--recompute") == plan_text(other) + "\n"
 
 
-def test_several_gpus_and_given_rates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_gpus_and_given_rates(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--gpus`, `--nodes`, `--skew` and the rates reach report and plan."""
-    several = [*MODEL, "--gpus", "2", "--nodes", "3", "--skew", "1.1", "--gpu-link-gb-per-s", "300", "--network-gb-per-s", "25",
-               "--host-memory-gb-per-s", "182"]
+    several = ["--model", small, *WHERE, "--gpus", "2", "--nodes", "3", "--skew", "1.1", "--gpu-link-gb-per-s", "300",
+               "--network-gb-per-s", "25", "--host-memory-gb-per-s", "182"]
     raw = json.loads(output(capsys, "report", *several, "--json"))
     assert raw["ranks"] == {"gpus": 2, "nodes": 3, "skew": 1.1}
     rates = {"gpu_link_bytes_per_s": 300e9, "network_bytes_per_s": 25e9, "host_memory_gb_per_s": 182}
@@ -68,7 +82,7 @@ def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_explain_prints_a_saved_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All rows, reasons and figures as text, or the plan itself as JSON."""
-    plan = report("llama-1.3b", "h200", 4096).plan
+    plan = report("llama-1.3b", "h200", 4096, sweep=False).plan
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     text = output(capsys, "explain", "--plan", str(file))

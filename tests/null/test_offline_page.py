@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -13,12 +14,16 @@ import pytest
 
 from hytrain_fx.__main__ import main
 from hytrain_fx.forecast.ranks import Ranks
-from hytrain_fx.forecast.report import report
+from hytrain_fx.forecast.report import Report, report
 from hytrain_fx.forecast.tables import placement, tables
 
 pytest.importorskip("plotly")
 
-REPORT = report("llama-1.3b", "rtx4090", 4096, sequence=2048)
+
+@functools.cache
+def the_report() -> Report:
+    """The report of all pages here; not made where tests are only collected."""
+    return report("llama-1.3b", "rtx4090", 4096, sequence=2048)
 
 
 class Cells(HTMLParser):
@@ -48,7 +53,7 @@ class Cells(HTMLParser):
 def page() -> str:
     from hytrain_fx.forecast.page import page
 
-    return page(REPORT)
+    return page(the_report())
 
 
 def test_the_page_has_every_cell_of_every_table(page: str) -> None:
@@ -58,8 +63,8 @@ def test_the_page_has_every_cell_of_every_table(page: str) -> None:
     """
     parser = Cells()
     parser.feed(page)
-    assert parser.cells == [cell for table in tables(REPORT) for line in (table.heads, *table.rows) for cell in line]
-    assert all(line.replace(">", "&gt;") in page for line in placement(REPORT))
+    assert parser.cells == [cell for table in tables(the_report()) for line in (table.heads, *table.rows) for cell in line]
+    assert all(line.replace(">", "&gt;") in page for line in placement(the_report()))
 
 
 def test_the_page_needs_nothing_else(page: str) -> None:
@@ -85,18 +90,18 @@ def test_figures_have_the_numbers_of_the_report(page: str) -> None:
     figures = figures_of(page)
     assert len(figures) == 6
     by_k, timeline, of_gpu, of_host, by_tokens, by_size = figures.values()
-    assert by_k["data"][0]["y"] == [point.step_us / 1e6 for point in REPORT.sweep.ks]
-    assert by_k["data"][0]["x"] == [point.k for point in REPORT.sweep.ks]
-    assert (by_k["data"][1]["x"], by_k["data"][1]["y"]) == ([REPORT.ours.k], [REPORT.ours.step_us / 1e6])
+    assert by_k["data"][0]["y"] == [point.step_us / 1e6 for point in the_report().sweep.ks]
+    assert by_k["data"][0]["x"] == [point.k for point in the_report().sweep.ks]
+    assert (by_k["data"][1]["x"], by_k["data"][1]["y"]) == ([the_report().ours.k], [the_report().ours.step_us / 1e6])
     ends = [start + lasts for trace in timeline["data"] for start, lasts in zip(trace["base"], trace["x"], strict=True)]
-    assert max(ends) * 1e3 == pytest.approx(REPORT.ours.step_us)
+    assert max(ends) * 1e3 == pytest.approx(the_report().ours.step_us)
     for figure, bytes_of in ((of_gpu, "device_bytes"), (of_host, "host_bytes")):
-        for at, row in enumerate(REPORT.rows):
+        for at, row in enumerate(the_report().rows):
             assert sum(trace["x"][at] for trace in figure["data"]) * 1e9 == pytest.approx(getattr(row.memory, bytes_of))
-    for figure, points in ((by_tokens, REPORT.sweep.tokens), (by_size, REPORT.sweep.sizes)):
+    for figure, points in ((by_tokens, the_report().sweep.tokens), (by_size, the_report().sweep.sizes)):
         for trace in figure["data"]:
             assert trace["customdata"] == [point.steps_us[trace["name"]] / 1e6 for point in points]
-    assert by_tokens["data"][0]["x"] == [point.tokens for point in REPORT.sweep.tokens]
+    assert by_tokens["data"][0]["x"] == [point.tokens for point in the_report().sweep.tokens]
 
 
 def test_collectives_are_a_lane_of_several_gpus(page: str) -> None:
@@ -123,11 +128,11 @@ def figures_of(page: str) -> dict[str, Any]:
 
 def test_the_sweep_over_k_meets_the_other_rows() -> None:
     """With every state on the device it is the row of that system, within 3%."""
-    last, everything = REPORT.sweep.ks[-1], REPORT.rows[-1]
-    assert last.k == everything.k == len(REPORT.profile.units)
+    last, everything = the_report().sweep.ks[-1], the_report().rows[-1]
+    assert last.k == everything.k == len(the_report().profile.units)
     assert last.step_us == pytest.approx(everything.step_us, rel=0.03)
     assert (last.device_bytes, last.fits) == (everything.memory.device_bytes, everything.fits)
-    assert [point.k for point in REPORT.sweep.ks] == list(range(last.k + 1))
+    assert [point.k for point in the_report().sweep.ks] == list(range(last.k + 1))
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +163,6 @@ def test_names_are_escaped(page: str) -> None:
 
     from hytrain_fx.forecast.page import page as page_of
 
-    text = page_of(replace(REPORT, model="<script>alert(1)</script>"))
+    text = page_of(replace(the_report(), model="<script>alert(1)</script>"))
     assert text.count("<script>") == page.count("<script>")
     assert "&lt;script&gt;alert" in text

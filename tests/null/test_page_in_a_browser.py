@@ -5,13 +5,14 @@ Needs Chrome or Chromium: `CHROME=/path/to/chrome`, or one on PATH.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
 
 import pytest
 
-from hytrain_fx.forecast.report import report
+from hytrain_fx.forecast.report import Report, report
 
 from .browser import NAMES, Page, browsing, find_browser
 
@@ -19,12 +20,17 @@ pytest.importorskip("plotly")
 BROWSER = find_browser()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser: set CHROME, or install one of {', '.join(NAMES)}")
 
-REPORT = report("llama-1.3b", "rtx4090", 4096, sequence=2048)
 # The first figure is the step by k.
 PLOT = "document.querySelector('.plot')"
 RANGES = f"['xaxis', 'yaxis'].map(name => {PLOT}._fullLayout[name].range)"
 TICKS = f"[...{PLOT}.querySelectorAll('.xtick text')].map(tick => tick.textContent)"
 SHOWN = f"[...{PLOT}.querySelectorAll('.hoverlayer text')].map(text => text.textContent).join(' | ')"
+
+
+@functools.cache
+def the_report() -> Report:
+    """The page's report; not made where there is no browser."""
+    return report("llama-1.3b", "rtx4090", 4096, sequence=2048)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     assert BROWSER is not None
     folder = tmp_path_factory.mktemp("browser")
     file = folder / "report.html"
-    file.write_text(page_of(REPORT), encoding="utf-8")
+    file.write_text(page_of(the_report()), encoding="utf-8")
     with browsing(BROWSER, folder / "profile") as opened:
         opened.open(file)
         opened.value(f"{PLOT}.scrollIntoView({{block: 'center'}})")
@@ -53,7 +59,7 @@ def test_every_figure_is_drawn_and_nothing_is_loaded(page: Page) -> None:
 
 def test_the_point_under_the_mouse_is_told(page: Page) -> None:
     """Its k, the step and the memory, as the report has them."""
-    point = REPORT.sweep.ks[3]
+    point = the_report().sweep.ks[3]
     x, y = middle_of_point(page, 3)
     page.mouse("mouseMoved", x + 40, y - 40)
     page.mouse("mouseMoved", x, y)
@@ -76,7 +82,7 @@ def test_a_dragged_frame_is_zoomed_into(page: Page) -> None:
     assert bottom != before[1][0]
     assert top != before[1][1]
     assert page.until(f"JSON.stringify({TICKS}) != {json.dumps(compact(ticks))} && {TICKS}")
-    assert (left, right) == pytest.approx((REPORT.sweep.ks[5].k, REPORT.sweep.ks[15].k), abs=0.2)
+    assert (left, right) == pytest.approx((the_report().sweep.ks[5].k, the_report().sweep.ks[15].k), abs=0.2)
 
 
 def middle_of_point(page: Page, number: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -14,9 +15,9 @@ from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_params, states_budget_bytes
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.page import markdown
-from hytrain_fx.forecast.report import report
+from hytrain_fx.forecast.report import Report, case_of, report
 from hytrain_fx.forecast.shapes import read_shape
-from hytrain_fx.forecast.systems import OURS, SYSTEMS
+from hytrain_fx.forecast.systems import OUR_SYSTEM, OURS, SYSTEMS, Case, Row, System
 from hytrain_fx.forecast.tables import FIGURE_WORDS
 from hytrain_fx.forecast.verdict import verdict
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
@@ -28,22 +29,41 @@ SHAPE = read_shape("llama-7b")
 H200 = find_device("h200")
 
 
+@functools.cache
+def of_7b(*, sequence: int | None = None, budget_bytes: int | None = None) -> Report:
+    """The report of 7 G parameters and 8192 tokens, without a sweep."""
+    return report("llama-7b", "h200", 8192, sequence=sequence, budget_bytes=budget_bytes, sweep=False)
+
+
+@functools.cache
+def of_10b() -> Report:
+    """The report of 10 G parameters, with a sweep."""
+    return report("llama-10b", "h200", 8192, sequence=2048)
+
+
+def row_of(system: System, case: Case) -> Row:
+    """The row of one system in a report of the case, which has those of all."""
+    return case.row_of(system, case.plan_of(system))
+
+
 def test_systems_keep_their_order() -> None:
     """For 7 G parameters and 8k tokens each system is at least as fast as the one before it.
 
     No overlap is slowest, then come CoTrain, HyTrainDNN, windows and streaming.
     """
-    r = report("llama-7b", "h200", 8192, sequence=2048, sweep=False)
+    r = of_7b(sequence=2048)
     steps = [row.step_us for row in r.rows[:6]]
     assert [row.system for row in r.rows] == [system.name for system in SYSTEMS]
     assert steps == sorted(steps, reverse=True)
     assert all(row.step_us >= r.compute_us for row in r.rows)
+    case = case_of("llama-7b", "h200", 8192, sequence=2048)
+    assert [row_of(SYSTEMS[4], case), row_of(OUR_SYSTEM, case)] == [r.rows[4], r.ours]
     validate(r.plan, SHAPE.units)
 
 
 def test_markdown_and_json_carry_the_same_figures() -> None:
     """The text names every system, unit and note; the JSON holds the unrounded figures."""
-    r = report("llama-10b", "h200", 8192, sequence=2048)
+    r = of_10b()
     text, raw = markdown(r), json.loads(r.to_json())
     assert all(f"| {system.name} |" in text for system in SYSTEMS)
     assert all(f"- {row.unit} {row.unit_name}: {row.reason}" in text for row in r.plan.rows)
@@ -62,7 +82,7 @@ def test_what_does_not_fit_is_shown_as_such() -> None:
 
     Split between both they fit.
     """
-    fits = {row.system: row.fits for row in report("llama-10b", "h200", 8192, sequence=2048, sweep=False).rows}
+    fits = {row.system: row.fits for row in of_10b().rows}
     assert not fits["all on the device"]
     assert not fits["ZeRO-Offload, no overlap"]
     assert fits["windows, waits per layer"]
@@ -107,13 +127,13 @@ def test_the_verdict_names_what_binds_and_what_to_change() -> None:
 
 def test_a_change_is_our_plan_for_the_changed_case() -> None:
     """What a change is said to take is what a report of the changed case says, within 3%."""
-    r = report(SHAPE, H200, 8192, sequence=2048, sweep=False)
+    r = of_7b(sequence=2048)
     steps = {change.words: change.step_us for change in r.changes}
     twice = replace(H200, cpu_update_params_per_s=2 * H200.cpu_update_params_per_s, host_memory_gb_per_s=430)
-    for words, other in (("twice the tokens in a micro-batch", report(SHAPE, H200, 16384, sequence=2048, sweep=False)),
-                         ("recomputed activations", report(SHAPE, H200, 8192, sequence=2048, recompute=True, sweep=False)),
-                         ("a host twice as fast (cores and memory bandwidth)", report(SHAPE, twice, 8192, sequence=2048, sweep=False))):
-        assert steps[words] == pytest.approx(other.ours.step_us, rel=0.03)
+    for words, other in (("twice the tokens in a micro-batch", case_of(SHAPE, H200, 16384, sequence=2048)),
+                         ("recomputed activations", case_of(SHAPE, H200, 8192, sequence=2048, recompute=True)),
+                         ("a host twice as fast (cores and memory bandwidth)", case_of(SHAPE, twice, 8192, sequence=2048))):
+        assert steps[words] == pytest.approx(row_of(OUR_SYSTEM, other).step_us, rel=0.03)
 
 
 def test_tokens_that_hide_all_updates() -> None:
@@ -121,17 +141,17 @@ def test_tokens_that_hide_all_updates() -> None:
 
     They stall only for what the first and last of them cannot hide.
     """
-    r = report(SHAPE, H200, 8192, sweep=False)
+    r = of_7b()
     tokens = int(1.1 * r.hidden_from_tokens["waits per layer"])
     assert tokens == pytest.approx(1.1 * 525e12 / 5.9e9 / 6, rel=1e-3)
-    few, enough = (report(SHAPE, H200, n, budget_bytes=0, sweep=False).rows[4] for n in (tokens // 4, tokens))
+    few, enough = (row_of(SYSTEMS[4], case_of(SHAPE, H200, n, budget_bytes=0)) for n in (tokens // 4, tokens))
     assert enough.stall_us < 0.1 * enough.step_us
     assert few.stall_us > 0.5 * few.step_us
 
 
 def test_budget_is_obeyed() -> None:
     """With no device memory for states the solved systems keep k=0."""
-    r = report(SHAPE, H200, 8192, budget_bytes=0, sweep=False)
+    r = of_7b(budget_bytes=0)
     assert [row.k for row in r.rows] == [0, 0, 0, 0, 0, 0, 0, len(SHAPE.units)]
     assert r.rows[5].stream_share > 0.25  # the budget bounds resident states; streamed ones only pass through
     with pytest.raises(PlanError, match="budget of -1"):
@@ -197,7 +217,7 @@ def test_idle_shares_are_those_of_the_schedule() -> None:
 
     All on the device leaves host and link idle; the chosen plan uses both.
     """
-    r = report(SHAPE, H200, 8192, budget_bytes=0, sweep=False)
+    r = of_7b(budget_bytes=0)
     assert all(0 <= share <= 1 for row in r.rows for share in row.idle_shares.values())
     assert set(r.ours.idle_shares) == {"gpu", "cpu", "d2h", "h2d", "host_memory"}
     assert r.rows[-1].idle_shares == {"gpu": pytest.approx(0, abs=1e-9), "cpu": 1, "d2h": 1, "h2d": 1, "host_memory": 1}
@@ -211,7 +231,7 @@ def test_interleaving_after_the_backward() -> None:
 
     So the step is longer than ours, and shorter than without overlap.
     """
-    rows = {row.system: row for row in report(SHAPE, H200, 8192, budget_bytes=0, sweep=False).rows}
+    rows = {row.system: row for row in of_7b(budget_bytes=0).rows}
     after = rows["Deep Optimizer States, after the backward"]
     assert rows[OURS].step_us < after.step_us < rows["ZeRO-Offload, no overlap"].step_us
     assert after.stream_share > 0.2
@@ -229,7 +249,7 @@ def test_without_a_sweep_there_are_no_points() -> None:
         assert own.fits == {row.system: row.fits for row in r.rows}
     assert [p.tokens for p in r.sweep.tokens] == [2048, 4096, 8192, 16384, 32768]
     assert [p.layers for p in r.sweep.sizes] == [8, 16, 32, 64, 128]
-    assert not report(SHAPE, H200, 8192, sweep=False).sweep.tokens
+    assert not of_7b().sweep.tokens
 
 
 def test_largest_models() -> None:
@@ -265,4 +285,4 @@ def test_autocast_keeps_fp32_gradients_where_they_stay() -> None:
     assert by_cpu.device_bytes == footprint(SHAPE, 16, 0).device_bytes
     assert resident.gradients_bytes == 2 * footprint(SHAPE, 16, n).gradients_bytes
     assert report(SHAPE, H200, 8192, sweep=False, autocast=True).largest_params["host"] == pytest.approx(
-        report(SHAPE, H200, 8192, sweep=False).largest_params["host"] * 14 / 16)
+        of_7b().largest_params["host"] * 14 / 16)
