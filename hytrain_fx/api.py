@@ -109,9 +109,8 @@ def compile(
     passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
                      of yours
     dump             folder for each graph's text before and after each pass
-    dynamic          handed on to torch.compile
+    dynamic, mode    handed on to torch.compile; no mode with CUDA graphs
     options          Inductor's, handed on too; not together with mode
-    mode             handed on too, without CUDA graphs
 
     Raises ConfigError for an option that is unknown or does not fit, UnsupportedError for a model
     or an optimizer that is not supported, HostMemoryError where states do not fit the host,
@@ -153,8 +152,7 @@ def close(model: nn.Module) -> None:
     The optimizer's states can be read as long as the optimizer is kept, and are freed with it.
     Raises UnsupportedError for a model that is not compiled.
     """
-    session = session_of(model)
-    session.close()
+    session_of(model).close()
     set_compiled_call(model, None)
     remove_methods(model)
 

@@ -31,6 +31,7 @@ class Budget:
     counts_streamed       whether gradients and staging slots of streamed parameters come out of
                           `device_bytes` too: they do where that is what the device has free, not
                           where it is a bound on resident states
+    staged_bytes          per parameter that a staging slot has room for; None = `host_state_bytes`
 
     Raises PlanError for negative figures.
     """
@@ -40,9 +41,10 @@ class Budget:
     device_state_bytes: float = STATE_BYTES_PER_PARAM
     host_state_bytes: float = STATE_BYTES_PER_PARAM
     counts_streamed: bool = True
+    staged_bytes: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.device_bytes or 0, self.device_state_bytes, self.host_bytes or 0, self.host_state_bytes) < 0:
+        if min(self.device_bytes or 0, self.device_state_bytes, self.host_bytes or 0, self.host_state_bytes, self.staged_bytes or 0) < 0:
             raise PlanError(f"found a budget of {self.device_bytes} bytes on the device at {self.device_state_bytes} a parameter and of "
                             f"{self.host_bytes} bytes on the host at {self.host_state_bytes}, expected all >= 0")
 
@@ -71,7 +73,8 @@ class Budget:
     def staging_bytes(self, profile: Profile, discipline: Discipline) -> float:
         """Device memory that streamed states pass through."""
         largest = max(max(u.param_numels or (u.params,)) for u in profile.units)
-        return discipline.staging_slots * min(discipline.staging_params, largest) * self.host_state_bytes
+        per_param = self.host_state_bytes if self.staged_bytes is None else self.staged_bytes
+        return discipline.staging_slots * min(discipline.staging_params, largest) * per_param
 
 
 # ---- What a plan says of its origin: sums of the profile, and the memory it had to fit in ----

@@ -80,6 +80,7 @@ def plan(
     state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     host_state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     budget_counts_streamed: bool = True,
+    staged_bytes_per_param: float | None = None,
     k: int | None = None,
     stream: Stream = 0.0,
     guard: float = GUARD,
@@ -90,8 +91,8 @@ def plan(
     host_budget_bytes      host memory for states and slots, None = no limit
     state_bytes_per_param  what rests on the device for each parameter updated there
     host_state_bytes_per_param    the states of a parameter on the host, without its slot
-    budget_counts_streamed    whether gradients and staging slots of streamed parameters come out of
-                              `budget_bytes` too
+    budget_counts_streamed    whether `budget_bytes` holds streamed gradients and staging slots too
+    staged_bytes_per_param    what a staging slot has room for, None = `host_state_bytes_per_param`
     stream                 share 0..1 of the parameters not on the device that is streamed; "auto"
                            solves it together with k (rule "windowed", no k given, a profile with
                            times for streaming; else nothing is streamed)
@@ -101,7 +102,8 @@ def plan(
     for streaming, a guard < 1, and when the two memories together do not hold the states.
     """
     _check(profile, rule, k, stream, guard)
-    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
+    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed,
+                    staged_bytes_per_param)
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
     return maker.filled(maker.best() if stream == "auto" else maker.settle(maker.solution(float(stream))))
 

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from hytrain_fx.config import Moments
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.named_files import require_writable
 from hytrain_fx.ir.plan import Plan
@@ -63,6 +64,8 @@ def _add_what(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sequence", type=int, help="tokens in a sequence (default: the model's context, at most --tokens)")
     command.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
     command.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
+    command.add_argument("--moments", choices=get_args(Moments), default="fp32", help="in what AdamW's two states rest, as in "
+                         "compile(..., moments=...): in bf16 they take half the memory (default: fp32)")
     command.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of one machine, a rank on each (default: 1)")
     command.add_argument("--nodes", type=int, default=1, metavar="M", help="such machines (default: 1)")
     command.add_argument("--skew", type=float, default=1.0, metavar="X", help="one rank takes X times as long as the others (default: 1)")
@@ -136,7 +139,7 @@ def _asked(args: argparse.Namespace) -> tuple[DeviceSpec, dict[str, Any]]:
     device = _with_rates(device.in_machine_of(ranks), args)
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
     return device, {"sequence": args.sequence, "recompute": args.recompute, "budget_bytes": budget_bytes, "autocast": args.autocast,
-                    "ranks": ranks}
+                    "ranks": ranks, "moments": args.moments}
 
 
 def _with_rates(device: DeviceSpec, args: argparse.Namespace) -> DeviceSpec:

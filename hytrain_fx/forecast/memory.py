@@ -11,6 +11,9 @@ those of all its ranks.
 
 Fp32 weights under autocast, of which the device has bf16 copies: gradients that stay on the device
 are fp32, and so are slots.
+
+With moments in bf16 states take 8 bytes instead of 12. The staging slots stay as they are: their
+arrays are fp32.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, TRANSIT_BYTES
-from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
+from hytrain_fx.ir.states import ADAMW_DEFAULT, STATE_BYTES_PER_PARAM
 
 WEIGHT_BYTES = GRAD_BYTES = SLOT_BYTES = HALF_BYTES
 AUTOCAST_GRAD_BYTES = FP32_BYTES  # at rest on the device and in a slot; on the link 2
 # share of the device's memory; the rest is context, fragmentation and workspaces
 DEVICE_SHARE = 0.95
+# Of the staging slots: the engine has an fp32 array there for master and each state, whatever the
+# states' dtype (`staging_shape`).
+STAGING_BYTES_PER_PARAM = ADAMW_DEFAULT.tensors * FP32_BYTES
 _BUCKETS = 2  # units whose whole gradients are on their way to the other ranks at once
 HOST_SHARE = 0.85  # share of the host's memory; the rest is the system and the process
 
@@ -80,7 +86,7 @@ def ring_bytes(shape: ModelShape, streams: bool, ranks: Ranks = ONE_RANK) -> int
 
     Less where states are streamed: their staging slots take the rest.
     """
-    staging = STAGING_SLOTS * CHUNK_PARAMS * STATE_BYTES_PER_PARAM if streams else 0
+    staging = STAGING_SLOTS * CHUNK_PARAMS * STAGING_BYTES_PER_PARAM if streams else 0
     return min(TRANSIT_BYTES - staging, 2 * GRAD_BYTES * ranks.shard(shape.params))
 
 
@@ -102,12 +108,13 @@ def footprint(
     shards = unit_shards(shape, ranks)
     on_device, on_host = sum(shards[:k]), sum(shards[k:])
     by_cpu = on_host - streamed_params
-    staging = STAGING_SLOTS * CHUNK_PARAMS if streamed_params else 0
+    staging_bytes = STAGING_SLOTS * CHUNK_PARAMS * STAGING_BYTES_PER_PARAM if streamed_params else 0
+    state_bytes = shape.state_bytes_per_param
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), shards)
     in_transit = (ring_bytes(shape, streamed_params > 0, ranks) if by_cpu else 0) + bucket_bytes(shape, ranks)
-    return Footprint(WEIGHT_BYTES * shape.params, gradients + in_transit, STATE_BYTES_PER_PARAM * (on_device + staging),
-                     activations + _recomputed_bytes(shape, tokens, recompute), STATE_BYTES_PER_PARAM * on_host * ranks.gpus,
+    return Footprint(WEIGHT_BYTES * shape.params, gradients + in_transit, state_bytes * on_device + staging_bytes,
+                     activations + _recomputed_bytes(shape, tokens, recompute), state_bytes * on_host * ranks.gpus,
                      slot_bytes * by_cpu * ranks.gpus)
 
 
@@ -119,7 +126,7 @@ def states_budget_bytes(
     The gradients of as many leading units as fit there fit, too.
     """
     limit = DEVICE_SHARE * device.memory_bytes
-    of_states = [0, *accumulate(STATE_BYTES_PER_PARAM * shard for shard in unit_shards(shape, ranks))]
+    of_states = [0, *accumulate(shape.state_bytes_per_param * shard for shard in unit_shards(shape, ranks))]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
     # worst case all of them.
     limit -= (_grad_bytes(shape) - GRAD_BYTES) * ranks.shard(shape.params)
@@ -171,19 +178,20 @@ def _fullest(
 
 
 def largest_params(
-    device: DeviceSpec, activations_bytes: int, autocast: bool = False, ranks: Ranks = ONE_RANK
+    device: DeviceSpec, activations_bytes: int, autocast: bool = False, ranks: Ranks = ONE_RANK,
+    state_bytes: int = STATE_BYTES_PER_PARAM,
 ) -> dict[str, float]:  # fmt: skip
     """The most parameters each way of placing states holds next to so many bytes of activations.
 
-    What gradients travel through is left out.
+    What gradients travel through is left out. `state_bytes` are master and states of a parameter.
 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on
     the device.
     """
     device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
-    on_host_bytes = STATE_BYTES_PER_PARAM + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES)
+    on_host_bytes = state_bytes + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES)
     host_params = ranks.nodes * HOST_SHARE * device.host_memory_bytes / on_host_bytes
-    resident_bytes = WEIGHT_BYTES + ((AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + STATE_BYTES_PER_PARAM) / ranks.count
+    resident_bytes = WEIGHT_BYTES + ((AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + state_bytes) / ranks.count
     on_host = min(host_params, device_bytes / WEIGHT_BYTES)
     return {
         "device": device_bytes / resident_bytes,

@@ -11,6 +11,8 @@ what each schedule allows, and shorter than what its code takes.
     ZeRO-2, offload                   2                       14/M
     ZeRO-3, offload                   2/R, two units whole    16/M: states, fp32 gradients
     pipeline                          16/R                    -
+
+They keep fp32 moments, whatever this library's rest in.
 """
 
 from __future__ import annotations
@@ -62,13 +64,14 @@ def _played(case: Case, rows: Sequence[Row]) -> Iterator[Peer]:
     hosted = replace(case, given_bytes=0, budget_bytes=0)
     on_host = hosted.row_of(OUR_SYSTEM, hosted.plan_of(OUR_SYSTEM))
     kept_bytes = activation_bytes(case.shape, case.tokens, case.recompute)
-    most = largest_params(case.device, kept_bytes, case.shape.autocast, case.ranks)
-    for words, row, way in (("this library, plan solved", row_of[OURS], "split"),
-                            ("this library, every state on the host", on_host, "host"),
-                            ("ZeRO-2, CPU offload", row_of[ZERO_OFFLOAD], "host")):
+    theirs = largest_params(case.device, kept_bytes, case.shape.autocast, case.ranks)
+    ours = largest_params(case.device, kept_bytes, case.shape.autocast, case.ranks, case.shape.state_bytes_per_param)
+    for words, row, most_params in (("this library, plan solved", row_of[OURS], ours["split"]),
+                                    ("this library, every state on the host", on_host, ours["host"]),
+                                    ("ZeRO-2, CPU offload", row_of[ZERO_OFFLOAD], theirs["host"])):
         how = f"played: k = {row.k}, {row.stream_share:.0%} of the rest streamed" if row is not row_of[ZERO_OFFLOAD] else (
             "played: backward, gradients to the host, updates, weights back, one after the other")
-        yield Peer(words, row.step_us, row.memory.device_bytes, row.memory.host_bytes, row.fits, most[way], how)
+        yield Peer(words, row.step_us, row.memory.device_bytes, row.memory.host_bytes, row.fits, most_params, how)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hytrain_fx.config import Moments
 from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.errors import ConfigError, PlanError
@@ -43,6 +44,8 @@ class Report:
 
     With several `ranks` each has a micro-batch of `tokens`; plan, profile and budget are of one of
     them, and `peers` has other ways to train on several GPUs.
+
+    With `moments` "bf16" AdamW's two states rest in 16 bits in all ways that are this library's.
     """
 
     model: str
@@ -65,6 +68,7 @@ class Report:
     sweep: Sweep
     ranks: Ranks = ONE_RANK
     peers: tuple[Peer, ...] = ()
+    moments: Moments = "fp32"
 
     @property
     def machine(self) -> str:
@@ -82,8 +86,11 @@ class Report:
         return next(row for row in self.rows if row.system == OURS)
 
     def to_json(self) -> str:
-        """All figures as JSON text."""
-        return json.dumps(asdict(self), indent=1)
+        """All figures as JSON text; `moments` is among them where they are not fp32."""
+        figures = asdict(self)
+        if self.moments == "fp32":
+            del figures["moments"]
+        return json.dumps(figures, indent=1)
 
 
 def report(
@@ -97,6 +104,7 @@ def report(
     sweep: bool = True,
     autocast: bool = False,
     ranks: Ranks = ONE_RANK,
+    moments: Moments | None = None,
     tell: Tell = untold,
 ) -> Report:
     """Compare the systems for one micro-batch of `tokens` tokens on each GPU.
@@ -110,20 +118,23 @@ def report(
     autocast      the weights are fp32 and run under autocast to bf16 (`autocast_copies`), instead
                   of 16-bit ones with fp32 masters
     ranks         how many GPUs of how many machines train it; a host of fewer GPUs is enlarged
+    moments       in what AdamW's two states rest, "fp32" or "bf16" (`compile(..., moments=)`);
+                  None: as the shape says
     tell          is told how far the sweep is
 
     Raises ConfigError and PlanError as `case_of` does.
     """
-    case = case_of(model, device, tokens, sequence=sequence, recompute=recompute, budget_bytes=budget_bytes, autocast=autocast, ranks=ranks)
+    case = case_of(model, device, tokens, sequence=sequence, recompute=recompute, budget_bytes=budget_bytes, autocast=autocast, ranks=ranks,
+                   moments=moments)
     shape, spec, sequence, profile = case.shape, case.device, case.sequence, case.profile
     plans = {system.name: case.plan_of(system) for system in SYSTEMS}
     rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
     return Report(
         shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, case.budget_bytes,
         profile.forward_us + profile.backward_us, rows, _hidden_from_tokens(case),
-        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks),
+        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks, shape.state_bytes_per_param),
         capacities(shape, spec, tokens, sequence, recompute, ranks), _equal_layers(profile), changes(case), plans[OURS], profile,
-        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else ())
+        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else (), shape.moments)
 
 
 def case_of(
@@ -136,11 +147,12 @@ def case_of(
     budget_bytes: int | None = None,
     autocast: bool = False,
     ranks: Ranks = ONE_RANK,
+    moments: Moments | None = None,
 ) -> Case:
     """The case that `report` is about; its arguments are those of `report`.
 
     Raises ConfigError for an unknown model or device and for autocast with several ranks, PlanError
-    for a negative budget.
+    for a negative budget, UnsupportedError for other `moments`.
     """
     if autocast and ranks.count > 1:
         raise ConfigError(f"found autocast on {ranks.words}, expected 16-bit weights or one GPU: of sharded parameters no 16-bit copies "
@@ -148,6 +160,9 @@ def case_of(
     shape = model if isinstance(model, ModelShape) else find_model(model)
     if autocast:
         shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
+    shape = replace(shape, moments=moments or shape.moments)
+    if shape.moments != "fp32":
+        shape = replace(shape, name=f"{shape.name}, moments in {shape.moments}")
     spec = (device if isinstance(device, DeviceSpec) else find_device(device)).in_machine_of(ranks)
     sequence = min(tokens, shape.context) if sequence is None else sequence
     case = Case.of(shape, spec, tokens, sequence, recompute, budget_bytes, ranks)

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hytrain_fx.config import Moments
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.named_files import json_object, read_text
+from hytrain_fx.ir.states import ADAMW, MOMENTS, StateTable, StateTraffic
 
 Counted = Literal["tokens", "samples"]
 
@@ -49,7 +51,8 @@ class ModelShape:
     `context` is the longest sequence, in tokens; `causal` halves the attention's work.
 
     `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of
-    them. `counted` is what a micro-batch has many of: of images and recordings samples.
+    them. `counted` is what a micro-batch has many of: of images and recordings samples. `moments`
+    is the dtype in which AdamW's two states rest: "fp32" or "bf16".
     """
 
     name: str
@@ -59,6 +62,25 @@ class ModelShape:
     causal: bool = True
     autocast: bool = False
     counted: Counted = "tokens"
+    moments: Moments = "fp32"
+
+    @property
+    def states(self) -> StateTable:
+        """What an update keeps of a parameter.
+
+        Raises UnsupportedError where `moments` is neither "fp32" nor "bf16".
+        """
+        return ADAMW.under({MOMENTS: self.moments})
+
+    @property
+    def state_bytes_per_param(self) -> int:
+        """Master and states, on either side. Raises as `states`."""
+        return self.states.bytes_per_param
+
+    @property
+    def traffic(self) -> StateTraffic:
+        """What updates move of them. Raises as `states`."""
+        return StateTraffic(self.state_bytes_per_param, self.states.tie is not None)
 
     @property
     def params(self) -> int:

@@ -12,6 +12,9 @@ what differs is the schedule.
     Deep Optimizer States     updates after the backward, CPU and streamed ones interleaved in the
                               best ratio, residents kept
     windows                   each layer's forward waits for its own update
+
+With moments in bf16 only systems whose layers wait each for its own update have them: those are
+this library's. The others keep fp32 ones.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from hytrain_fx.cost_model.discipline import Barrier, CommitAt, Discipline
 from hytrain_fx.cost_model.planner import Rule, Stream, plan
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
-from hytrain_fx.forecast.memory import HOST_SHARE, Footprint, footprint, states_budget_bytes
+from hytrain_fx.forecast.memory import HOST_SHARE, STAGING_BYTES_PER_PARAM, Footprint, footprint, states_budget_bytes
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,11 @@ class System:
     barrier: Barrier
     stream: Stream = 0.0
     commit_at: CommitAt = "backward_start"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this library runs so: each layer waits for its own update."""
+        return self.barrier == "none"
 
 
 OURS = "windows, states streamed too"
@@ -131,13 +140,21 @@ class Case:
         """The grain of the simulated runtime, in parameters."""
         return max(CHUNK_PARAMS, self.profile.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
 
+    def seen_by(self, system: System) -> Case:
+        """The case as the system has it: one of others keeps fp32 moments."""
+        return self if system.is_ours or self.shape.moments == "fp32" else self._fp32
+
+    @functools.cached_property
+    def _fp32(self) -> Case:
+        return self.remade(shape=replace(self.shape, moments="fp32"))
+
     def plan_of(self, system: System) -> Plan:
         """The system's plan, solved once.
 
         Where the host cannot hold what it leaves there, it is the plan that it would want.
         """
         if system.name not in self._plans:
-            self._plans[system.name] = self._solved(system)
+            self._plans[system.name] = self.seen_by(system)._solved(system)
         return self._plans[system.name]
 
     @functools.cached_property
@@ -157,7 +174,8 @@ class Case:
         def solved(host_budget_bytes: int | None) -> Plan:
             return self._noted(plan(
                 self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
-                host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline))
+                host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline,
+                staged_bytes_per_param=STAGING_BYTES_PER_PARAM, **self._state_bytes))
 
         try:
             return solved(int(HOST_SHARE * self.device.host_memory_bytes / self.ranks.gpus))
@@ -166,13 +184,24 @@ class Case:
 
     def plan_at(self, system: System, k: int) -> Plan:
         """The plan with a given k, nothing streamed."""
-        return self._noted(plan(self.profile, k=k, discipline=self._discipline(system)))
+        of = self.seen_by(system)
+        return of._noted(plan(of.profile, k=k, discipline=of._discipline(system), **of._state_bytes))
+
+    @property
+    def _state_bytes(self) -> dict[str, Any]:
+        """Of a parameter, as the planner's arguments."""
+        return dict.fromkeys(("state_bytes_per_param", "host_state_bytes_per_param"), self.shape.state_bytes_per_param)
 
     def _noted(self, made: Plan) -> Plan:
-        """The plan, which says so where it is one rank's."""
-        of_rank = (f"the plan of one rank on {self.ranks.words}: rows count the parameters of its shards, vectors as cut; it is to be "
-                   "read, each rank solves its own",)
-        return made if self.ranks.count == 1 else replace(made, notes=(*made.notes, *of_rank))
+        """The plan, which says so where it is one rank's, and where moments rest in bf16."""
+        notes = list(made.notes)
+        if self.ranks.count > 1:
+            notes.append(f"the plan of one rank on {self.ranks.words}: rows count the parameters of its shards, vectors as cut; it is to "
+                         "be read, each rank solves its own")
+        if self.shape.moments != "fp32":
+            notes.append(f"made for compile(..., moments=\"{self.shape.moments}\"): {self.shape.state_bytes_per_param} bytes of master and "
+                         f"states a parameter. With fp32 moments they are {STATE_BYTES_PER_PARAM}, and this placement takes more memory")
+        return replace(made, notes=tuple(notes))
 
     def _discipline(self, system: System) -> Discipline:
         return Discipline(barrier=system.barrier, commit_at=system.commit_at, chunk_params=self.chunk_params)
@@ -180,7 +209,7 @@ class Case:
     def row_of(self, system: System, made: Plan) -> Row:
         """What the system's plan costs."""
         streamed = made.numel(Placement.STREAM)
-        memory = footprint(self.shape, self.tokens, made.k, self.recompute, streamed, self.ranks)
+        memory = footprint(self.seen_by(system).shape, self.tokens, made.k, self.recompute, streamed, self.ranks)
         share = streamed / max(made.numel(Placement.CPU) + streamed, 1)
         p = made.predicted
         idle = {name.removesuffix("_idle_share"): value for name, value in p.items() if name.endswith("_idle_share")}

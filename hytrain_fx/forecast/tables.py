@@ -10,6 +10,7 @@ from hytrain_fx.forecast.report import Report
 from hytrain_fx.forecast.sweep import Point
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
 from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
+from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 IDLE_WORDS = {"gpu": "GPU", "cpu": "CPU", "d2h": "copies to the host", "h2d": "copies to the GPU", "collectives": "collectives",
               "host_memory": "host memory"}
@@ -47,7 +48,9 @@ def steps_table(report: Report) -> Table:
                   _per_s(report, report.tokens, r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
                  for r in report.rows)
     notes = dict.fromkeys(f"{row.system}: {note}" for row in report.rows for note in row.notes)
-    return Table("Step", heads, rows, ("All systems are played with the same rates: what differs is the schedule.", *notes))
+    others = "; ".join(system.name for system in SYSTEMS if not system.is_ours)
+    kept = () if report.moments == "fp32" else (f"Moments rest in {report.moments} in this library's ways. In fp32 stay: {others}.",)
+    return Table("Step", heads, rows, ("All systems are played with the same rates: what differs is the schedule.", *kept, *notes))
 
 
 def _per_s(report: Report, tokens: int, step_us: float) -> str:
@@ -126,7 +129,18 @@ def rates_table(report: Report) -> Table:
     figures = report.device.figures()
     rows = tuple((FIGURE_WORDS[name], figure_text(name, value), report.device.sources[name]) for name, value in figures.items())
     about = tuple(f"{name}: {value}" for name, value in report.device.about.items())
-    return Table(f"Rates of {report.device.name}", ("figure", "value", "source"), rows, about)
+    return Table(f"Rates of {report.device.name}", ("figure", "value", "source"), rows, (*_rates_with_moments(report), *about))
+
+
+def _rates_with_moments(report: Report) -> tuple[str, ...]:
+    """What is taken of rates that were measured with fp32 states."""
+    if report.moments == "fp32":
+        return ()
+    bandwidth = "what moves in the host's memory" if report.device.host_memory_gb_per_s is not None else (
+        "what moves in the host's memory, whose bandwidth is not known here")
+    return (f"Rates of updates are those with fp32 states, for moments in {report.moments} too: for each parameter a core then does 1.3 to "
+            "1.5 times the arithmetic, so no rate rises, and where cores bind, not memory, updates may take longer than predicted. "
+            f"What shrinks is what crosses the link, and {bandwidth}.",)
 
 
 def figure_text(name: str, value: float) -> str:
@@ -139,8 +153,11 @@ def headline(report: Report) -> str:
     """What was asked, in two sentences."""
     of_length = f" in sequences of {report.sequence}" if report.counted == "tokens" else ""
     of_rank = "" if report.ranks.count == 1 else f" on each of {report.ranks.words}"
+    narrow = "" if report.moments == "fp32" else (
+        f"moments in {report.moments} ({report.plan.inputs['state_bytes_per_param']:g} bytes of master and states a parameter instead of "
+        f"{STATE_BYTES_PER_PARAM}), ")
     return (f"{count_text(report.params)} parameters, micro-batch of {report.tokens} {report.counted}{of_length}{of_rank}, "
-            f"{'with' if report.recompute else 'no'} recomputation, {bytes_text(report.budget_bytes)} of device memory for "
+            f"{'with' if report.recompute else 'no'} recomputation, {narrow}{bytes_text(report.budget_bytes)} of device memory for "
             f"optimizer states. Predicted, not measured. Forward and backward alone take {time_text(report.compute_us)}.")
 
 

@@ -71,6 +71,18 @@ def test_several_gpus_and_given_rates(small: str, capsys: pytest.CaptureFixture[
     assert any("one rank on 6 GPUs of 3 machines" in note for note in made.notes)
 
 
+def test_moments_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--moments` reaches report and plan, fp32 by default; what it does not know is refused."""
+    expected = report("llama-1.3b", "h200", 4096, moments="bf16", sweep=False).plan
+    assert Plan.from_json(output(capsys, "plan", *MODEL, "--moments", "bf16", "--json")) == expected
+    assert output(capsys, "plan", *MODEL, "--moments", "bf16") == plan_text(expected) + "\n"
+    assert json.loads(output(capsys, "report", *MODEL, "--moments", "bf16", "--json"))["moments"] == "bf16"
+    assert output(capsys, "plan", *MODEL, "--moments", "fp32") == output(capsys, "plan", *MODEL) != plan_text(expected) + "\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", *MODEL, "--moments", "fp16"])
+    assert "invalid choice: 'fp16'" in capsys.readouterr().err
+
+
 def test_the_console_command_is_the_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`hytrain-fx` runs `main`, and calls itself so in its errors."""
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]

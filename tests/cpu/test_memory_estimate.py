@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hytrain_fx.config import Moments
+from hytrain_fx.forecast.memory import footprint
+from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, StateTable
+from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, MOMENTS, StateTable
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, RowSize, estimate_memory, staging_bytes
@@ -150,3 +154,32 @@ def test_staging_is_what_the_engine_takes(numel: int, table: StateTable) -> None
         assert engine._staging.nbytes == staging_bytes([RowSize(numel, 4, table)])
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("k", "streamed"), [(0, 0), (0, 26), (5, 7), (26, 0)])
+def test_a_report_has_the_same_bytes(moments: Moments, autocast: bool, k: int, streamed: int) -> None:
+    """What a report says of a Llama of 1.3 G parameters is what the runtime estimates, to the byte.
+
+    The first k units rest on the device, the last `streamed` ones visit it, the CPU updates the
+    others.
+    """
+    shape = replace(read_shape("llama-1.3b"), moments=moments, autocast=autocast)
+    sizes, n = [u.params for u in shape.units], len(shape.units)
+    table = ADAMW.under({MOMENTS: moments})
+    places = k * [Placement.GPU] + (n - k - streamed) * [Placement.CPU] + streamed * [Placement.STREAM]
+    rows: Rows = [(RowSize(numel, 2, table, copied=autocast), place) for numel, place in zip(sizes, places, strict=True)]
+    told, estimate = footprint(shape, 16, k, streamed_params=sum(sizes[n - streamed :])), estimate_of(rows)
+    assert told.weights_bytes == estimate.weights_bytes
+    assert told.gpu_states_bytes == estimate.device_states_bytes + estimate.staging_bytes
+    assert told.host_states_bytes == estimate.host_states_bytes + estimate.host_streamed_bytes
+    assert told.host_slots_bytes == estimate.host_slots_bytes
+    assert told.host_bytes == estimate.pinned_bytes
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_a_report_moves_the_same_bytes(moments: Moments) -> None:
+    """Updates of bf16 parameters move what the store of states says, over link and host memory."""
+    rows: Rows = [(RowSize(numel, 2, ADAMW.under({MOMENTS: moments})), Placement.CPU) for numel in (640, 1280)]
+    assert store_of(rows).traffic(range(2)) == replace(read_shape("llama-1.3b"), moments=moments).traffic

@@ -61,9 +61,21 @@ def test_the_least_units_leave_what_the_host_holds(profile: Profile, budget: int
     assert Budget().least_units(profile, share) == 0
 
 
+@given(profile=streaming_profiles(), budget=st.integers(0, 200_000), share=st.floats(0, 1))
+def test_staging_slots_may_be_wider_than_the_states(profile: Profile, budget: int, share: float) -> None:
+    """Slots of 12 bytes a parameter hold states of 8, and take from the device what they are."""
+    wide, narrow = Budget(budget, 0, 8, 8, staged_bytes=12), Budget(budget, 0, 8, 8)
+    assert wide.staging_bytes(profile, DISCIPLINE) == Budget().staging_bytes(profile, DISCIPLINE)
+    assert narrow.staging_bytes(profile, DISCIPLINE) == pytest.approx(8 / 12 * wide.staging_bytes(profile, DISCIPLINE))
+    less = Budget(max(budget - int(wide.staging_bytes(profile, DISCIPLINE) - narrow.staging_bytes(profile, DISCIPLINE)), 0), 0, 8, 8)
+    if share and budget > wide.staging_bytes(profile, DISCIPLINE):
+        assert wide.most_units(profile, share, DISCIPLINE) == less.most_units(profile, share, DISCIPLINE)
+
+
 def test_negative_memory_is_refused() -> None:
     """Negative bytes of either tier are errors that name both."""
-    for budget in ({"device_bytes": -1}, {"host_bytes": -1}, {"device_state_bytes": -1}, {"host_state_bytes": -1}):
+    for budget in ({"device_bytes": -1}, {"host_bytes": -1}, {"device_state_bytes": -1}, {"host_state_bytes": -1},
+                   {"staged_bytes": -1}):
         with pytest.raises(PlanError, match="expected all >= 0"):
             Budget(**budget)  # type: ignore[arg-type]  # a float where an int or None would do
     assert Budget(100).most_units(uniform(2), 1.0, DISCIPLINE) == -1
