@@ -32,7 +32,7 @@ from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import load_states
+from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics
 from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
 from hytrain_fx.torch_private.names import require_release
@@ -134,6 +134,8 @@ def compile(
     if isinstance(optimizer, OffloadedOptimizer):
         raise UnsupportedError("this optimizer was returned by hytrain_fx.compile() before; make a new one from model.parameters(), and "
                                "load the state_dict() of this one to go on with its states")
+    if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
+        optimizer.state.leave_groups()
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
     session = Session(module, optimizer, config)
     put_gate(module, session)

@@ -81,13 +81,17 @@ class Session:
         self._last_step_s: float | None = None
         self.closed = False
         self.held = HeldWeights(self.table.parameters, self.table.names)
-        with self.clock.phase(Phase.ENGINE):
-            self.engine: Engine = make_engine(config, self.table.parameters)
         try:
-            with self.held.ours():
-                self._build(model)
+            with self.clock.phase(Phase.ENGINE):
+                self.engine: Engine = make_engine(config, self.table.parameters)
+            try:
+                with self.held.ours():
+                    self._build(model)
+            except BaseException:
+                self.engine.close()  # a refused model keeps no threads
+                raise
         except BaseException:
-            self.engine.close()  # a refused model keeps no threads
+            self.update.leave_groups()  # nor the optimizer an option
             raise
 
     # ---- construction ----
