@@ -32,7 +32,7 @@ from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import load_states
+from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics
 from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
 from hytrain_fx.torch_private.names import require_release
@@ -89,8 +89,7 @@ def compile(
     gpu_states       room for states on the device: "auto" (what is free), a fraction of them, or
                      bytes
     host_memory      bytes that states may take on the host, None: what is available
-    speculate        whether updates by the CPU may begin before step(), on a guess that costs time
-                     at most
+    speculate        whether updates by the CPU may begin before step(), on a guess
     shadow_memory    bytes on the host for such guesses, 0: none
     replan_every     steps within which a change of their length is followed, 0: never
     warmup_steps     steps measured before a plan is solved
@@ -101,16 +100,15 @@ def compile(
     autocast_copies  fp32 weights that autocast alone reads rest on the device in bf16
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
-    moments          states of AdamW, Adam and Lion in "fp32", or in "bf16", rounded by chance,
-                     None: as each parameter group says
+    moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
     process_group    ranks that train together and share out the states of matrices, None: the
                      default group, False: none
     timeout_s        seconds after which a wait on a worker or a copy is an error
-    passes           graph passes to run, None: DEFAULT_PASSES; [*DEFAULT_PASSES, my_pass] adds one
-                     of yours
+    passes           graph passes to run, None: DEFAULT_PASSES; yours: [*DEFAULT_PASSES, my_pass]
     dump             folder for each graph's text before and after each pass
-    dynamic, mode    handed on to torch.compile; no mode with CUDA graphs
+    dynamic          handed on to torch.compile
     options          Inductor's, handed on too; not together with mode
+    mode             handed on too, without CUDA graphs
 
     Raises ConfigError for an option that is unknown or does not fit, UnsupportedError for a model
     or an optimizer that is not supported, HostMemoryError where states do not fit the host,
@@ -133,6 +131,8 @@ def compile(
     if isinstance(optimizer, OffloadedOptimizer):
         raise UnsupportedError("this optimizer was returned by hytrain_fx.compile() before; make a new one from model.parameters(), and "
                                "load the state_dict() of this one to go on with its states")
+    if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
+        optimizer.state.leave_groups()
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
     session = Session(module, optimizer, config)
     put_gate(module, session)

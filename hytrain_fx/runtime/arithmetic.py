@@ -85,8 +85,9 @@ class AdamScalars(UpdateScalars):
             raise UnsupportedError(f"beta1 is {beta1}; Adam needs 0 <= beta1 < 1")
         if len(factors) > MAX_FACTORS:
             raise UnsupportedError(f"{len(factors)} multiplications of one gradient, at most {MAX_FACTORS} fit: apply them first")
+        key = rounding_key(group, step)
         try:
-            return cls._computed(group, step, lr, beta1, beta2, eps, weight_decay, decoupled, torch_cuda, factors)
+            return cls._computed(group, step, lr, beta1, beta2, eps, weight_decay, decoupled, torch_cuda, factors, key)
         except (OverflowError, TypeError) as error:  # a float's limit; a complex number
             options = f"lr={lr}, betas={(beta1, beta2)}, eps={eps}, weight_decay={weight_decay}"
             raise UnsupportedError(f"no step can be computed from {options}: {error}") from error
@@ -94,7 +95,7 @@ class AdamScalars(UpdateScalars):
     @classmethod
     def _computed(
         cls, group: Mapping[str, object], step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-        decoupled: bool, torch_cuda: bool, factors: tuple[float, ...],
+        decoupled: bool, torch_cuda: bool, factors: tuple[float, ...], key: int,
     ) -> AdamScalars:
         lerp = f32(1 - beta1)
         from_end = lerp >= 0.5
@@ -117,7 +118,7 @@ class AdamScalars(UpdateScalars):
             eps=f32(eps),
             flags=sum(int(flag) for flag, on in switches if on),
             factors=tuple(f32(factor) for factor in factors),
-            rounding_key=rounding_key(group, step),
+            rounding_key=key,
         )
 
 

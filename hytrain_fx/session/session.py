@@ -81,10 +81,10 @@ class Session:
         self._last_step_s: float | None = None
         self.closed = False
         self.held = HeldWeights(self.table.parameters, self.table.names)
-        with self.clock.phase(Phase.ENGINE):
+        with self.update.left_on_error(), self.clock.phase(Phase.ENGINE):
             self.engine: Engine = make_engine(config, self.table.parameters)
         try:
-            with self.held.ours():
+            with self.update.left_on_error(), self.held.ours():
                 self._build(model)
         except BaseException:
             self.engine.close()  # a refused model keeps no threads

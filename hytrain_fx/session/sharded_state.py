@@ -21,7 +21,16 @@ from torch import distributed
 from hytrain_fx.ir.shard import Shard
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import flat_of, load_options, load_own, own_entries, require_alike_groups, shaped, whole_states
+from hytrain_fx.session.state_dict import (
+    flat_of,
+    load_options,
+    load_own,
+    own_entries,
+    require_alike_groups,
+    shaped,
+    tell_of_rounding,
+    whole_states,
+)
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
@@ -47,9 +56,12 @@ def load_sharded_states(session: Session, saved: Mapping[str, Any], defaults: Co
     """
     found, groups = saved["state"], saved["param_groups"]
     require_alike_groups([len(group["params"]) for group in _groups(session)], groups)
+    for group, options in zip(session.groups, groups, strict=True):
+        session.update.require_same_states(group, options)
     pairs = zip(session.groups, groups, strict=True)
     group_of = session.builder.groups_by_row([{**group, **options, "params": group["params"]} for group, options in pairs])
     entries = {row: _required(session, row, found[name], group_of[row]) for row, name in enumerate(session.table.names) if name in found}
+    tell_of_rounding(session, entries)
     of_owners = _loaded_by_owners(session, entries)
     session.follow_written_weights()
     with session.states.loading(all_states=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hytrain_fx.errors import HytrainWarning
-from hytrain_fx.ir.states import MOMENTS, MOMENTS_SEED, StateTable
+from hytrain_fx.ir.states import MOMENTS, MOMENTS_SEED
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.own_entries import OwnEntries
 from hytrain_fx.session.session import Session
@@ -60,6 +60,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
         _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
+        tell_of_rounding(self._session, {row: entry})
         with self._session.states.loading(all_states=False):
             _load_row(self._session, row, entry)
         self._session.gather_loaded([row])
@@ -77,6 +78,11 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         """Make every parameter as before its first step; the weights stay."""
         for parameter in list(self):
             del self[parameter]
+
+    def leave_groups(self) -> None:
+        """Of a closed session: take out of the groups what its compile() has put there."""
+        if self._session.closed:
+            self._session.update.leave_groups()
 
     def _write(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         if entry:
@@ -163,6 +169,8 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     _check_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     require_alike_groups([len(g["params"]) for g in groups], saved_groups)
+    for group, saved in zip(groups, saved_groups, strict=True):
+        session.update.require_same_states(group, saved)
     saved_of_row: dict[int, dict[str, Any] | None] = {}
     frozen: dict[torch.Tensor, dict[str, Any]] = {}
     group_of_row: dict[int, dict[str, Any]] = {}
@@ -177,6 +185,7 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
     for row, entry in saved_of_row.items():
         if entry is not None:
             _check_row(session, row, entry, group_of_row[row])
+    tell_of_rounding(session, saved_of_row)
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
     with session.states.loading(all_states=True):
         for group, saved in zip(groups, saved_groups, strict=True):
@@ -222,14 +231,17 @@ def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
         return
     session.builder.steps[row] = int(saved["step"])
     master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
-    _tell_of_rounding(table, saved)
     loaded = RowStates(table, flat_of(master, parameter), tuple(flat_of(saved[name], parameter) for name in table.names))
     session.states.write(row, loaded.changed(partial(session.states.pieces.memory, row)))
 
 
-def _tell_of_rounding(table: StateTable, saved: Mapping[str, Any]) -> None:
-    if any(of.dtype != "float32" and saved[of.name].dtype == torch.float32 for of in table.states):
-        warnings.warn("the checkpoint has moments in fp32, and this run keeps them in bf16: they are rounded to nearest once, now",
+def tell_of_rounding(session: Session, entries: Mapping[int, Mapping[str, Any] | None]) -> None:
+    """Warn, once, of states of these rows that bf16 may not hold. Call it before any is written."""
+    tables = ((session.states.table(row), entry) for row, entry in entries.items() if entry and session.rule is None)
+    rounded = {entry[of.name].dtype for table, entry in tables for of in table.states if of.dtype == "bfloat16"} - {torch.bfloat16}
+    if rounded:
+        found = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in rounded))
+        warnings.warn(f"the checkpoint has moments in {found}, and this run keeps them in bf16: they are rounded to nearest once, now",
                       HytrainWarning, stacklevel=4)
 
 

@@ -10,7 +10,9 @@ All that follows is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.config import Config
-from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.errors import HytrainWarning, UnsupportedError
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.ir.states import MASTER_ALONE, MOMENTS, MOMENTS_SEED, StateTable, moments_of
 from hytrain_fx.runtime.any_optimizer.row_step import no_step
@@ -44,8 +46,9 @@ class OptimizerUpdate:
 
     moments    what groups that do not say it themselves are to have (`Config.moments`)
 
-    Raises UnsupportedError where parameters cannot be stepped one by one, or `moments` is for other
-    optimizers.
+    Groups with moments in bf16 then have the options `moments` and `moments_seed`, so that every
+    checkpoint says both. Raises UnsupportedError where parameters cannot be stepped one by one, or
+    `moments` is for other optimizers.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable, ranks: Ranks | None, moments: str | None) -> None:
@@ -55,20 +58,48 @@ class OptimizerUpdate:
         if ranks and not (self.rule and self.rule.sets):
             table = table.shared_among(ranks.size, ranks.rank, whole=self.rule is not None)
         self.table = table
-        if moments is not None:
-            self._ask_for(moments)
+        self._given: list[tuple[dict[str, Any], str, object]] = []
+        self._ask_for(moments, optimizer.defaults)
         self._group_of = {id(p): group for group in self._groups for p in group["params"]}
         self._asked = {id(group): _asked_states(group) for group in self._groups}
 
-    def _ask_for(self, moments: str) -> None:
-        """Moments of the groups that do not say theirs."""
-        if self.rule is None:
-            for group in self._groups:
-                group.setdefault(MOMENTS, moments)
-        elif moments != "fp32":
-            kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
-            raise UnsupportedError(f"{MOMENTS}={moments!r} with {self.rule.name}: that is for {kernels}; leave it out, and the optimizer "
-                                   "keeps its states as it makes them")
+    def _ask_for(self, moments: str | None, own_options: Collection[str]) -> None:
+        """Moments of the groups that do not say theirs, and the seed of those that have none."""
+        if self.rule is not None:
+            said = [moments, *(group.get(MOMENTS) for group in self._groups if MOMENTS not in own_options)]
+            asked = next((one for one in said if one not in (None, "fp32")), None)
+            if asked is not None:
+                kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
+                raise UnsupportedError(f"{MOMENTS}={asked!r} with {self.rule.name}: that is for {kernels}; leave it out, and the optimizer "
+                                       "keeps its states as it makes them")
+            return
+        defaults = {} if moments is None else {MOMENTS: moments}
+        narrow = [moments_of(defaults | group) is not None for group in self._groups]
+        if moments is not None and all(group.get(MOMENTS, moments) != moments for group in self._groups):
+            warnings.warn(f"{MOMENTS}={moments!r} has no effect: every parameter group says {self._groups[0][MOMENTS]!r} itself, as the "
+                          "groups of a checkpoint do that is loaded before compile()", HytrainWarning, stacklevel=5)
+        for group, in_bf16 in zip(self._groups, narrow, strict=True):
+            options: dict[str, object] = defaults | ({MOMENTS_SEED: 0} if in_bf16 else {})
+            for key, value in options.items():
+                if key not in group:
+                    group[key] = value
+                    self._given.append((group, key, value))
+
+    @contextlib.contextmanager
+    def left_on_error(self) -> Iterator[None]:
+        """Of a refused model: the groups are as they were."""
+        try:
+            yield
+        except BaseException:
+            self.leave_groups()
+            raise
+
+    def leave_groups(self) -> None:
+        """Take out of the groups what was put there, so that another compile() is asked again."""
+        for group, key, value in self._given:
+            if group.get(key) == value:
+                group.pop(key, None)
+        self._given.clear()
 
     def config(self, config: Config) -> Config:
         """The options with the engine that can run it.
@@ -104,12 +135,12 @@ class OptimizerUpdate:
         """What `explain` says of the optimizer, in sentences."""
         if self.rule is not None:
             return self.rule.notes
-        narrow = [group for group in self._groups if moments_of(group)]
+        narrow = [group for group in self._groups if group.get(MOMENTS) == "bf16"]
         if not narrow:
             return ()
-        seeds = sorted({int(group.get(MOMENTS_SEED, 0)) for group in narrow})
+        seeds = dict.fromkeys(str(group.get(MOMENTS_SEED, 0)) for group in narrow)
         some = f" of {len(narrow)} of {len(self._groups)} parameter groups" if len(narrow) < len(self._groups) else ""
-        return (f"moments in bf16{some}, rounded by chance (seed {', '.join(map(str, seeds))}); masters stay exact",)
+        return (f"moments in bf16{some}, rounded by chance (seed {', '.join(seeds)}); masters stay exact",)
 
     def make_probe(self, engine: Engine) -> UpdateProbe:
         """What times this update on the device."""
@@ -123,6 +154,16 @@ class OptimizerUpdate:
         if self.rule is not None:
             return RuleCommitBuilder(self.table, states, gradients, self.rule)
         return CommitBuilder(self.table, states, gradients, self._scalars)
+
+    def require_same_states(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raise ValueError where a checkpoint's options of a group ask for other states."""
+        if self._kernel is None:
+            return
+        here, there = ({key: value for key, value in options.items() if key != MOMENTS} for options in (group, {**group, **saved}))
+        names, found = (self._kernel.table.under(options).names for options in (here, there))
+        if found != names:
+            raise ValueError(f"a parameter group of the checkpoint asks for the states {', '.join(found)}, and this run keeps "
+                             f"{', '.join(names)}: give the optimizer the same amsgrad as the checkpoint's before compile()")
 
     def _scalars(self, group: Mapping[str, Any], step: float, torch_cuda: bool) -> UpdateScalars:
         """Raises UnsupportedError too where a group asks for other states than at first."""

@@ -5,7 +5,6 @@ The reference is `HandAdam` with `moments="bf16"`, in plain torch operations (lo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +18,11 @@ from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import ConfigError, HytrainWarning, UnsupportedError
 from hytrain_fx.ir.plan import Placement
-from hytrain_fx.ir.states import ADAMW, LION
+from hytrain_fx.ir.states import LION
 from hytrain_fx.runtime.arithmetic import AdamScalars
 from hytrain_fx.runtime.engine import Stage
-from hytrain_fx.runtime.lion import Lion, LionScalars
+from hytrain_fx.runtime.lion import LionScalars
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.rounding import RoundingPlace, parameter_key, random_bits, rounded, rounding_key
 from hytrain_fx.runtime.scalars import UpdateScalars
@@ -35,7 +33,7 @@ from .adamw_rows import row_of
 from .engine_loop import NARROW
 from .loops import HYPER, HandAdam, Twins, assert_same, gpt_in, rounded_by_chance, weights
 from .models import Batches
-from .saved import start, through_a_file
+from .saved import start
 from .test_cuda_kernel_on_cpu import KERNELS as CUDA_KERNELS
 from .test_cuda_kernel_on_cpu import Run, run_rows
 from .test_cut_parameters import CUTS, cut_plan
@@ -302,117 +300,3 @@ def test_groups_may_differ() -> None:
                 torch.bfloat16 if p.dim() > 1 else torch.float32 for p in model.parameters()]
             hytrain_fx.close(model)
     assert_same(results[1], results[0])
-
-
-# ---- checkpoints and options ----
-
-
-def trained(steps: int, batches: Batches, model: Any, optimizer: Any) -> None:
-    for step in range(steps):
-        model(*batches[step % 3]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def compiled(model: nn.Module, **options: Any) -> Any:
-    torch._dynamo.reset()
-    return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), **options)[1]
-
-
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped() -> None:
-    """A file holds bf16 moments and says so; the seed comes along, the chance of a step too."""
-    model, batches = start(torch.bfloat16)
-    first = compiled(model, k=0, moments="bf16")
-    first.param_groups[0]["moments_seed"] = 5
-    trained(3, batches, model, first)
-    saved = through_a_file(model.state_dict(), first.state_dict())
-    trained(3, batches, model, first)
-    expected = weights(model)
-    hytrain_fx.close(model)
-    assert saved[1]["state"][0]["exp_avg"].dtype == saved[1]["state"][0]["exp_avg_sq"].dtype == torch.bfloat16
-    assert saved[1]["param_groups"][0]["moments"] == "bf16"
-    model, _ = start(torch.bfloat16, seed=1)
-    second = compiled(model, gpu_states=1.0, moments="bf16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", HytrainWarning)
-        model.load_state_dict(saved[0])
-        second.load_state_dict(saved[1])
-    trained(3, batches, model, second)
-    assert_same(weights(model), expected)
-    hytrain_fx.close(model)
-
-
-def test_fp32_moments_are_rounded_when_they_are_loaded_and_bf16_ones_are_not() -> None:
-    """With a warning; the other way no bit is lost, and nothing is said."""
-    model, batches = start(torch.bfloat16)
-    wide = compiled(model, k=0)
-    trained(3, batches, model, wide)
-    states = through_a_file(wide.state_dict())[0]
-    hytrain_fx.close(model)
-    model, _ = start(torch.bfloat16)
-    thin = compiled(model, k=0, moments="bf16")
-    with pytest.warns(HytrainWarning, match="rounded to nearest"):
-        thin.load_state_dict(states)
-    found = through_a_file(thin.state_dict())[0]
-    for number, entry in states["state"].items():
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(found["state"][number][name], entry[name].bfloat16())
-        assert torch.equal(found["state"][number]["master"], entry["master"])
-    hytrain_fx.close(model)
-    model, _ = start(torch.bfloat16)
-    wide = compiled(model, k=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", HytrainWarning)
-        wide.load_state_dict(found)
-    again = wide.state_dict()
-    for number, entry in found["state"].items():
-        assert torch.equal(again["state"][number]["exp_avg"], entry["exp_avg"].float())
-    assert again["param_groups"][0].get("moments", "fp32") == "fp32"
-    hytrain_fx.close(model)
-
-
-def test_states_take_half_and_explain_says_so() -> None:
-    """8 bytes a parameter with the master; the plan's text names them."""
-    assert ADAMW.under(BF16).bytes_per_param == 8
-    model, batches = start(torch.bfloat16)
-    optimizer = compiled(model, k=0, moments="bf16")
-    trained(1, batches, model, optimizer)
-    assert "moments in bf16" in " ".join(hytrain_fx.explain(model).details().split())
-    session = session_of(model)
-    params = sum(p.numel() for p in model.parameters())
-    in_use = session.resources.in_use()
-    assert in_use.estimate is not None
-    assert in_use.host_bytes == in_use.estimate.host_bytes < 12 * params + 64 * 6 * len(session.table)
-    hytrain_fx.close(model)
-
-
-def test_options_that_cannot_be_are_refused() -> None:
-    """Other values, amsgrad, and optimizers without a kernel."""
-    model, _ = start()
-    with pytest.raises(ConfigError, match="moments='fp8'"):
-        compiled(model, moments="fp8")
-    for optimizer, options, text in (
-        (torch.optim.AdamW(model.parameters(), amsgrad=True, **HYPER), BF16, "amsgrad=True with moments"),
-        (torch.optim.SGD(model.parameters(), lr=1e-2), BF16, "that is for AdamW, Adam, Lion"),
-        (Lion([{"params": list(model.parameters()), "moments": 16}]), {}, 'expected "fp32" or "bf16"'),
-        (Lion([{"params": list(model.parameters()), **BF16, "moments_seed": "x"}]), {}, "moments_seed of a parameter group is 'x'"),
-    ):
-        with pytest.raises(UnsupportedError, match=text):
-            hytrain_fx.compile(model, optimizer, **options)
-
-
-@pytest.mark.parametrize(("option", "value"), [("moments", "bf16"), ("amsgrad", True)])
-def test_which_states_are_kept_does_not_change_in_mid_run(option: str, value: object) -> None:
-    """A step with another choice is refused, and goes through once it is set back."""
-    model, batches = start()
-    optimizer = compiled(model, k=0)
-    group = optimizer.param_groups[0]
-    trained(1, batches, model, optimizer)
-    before = dict(group)
-    group[option] = value
-    with pytest.raises(UnsupportedError, match="fixed by compile"):
-        trained(1, batches, model, optimizer)
-    group.clear()
-    group.update(before)
-    optimizer.step()
-    hytrain_fx.close(model)
