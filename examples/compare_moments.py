@@ -167,20 +167,29 @@ def spread(found: list[Found]) -> str:
 
 
 def draw(found: list[Found], path: Path) -> None:
-    """Curves of the mean over the seeds, in a band of the least and the most."""
+    """Curves, and their distance to fp32's: the mean over the seeds, the least and the most."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for kind in dict.fromkeys(run["kind"] for run in found):
-        curves = list(zip(*(run["curve"] for run in found if run["kind"] == kind), strict=True))
-        steps = [EVERY * (at + 1) for at in range(len(curves))]
-        (line,) = axis.plot(steps, [statistics.mean(of) for of in curves], label=kind, linewidth=1)
-        axis.fill_between(steps, [min(of) for of in curves], [max(of) for of in curves], color=line.get_color(), alpha=0.2)
-    last = [loss for run in found for loss in run["curve"][len(run["curve"]) // 5 :]]
-    axis.set(xlabel="step", ylabel=f"loss, nats a byte (means of {EVERY} steps)", ylim=(min(last) * 0.97, max(last) * 1.03))
-    axis.legend()
-    figure.savefig(path, dpi=150)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    whole, apart = figure.subplots(1, 2)
+    of_fp32 = {run["seed"]: run["curve"] for run in found if run["kind"] == "fp32"}
+    for number, kind in enumerate(dict.fromkeys(run["kind"] for run in found)):
+        runs = [run for run in found if run["kind"] == kind]
+        _band(whole, [run["curve"] for run in runs], kind, number)
+        pairs = [(run["curve"], of_fp32[run["seed"]]) for run in runs if run["seed"] in of_fp32]
+        _band(apart, [[one - other for one, other in zip(*pair, strict=True)] for pair in pairs], kind, number)
+    last = [loss for run in found for loss in run["curve"][len(run["curve"]) // 4 :]]
+    whole.set(xlabel="step", ylabel=f"loss, nats a byte (means of {EVERY} steps)", ylim=(min(last) * 0.97, max(last) * 1.03))
+    apart.set(xlabel="step", ylabel="less that of fp32 with the same seed", ylim=(-0.03, 0.05))
+    whole.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _band(axis: Any, curves: list[list[float]], label: str, number: int) -> None:
+    points = list(zip(*curves, strict=True))
+    steps, colour = [EVERY * (at + 1) for at in range(len(points))], f"C{number}"
+    axis.plot(steps, [statistics.mean(of) for of in points], label=label, linewidth=1, color=colour)
+    axis.fill_between(steps, [min(of) for of in points], [max(of) for of in points], color=colour, alpha=0.15, linewidth=0)
 
 
 def parse_args() -> argparse.Namespace:
