@@ -33,7 +33,8 @@ from .loops import HYPER, Loop, Twins, assert_same, compare, weights
 from .models import Batches
 from .test_placements import plan_of
 
-pytestmark = pytest.mark.fused_kernels
+# Their first compilation takes half a minute: .ci/run names this file.
+pytestmark = [pytest.mark.fused_kernels, pytest.mark.sample(0)]
 
 TOKENS, WIDTH = 23, 16
 COPIED = {"up.weight", "down.weight", "head.weight"}
@@ -174,7 +175,6 @@ BETWEEN: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_what_loops_do_gives_the_bits_of_the_plain_loop(twins: Twins, between: Callable[[Any, Any, int], Any]) -> None:
     """Norms, factors, sums and edits act on fp32 gradients.
@@ -184,7 +184,6 @@ def test_what_loops_do_gives_the_bits_of_the_plain_loop(twins: Twins, between: C
     twins.agree(steps(between))
 
 
-@pytest.mark.sample(0)
 def test_autocast_may_come_and_go(twins: Twins) -> None:
     """Steps without autocast read the updated fp32 weight, and their fp32 gradients update it."""
     twins.agree(steps(BETWEEN["clip"], count=6, casts=lambda step: step % 3 != 1))
@@ -263,7 +262,6 @@ def test_a_backward_through_weights_that_were_updated_is_torchs_error(twins: Twi
         early.backward()
 
 
-@pytest.mark.sample(0)
 def test_a_weight_may_be_frozen(twins: Twins) -> None:
     """A weight with a copy that requires no gradient any more keeps its value, read or not."""
 
@@ -389,7 +387,6 @@ def test_checkpoints_are_those_of_fp32_training() -> None:
             assert_same(entry, expected)
 
 
-@pytest.mark.sample(0)
 def test_parameters_have_their_memory_when_training_is_over() -> None:
     """After close(), in a copy, or without its model, a parameter has the last update's weight."""
     for end in ("close", "drop"):
@@ -457,7 +454,6 @@ def broken() -> tuple[nn.Module, Batches]:
     return Broken(), net()[1]
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("make", "options"), [
     (broken, {}), (from_a_buffer, {}), (net, {"engine": "torch"}),
 ], ids=["graph break", "memory of others", "torch engine"])
@@ -483,7 +479,6 @@ class Conv(nn.Module):
         return self.head(torch.relu(self.conv(x)).mean((2, 3))).float().square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.sample(0)
 def test_a_convolution_under_autocast() -> None:
     """Weights of convolutions have copies in their order of memory."""
     inside: list[set[str]] = []

@@ -240,6 +240,7 @@ def one_step(kind: str, model: Any, optimizer: Any, batches: Batches, step: int)
     return float(loss.detach())
 
 
+@pytest.mark.sample(1)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     plans=st.lists(st.tuples(CUTS, st.lists(st.sampled_from(list(Placement)), min_size=1, max_size=5)), min_size=1, max_size=3),

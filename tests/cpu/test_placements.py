@@ -26,7 +26,8 @@ PLACES = list(Placement)
 def plan_of(session: Session, places: Sequence[Placement]) -> Plan:
     """A plan that places the parameters of the units, in order, as `places` repeated says."""
     rows, number = [], 0
-    numels = {name: home.numel() for name, home in zip(session.table.names, session.table.homes, strict=True)}
+    # What another rank updates counts as one element, as in planning.
+    numels = {name: max(home.numel(), 1) for name, home in zip(session.table.names, session.table.homes, strict=True)}
     units = session.planning.units()
     for unit in units:
         at = 0

@@ -34,7 +34,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ranks.py"
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("loops", [LOOPS[:3], LOOPS[3:]], ids=["first loops", "other loops"])
+@pytest.mark.parametrize("loops", [LOOPS[:1], LOOPS[1:4], LOOPS[4:]], ids=["plain", "first loops", "other loops"])
 def test_two_ranks_have_the_bits_of_averaging_by_hand(loops: Sequence[tuple[str, str]], tmp_path: Path) -> None:
     """Losses and weights are equal on each rank, though one is slow; weights and states on both.
 
