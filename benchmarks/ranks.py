@@ -17,6 +17,7 @@ Rows in the file are not run again.
     quarter        ours, gpu_states=0.25
     solved         ours, as it comes
     clipped        ours, gpu_states=0.0, gradients clipped to 1.0
+    host_bf16      ours, gpu_states=0.0, moments="bf16"
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from hytrain_fx.runtime.energy import meter_of
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
+    "host_bf16": {"gpu_states": 0.0, "moments": "bf16"},
 }
 ZERO_STAGES = {"zero2_offload": 2, "zero3_offload": 3}
 ROWS = ("floor", "ddp", "fsdp2", "fsdp2_offload", *ZERO_STAGES, *OURS)
