@@ -26,14 +26,12 @@ from typing import Any
 
 from benchmarks.case import Case
 from benchmarks.limit import Limit, Rates, limit_of, seconds_of_mix
-from benchmarks.machine import machine
 from benchmarks.markdown import table
 from benchmarks.results import Results
 from benchmarks.runner import Launch, measure
-from benchmarks.zoo import measured_rates
+from benchmarks.zoo import require_rates
 from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.states import ADAMW, MOMENTS, StateTraffic
-from hytrain_fx.progress import stage
 
 KINDS = ("fp32", "bf16")
 
@@ -78,16 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the rows that are not in the file and print both tables. Raises CannotRun."""
-    results, here, logs = Results(arguments.out), machine(), arguments.out.with_suffix(".logs")
-    if results.device_of(here) is None:
-        with stage("measuring this machine"):
-            results.put_device(here, measured_rates(logs))
+    results, logs = Results(arguments.out), arguments.out.with_suffix(".logs")
+    rates = Rates.of(require_rates(results, logs))
     cases = cases_of(arguments.size, arguments.batch, arguments.sequence)
     extra = ("--window", str(arguments.window), *(("--warmup", str(arguments.warmup)) if arguments.warmup is not None else ()))
     measure(list(cases.values()), results, Launch(logs, arguments.limit_s, extra, total_s=arguments.limit_s))
     print(parts_table())
-    device = results.device_of(here)
-    rates = None if device is None else Rates.of(device)
     print(f"\n{rows_table({name: results.measured(case) for name, case in cases.items()}, rates)}")
 
 

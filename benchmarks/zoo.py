@@ -103,10 +103,8 @@ def ask_of(row: str, case: Case, looks: Path | None = None) -> Ask:
 
 def _measure(arguments: argparse.Namespace, results: Results) -> None:
     began_s = time.monotonic()
-    here, logs = machine(), arguments.out.with_suffix(".logs")
-    if results.device_of(here) is None:
-        with stage("measuring this machine"):
-            results.put_device(here, measured_rates(logs))
+    logs = arguments.out.with_suffix(".logs")
+    require_rates(results, logs)
     # Row after row, not family after family: what the first compiles, the later ones find.
     named = [(row, case) for row in arguments.rows for case in (cases_of(name, [row], arguments.small)[row] for name in arguments.families)]
     extra = ("--window", str(arguments.window), *(("--warmup", str(arguments.warmup)) if arguments.warmup is not None else ()))
@@ -115,6 +113,15 @@ def _measure(arguments: argparse.Namespace, results: Results) -> None:
     launch = Launch(logs, left_s, extra, arguments.cache, total_s=left_s, seats=on)
     asks = {case.key: ask_of(row, case, logs if arguments.look else None) for row, case in named}
     measure([case for _, case in named], results, launch, retry=arguments.retry, asks=asks)
+
+
+def require_rates(results: Results, logs: Path) -> DeviceSpec:
+    """This machine's rates, measured first where they are not there. Raises CannotRun."""
+    here = machine()
+    if (found := results.device_of(here)) is None:
+        with stage("measuring this machine"):
+            results.put_device(here, found := measured_rates(logs))
+    return found
 
 
 def measured_rates(logs: Path) -> DeviceSpec:

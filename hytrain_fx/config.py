@@ -68,9 +68,9 @@ class Config:
                    with an engine other than the native one
     moments        in what states of AdamW, Adam and Lion rest. "bf16": in 16 bits, rounded up or
                    down by chance, so that their mean is right; masters stay exact. An update on the
-                   CPU moves 20 bytes a parameter, not 28. Parameter groups may say it themselves,
-                   group["moments"] = "bf16", with a seed, group["moments_seed"]; None: as they say,
-                   and fp32 where they say nothing
+                   CPU and its copies move 22 bytes of host memory a parameter, not 30. Parameter
+                   groups may say it themselves, group["moments"] = "bf16", with a seed,
+                   group["moments_seed"]; None: as they say, and fp32 where they say nothing
     process_group  ranks that train together, each on its own batches: gradients are averaged, each
                    rank updates its shard of every matrix and keeps that shard's states, and weights
                    and buffers begin as those of its first rank. None = the default group of

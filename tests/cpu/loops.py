@@ -12,8 +12,9 @@ The torch model has an optimizer written by hand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
+from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.runtime.rounding import parameter_key, random_bits
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
@@ -212,14 +214,20 @@ class Twins:
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         return HandAdam(trained, moments=self._moments, **{**HYPER, **hyper}), self.optimizer
 
-    def agree(self, loop: Loop, **hyper: Any) -> list[float]:
+    def agree(self, loop: Loop, delays: Mapping[Stage, int] = MappingProxyType({}), **hyper: Any) -> list[float]:
         """Run the loop on both from the start: losses, weights and buffers have the same bits.
+
+        delays   microseconds by stage of our engine, on average
 
         Gives the losses.
         """
         reference, optimizer = self.restart(**hyper)
         expected = loop(self.plain, reference, self.batches)
+        for stage, mean_us in delays.items():
+            self.session.engine.set_delay(stage, mean_us)
         found = loop(self.ours, optimizer, self.batches)
+        for stage in delays:
+            self.session.engine.set_delay(stage, 0)
         assert found == expected
         assert_same(weights(self.ours), weights(self.plain))
         return found

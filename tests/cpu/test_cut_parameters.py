@@ -81,11 +81,7 @@ def test_no_sequence_of_cuts_changes_a_bit(
             losses += plain_loop(2)(model, optimizer, batches)
         return losses
 
-    for stage, mean_us in delays.items():
-        twins.session.engine.set_delay(stage, mean_us)
-    twins.agree(loop)
-    for stage in delays:
-        twins.session.engine.set_delay(stage, 0)
+    twins.agree(loop, delays)
 
 
 def clipped(model: Any, optimizer: Any, batches: Batches) -> list[float]:

@@ -257,11 +257,7 @@ def test_no_plan_or_cut_changes_a_bit(
             losses += [one_step(kind, model, optimizer, batches, step) for step, kind in enumerate(kinds)]
         return losses
 
-    for stage, mean_us in delays.items():
-        twins.session.engine.set_delay(stage, mean_us)
-    twins.agree(loop)
-    for stage in delays:
-        twins.session.engine.set_delay(stage, 0)
+    twins.agree(loop, delays)
     assert {state.dtype for _, states in twins.session.states for state in states.states} == {torch.bfloat16}
 
 

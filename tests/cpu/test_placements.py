@@ -65,11 +65,7 @@ def test_no_sequence_of_placements_changes_a_bit(twins: Twins, plans: list[list[
             losses += plain_loop(2)(model, optimizer, batches)
         return losses
 
-    for stage, mean_us in delays.items():
-        twins.session.engine.set_delay(stage, mean_us)
-    twins.agree(loop)
-    for stage in delays:
-        twins.session.engine.set_delay(stage, 0)
+    twins.agree(loop, delays)
 
 
 def test_optimizer_state_of_streamed_rows_is_at_rest_when_read(twins: Twins) -> None:
