@@ -28,7 +28,7 @@ from hytrain_fx.runtime.engine import Stage
 from .loops import TorchAdam, weights
 from .optimizers import EVERY, WithRate, make
 from .rank_loops import Found, backward_averaged, clipped_in_shards, net, tokens_of
-from .shard_loops import LOOPS, Run
+from .shard_loops import LOOPS, Run, place_anywhere
 
 PLACES = (Placement.CPU, Placement.GPU)
 KINDS: dict[str, tuple[tuple[torch.dtype, Sequence[str]], ...]] = {
@@ -55,14 +55,15 @@ def compiled(model: nn.Module, name: str, **options: Any) -> Any:
 def run_ours(rank: int, loop: Callable[[Run], None], name: str, dtype: torch.dtype) -> Found:
     """With hytrain_fx. Every second rank is slow."""
     model: Any = net(rank, dtype)
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    # On a GPU only updates there have the bits of a loop there.
-    optimizer = compiled(model, name, replan_every=0, gpu_states=0.0 if on_cpu else 1.0)
+    optimizer = compiled(model, name, replan_every=0)
     session = session_of(model)
+    # On a GPU only updates there have the bits of a loop there, from the first step on.
+    draw, places = random.Random(rank), PLACES if session.table.device.type == "cpu" else PLACES[1:]
+    place_anywhere(session, draw, places)
     for stage in (Stage.LANDING, Stage.CPU_UPDATE, Stage.GPU_UPDATE, Stage.H2D) if rank % 2 else ():
         session.engine.set_delay(stage, 300)
     clip = lambda of: float(clip_grad_norm_(of.parameters(), 0.5))  # noqa: E731
-    run = Run(model, optimizer, rank, clip, draw=random.Random(rank), places=PLACES if on_cpu else PLACES[1:])
+    run = Run(model, optimizer, rank, clip, draw=draw, places=places)
     loop(run)
     states = session.states
     of_all = {states.placement[row] for row in range(len(session.table)) if row not in session.table.shards}
