@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Never, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.capture.captured_graph import GraphKind
+from hytrain_fx.capture.parallel_wrappers import as_stage
 from hytrain_fx.capture.units import unit_of_rows
 from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner
 from hytrain_fx.errors import UnsupportedError
@@ -63,6 +64,7 @@ def compile(
     on_nonfinite: OnNonfinite = "allow",
     moments: Moments | None = None,
     process_group: Any = None,
+    pipeline: Any = None,
     timeout_s: float = 120.0,
     passes: Sequence[Callable[..., Any]] | None = None,
     dump: str | Path | None = None,
@@ -103,6 +105,7 @@ def compile(
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
     process_group    ranks that train together and share out the states of matrices, None: the
                      default group, False: none
+    pipeline         the schedule of torch.distributed.pipelining in which the model is a stage
     timeout_s        seconds after which a wait on a worker or a copy is an error
     passes           graph passes to run, None: DEFAULT_PASSES; yours: [*DEFAULT_PASSES, my_pass]
     dump             folder for each graph's text before and after each pass
@@ -119,7 +122,8 @@ def compile(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
-        process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
+        process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options,
+        mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
@@ -134,7 +138,7 @@ def compile(
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
         optimizer.state.leave_groups()
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
-    session = Session(module, optimizer, config)
+    session = Session(module, optimizer, as_stage(config, module))
     put_gate(module, session)
     ours = OffloadedOptimizer(optimizer, session)
     if before is not None:
@@ -326,17 +330,10 @@ def _measured(session: Session) -> Measured | None:
     units = session.planning.units()
     times = session.marks.median(len(units))
     steps_us = list(session.step_us)[-(session.marks.steps - 1) :] if session.marks.steps > 1 else []
-    return Measured(
-        session.marks.steps,
-        times.forward_us,
-        times.backward_us,
-        times.stall_us,
-        tuple(_cpu_update_us(session, unit) for unit in range(len(units))),
-        statistics.median(steps_us) if steps_us else None,
-        len(steps_us),
-        session.engine.finish_times(),
-        times.held_us,
-    )
+    cpu_update_us = tuple(_cpu_update_us(session, unit) for unit in range(len(units)))
+    step_us = statistics.median(steps_us) if steps_us else None
+    return Measured(session.marks.steps, cpu_update_us=cpu_update_us, step_us=step_us, step_count=len(steps_us),
+                    finish=session.engine.finish_times(), **asdict(times))
 
 
 def _cpu_update_us(session: Session, unit: int) -> float | None:
@@ -364,6 +361,8 @@ def _outside(session: Session) -> Iterator[str]:
     """What ran outside captured graphs, and what that costs."""
     if session.ranks:
         yield session.ranks.in_words(session.table.part_in_words)
+    if session.config.pipeline:
+        yield f"this model is {session.config.pipeline}"
     done, captured = session.steps_done, session.planning.captured_steps
     if captured < done:
         why = ("its gradients came from elsewhere (another method than the model's call, which hytrain_fx.compile(model.method, optimizer) "

@@ -76,6 +76,9 @@ class Config:
                    and buffers begin as those of its first rank. None = the default group of
                    torch.distributed, where that has several ranks; False = this process trains on
                    its own
+    pipeline       the schedule of torch.distributed.pipelining in which the model is a stage. Then
+                   process_group=None means no ranks beside it: data parallel ones are given as a
+                   group. Plans count with the time that the stage waits for others
     timeout_s      seconds after which a wait on a worker or a copy is an error; inf = never
     passes         list of graph passes to run instead of `hytrain_fx.DEFAULT_PASSES`, ours and your
                    own; None = the default ones
@@ -108,6 +111,7 @@ class Config:
     on_nonfinite: OnNonfinite = "allow"
     moments: Moments | None = None
     process_group: Any = None
+    pipeline: Any = None
     timeout_s: float = 120.0
     passes: Sequence[Callable[..., Any]] | None = None
     dump: str | Path | None = None

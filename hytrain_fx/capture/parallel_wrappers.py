@@ -8,11 +8,14 @@ module and makes DTensors of its parameters (`fully_shard`).
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Final
 
 from torch import nn
 
+from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.torch_private.pipelining import stage_of
 
 _EXPECTED: Final = "expected a plain torch.nn.Module on one device; hytrain_fx averages the gradients of a process group's ranks itself"
 
@@ -26,6 +29,18 @@ def require_unwrapped(model: nn.Module) -> None:
     parameters = (_parameter(f"model.{path}", parameter) for path, parameter in model.named_parameters())
     for found, inside in filter(None, (*modules, *parameters)):
         raise UnsupportedError(f"{found}; {_EXPECTED}. Hand over {inside}, or leave hytrain_fx out and use torch.compile")
+
+
+def as_stage(config: Config, model: nn.Module) -> Config:
+    """The options, with the stage that the model is in place of its pipeline's schedule.
+
+    Ranks of a pipeline train different models, so the default group is none that averages.
+
+    Raises as `stage_of` does.
+    """
+    if config.pipeline is None:
+        return config
+    return replace(config, pipeline=stage_of(config.pipeline, model), process_group=config.process_group or False)
 
 
 def _module(where: str, module: nn.Module) -> tuple[str, str] | None:

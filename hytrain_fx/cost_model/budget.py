@@ -99,6 +99,7 @@ def inputs_of(profile: Profile, guard: float) -> dict[str, float]:
     }
     alpha = profile.alpha if math.isfinite(profile.alpha) else None
     known = {"alpha": alpha, "tokens": profile.tokens, "host_memory_gb_per_s": profile.host_memory_gb_per_s}
+    inputs |= {f"t_{name}": us for name in ("between_us", "bubble_us") if (us := getattr(profile, name))}
     if profile.can_stream:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
     if profile.has_collectives:

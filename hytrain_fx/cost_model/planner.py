@@ -208,7 +208,7 @@ class _Maker:
         """
         # Streaming too much costs as much as streaming too little, so the share is solved with
         # unguarded CPU times.
-        compute_us, windows = self.profile.forward_us + self.profile.backward_us, self._windows(guard=1.0)
+        compute_us, windows = self.profile.compute_us, self._windows(guard=1.0)
         least = self.budget.least_units(self.profile, 0.0)
         while True:
             k, share = best_mix(windows, k, min(least, k), compute_us)
@@ -341,7 +341,7 @@ def predict(
     rate = bytes_per_us(profile)
     return {
         "step_us": schedule.makespan_us,
-        "compute_us": profile.forward_us + profile.backward_us,
+        "compute_us": profile.compute_us,
         "stall_us": schedule.stall_us,
         "gpu_update_us": graph.total("us", TaskKind.GPU_UPDATE),
         "cpu_update_us": schedule.busy_us(Resource.CPU),

@@ -139,15 +139,17 @@ def _merged(arrays: CompiledGraph, run: Run, until_us: float) -> Iterator[Interv
 
 
 def _stalls(arrays: CompiledGraph, run: Run, units: int) -> tuple[float, ...]:
-    """Idle time of the device right before the forward of each unit."""
+    """Idle time of the device right before the forward of each unit, without a bubble."""
     stalls = [0.0] * units
     free_at_us, idle_us = 0.0, 0.0
     for piece in run.order:
+        task = arrays.tasks[arrays.task_of[piece]]
+        if task.kind is TaskKind.RECEIVE:
+            free_at_us = run.end_us[piece]
         if LANES[arrays.lane_of[piece]] is not Resource.GPU:
             continue
-        idle_us += run.start_us[piece] - free_at_us
-        free_at_us = run.end_us[piece]
-        task = arrays.tasks[arrays.task_of[piece]]
+        idle_us += max(run.start_us[piece] - free_at_us, 0.0)
+        free_at_us = max(free_at_us, run.end_us[piece])
         if task.kind is TaskKind.FORWARD:
             stalls[task.unit] += idle_us
             idle_us = 0.0

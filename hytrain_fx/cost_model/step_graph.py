@@ -106,9 +106,13 @@ class _Builder:
         for unit in reversed(units):
             self._add_compute(TaskKind.BACKWARD, unit.index, self._profile.units[unit.index].backward_us, unit.backward_flops)
         for unit in units:
-            self._add_compute(TaskKind.FORWARD, unit.index, self._profile.units[unit.index].forward_us, unit.forward_flops)
+            # Other micro-batches come after the first forward, which all updates end before.
+            others_us = self._profile.between_us if unit is units[-1] else 0.0
+            self._add_compute(TaskKind.FORWARD, unit.index, self._profile.units[unit.index].forward_us + others_us, unit.forward_flops)
         for before, after in itertools.pairwise(list(self._dag)):
             self._edge(before, after)
+        if self._profile.bubble_us:
+            self._add_bubble()
         if self._profile.has_collectives:
             self._add_collectives()
         for profiled in self._profile.units:
@@ -126,6 +130,13 @@ class _Builder:
         pieces = max(1, math.ceil(us / self._piece_us)) if self._piece_us else 1
         self._dag.add_node(TaskId(kind, unit), resource=RESOURCE_OF[kind], cuts=(Cut(0, pieces, us / pieces),), us=us,
                            params=self._profile.units[unit].params, bytes=0.0, flops=flops)
+
+    def _add_bubble(self) -> None:
+        """Between backward and forward the device stands still, and updates go on."""
+        us, task = self._profile.bubble_us, TaskId(TaskKind.RECEIVE, 0)
+        self._dag.add_node(task, resource=RESOURCE_OF[task.kind], cuts=(Cut(0, 1, us),), us=us, params=0, bytes=0.0, flops=0.0)
+        self._edge(TaskId(TaskKind.BACKWARD, 0), task)
+        self._edge(task, TaskId(TaskKind.FORWARD, 0))
 
     def _add_collectives(self) -> None:
         """Reduce-scatters in the order of the backward, then all-gathers in the forward's."""
@@ -247,6 +258,6 @@ def _piece_us(profile: Profile, streamed: list[PlanRow], chunk_params: int) -> f
     """
     if not streamed:
         return None
-    compute_us = profile.forward_us + profile.backward_us
+    compute_us = profile.compute_us
     chunk_us = max(chunk_params / profile.units[row.unit].params * profile.units[row.unit].stream_in_us for row in streamed)
     return max(chunk_us, compute_us / _MOST_PIECES)

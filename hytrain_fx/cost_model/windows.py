@@ -25,6 +25,9 @@ device, the same rows hold with
     host_memory  (1-y) bytes of a CPU update with its copies + y bytes of states in and out, over
                  the bandwidth where that is known
 
+A stage of a pipeline stands still for a bubble between backward and forward, while it waits for
+another stage. Every window is longer by that, and A counts as far as it is longer than the bubble.
+
 With several ranks all costs are those of one rank's shards, and the bandwidth is one rank's part.
 A gradient is there after its reduce-scatter, and a forward begins after its all-gather: each window
 is shorter by both (`lost_us`).
@@ -73,7 +76,8 @@ class Windows:
 
     `costs_us[q][l]` is what unit l takes of q, `windows_us[q][l]` the window W_q(l), `gpu_us[l]`
     its update time on the device. `streamed_us[q][l]` is what unit l takes of q when it is
-    streamed, `share` the share y that is; `costs_us` are those of this mix.
+    streamed, `share` the share y that is; `costs_us` are those of this mix. `bubble_us` is part of
+    every window, and hides updates on the device as well.
     """
 
     windows_us: dict[str, tuple[float, ...]]
@@ -81,6 +85,7 @@ class Windows:
     gpu_us: tuple[float, ...]
     streamed_us: dict[str, tuple[float, ...]] = field(default_factory=dict)
     share: float = 0.0
+    bubble_us: float = 0.0
 
     @property
     def n(self) -> int:
@@ -94,7 +99,7 @@ class Windows:
         """
         mixed = {q: tuple((1 - share) * cost + share * streamed for cost, streamed in zip(costs, self.streamed_us[q], strict=True))
                  for q, costs in self.costs_us.items()} if share else self.costs_us
-        return Windows(self.windows_us, mixed, self.gpu_us, self.streamed_us, share)
+        return Windows(self.windows_us, mixed, self.gpu_us, self.streamed_us, share, self.bubble_us)
 
     def device_us(self, k: int) -> float:
         """A: update time on the device.
@@ -122,12 +127,15 @@ class Windows:
 
     def exposed_us(self, k: int) -> float:
         """What the updates add to forward and backward: max(A_k, the worst overrun)."""
-        return max(self.device_us(k), self._overrun_us(k))
+        return max(self._exposed_device_us(k), self._overrun_us(k))
 
     def solve(self) -> int:
         """The k in 0..n that exposes least, the smaller one on a tie."""
-        crossing = bisect_left(range(self.n + 1), 0.0, key=lambda k: self.device_us(k) - self._overrun_us(k))
+        crossing = bisect_left(range(self.n + 1), 0.0, key=lambda k: self._exposed_device_us(k) - self._overrun_us(k))
         return cheapest(min(crossing, self.n), self.exposed_us)
+
+    def _exposed_device_us(self, k: int) -> float:
+        return max(self.device_us(k) - self.bubble_us, 0.0)
 
     def _overrun_us(self, k: int) -> float:
         overruns = (map(operator.sub, accumulate(cost[k:]), self.windows_us[resource][k:]) for resource, cost in self.costs_us.items())
@@ -196,6 +204,7 @@ def windows_of(
     if profile.has_collectives:
         lost = lost_us(forward, units)
         lengths = {q: tuple(w - less for w, less in zip(own, lost, strict=True)) for q, own in lengths.items()}
+    lengths = {q: tuple(w + profile.bubble_us for w in own) for q, own in lengths.items()}
     lengths["cpu"] = lengths["d2h" if early_updates else "h2d"]
     costs = {"d2h": tuple(u.d2h_us for u in units),
              "cpu": tuple(guard * u.cpu_update_us for u in units),
@@ -209,4 +218,4 @@ def windows_of(
         windows["host_memory"] = lengths["cpu"]
         costs["host_memory"] = tuple(guard * cpu_bytes(u) / rate for u in units)
         streamed["host_memory"] = tuple(streamed_bytes(u) / rate for u in units)
-    return Windows(windows, costs, tuple(u.gpu_update_us for u in units), streamed)
+    return Windows(windows, costs, tuple(u.gpu_update_us for u in units), streamed, bubble_us=profile.bubble_us)

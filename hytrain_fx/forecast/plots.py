@@ -25,6 +25,7 @@ LOOKS = {
     TaskKind.D2H: ("gradients", "#f2cf5b"), TaskKind.CPU_UPDATE: ("update by the CPU", "#54a24b"),
     TaskKind.GPU_UPDATE: ("update on the GPU", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
+    TaskKind.RECEIVE: ("waiting for another stage", "#d7d7d7"),
     TaskKind.REDUCE_SCATTER: ("reduce-scatter", "#bab0ac"), TaskKind.ALL_GATHER: ("all-gather", "#79706e"),
 }
 TIERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hytrain_fx.errors import PlanError
@@ -12,6 +12,7 @@ from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
 STREAM_TIMES = ("stream_in_us", "stream_out_us")
+STEP_TIMES = ("commit_us", "launching_us", "between_us", "bubble_us")  # of no unit
 COLLECTIVE_TIMES = ("reduce_scatter_us", "all_gather_us")
 
 
@@ -105,6 +106,11 @@ class Profile:
     last wait to there; 0 = not known. Where this thread can run ahead of updates, `launching_us`
     and the plan say when the next commit comes.
 
+    Of several micro-batches a unit's times are those of the first forward and the last backward.
+    `between_us` is what lies between these two. `bubble_us` is how long the device stands still
+    between a step's last backward and the next step's first forward, where it is a stage of a
+    pipeline and waits for another one.
+
     `node_ranks` ranks share the host and its memory. `skew` is how many times as long as the others
     one of them takes for all that it does itself; collectives wait for it.
 
@@ -121,6 +127,8 @@ class Profile:
     host_memory_gb_per_s: float | None = None
     commit_us: float = 0.0
     launching_us: float = 0.0
+    between_us: float = 0.0
+    bubble_us: float = 0.0
     node_ranks: int = 1
     skew: float = 1.0
 
@@ -129,7 +137,7 @@ class Profile:
             raise PlanError(f"found {self.node_ranks} ranks on a host, expected at least 1")
         if not (math.isfinite(self.skew) and self.skew >= 1):
             raise PlanError(f"found skew={self.skew}, expected a finite factor >= 1 on the times of the slowest rank")
-        for name in ("commit_us", "launching_us"):
+        for name in STEP_TIMES:
             if not (math.isfinite(us := getattr(self, name)) and us >= 0):
                 raise PlanError(f"found {name}={us}, expected a finite time >= 0")
         bandwidth = self.host_memory_gb_per_s
@@ -152,6 +160,16 @@ class Profile:
     def backward_us(self) -> float:
         """t_bwd: the whole backward."""
         return sum(u.backward_us for u in self.units)
+
+    @property
+    def compute_us(self) -> float:
+        """All forwards and backwards of a step."""
+        return self.forward_us + self.between_us + self.backward_us
+
+    def with_tokens(self, factor: float) -> Profile:
+        """The profile of a step with so many times as many tokens: updates take as long."""
+        units = tuple(replace(u, forward_us=factor * u.forward_us, backward_us=factor * u.backward_us) for u in self.units)
+        return replace(self, units=units, between_us=factor * self.between_us, bubble_us=factor * self.bubble_us)
 
     @property
     def cpu_update_us(self) -> float:

@@ -4,6 +4,7 @@
     by the CPU      backward(l) -> d2h(l) -> cpu_update(l) -> h2d(l) -> wait(l) -> forward(l)
     on the device   backward(l) -> gpu_update(l) -> wait(l) -> forward(l)
     streamed        stream_in(l) -> gpu_update(l) -> wait(l);  gpu_update(l) -> stream_out(l)
+    a pipeline      backward(0) -> receive(0) -> forward(0): the stage before comes first
     several ranks   backward(l) -> reduce_scatter(l) -> what the gradient goes to above
                     what the new weight comes from above -> all_gather(l) -> wait(l)
                     reduce_scatter(n-1) -> ... -> reduce_scatter(0) -> all_gather(0) -> ...
@@ -37,6 +38,7 @@ class TaskKind(enum.StrEnum):
     WAIT = "wait"
     STREAM_IN = "stream_in"
     STREAM_OUT = "stream_out"
+    RECEIVE = "receive"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
 
@@ -61,6 +63,7 @@ RESOURCE_OF = {
     TaskKind.H2D: Resource.H2D,
     TaskKind.STREAM_IN: Resource.H2D,
     TaskKind.STREAM_OUT: Resource.D2H,
+    TaskKind.RECEIVE: Resource.COLLECTIVES,
     TaskKind.REDUCE_SCATTER: Resource.COLLECTIVES,
     TaskKind.ALL_GATHER: Resource.COLLECTIVES,
 }

@@ -12,14 +12,17 @@ says what:
     FORWARD_END    -> GRADS(u)                loss and backward of u
     GRADS(v)       -> GRADS(u)                backward of u
     GRADS(u)       -> BACKWARD_END            backward of u
+    BACKWARD_END   -> GRADS(u)                backward of u, in another graph or micro-batch
+
+Of several micro-batches a unit's times are those of its first forward and its last backward: an
+update has to fit between that backward and the next step's first forward.
 
 A stretch from HELD_BEGIN to HELD_END inside one of them is no work: there the library holds the
 loop up (`HELD`). It counts as stall of the unit, and the marks around it are read as if it were not
 there.
 
 Marks are kept by micro-batch, the first and the last of a step where there are more than
-MOST_MARKS. Times of such a step are those of the micro-batches that are kept, times the number of
-all over the number of these.
+MOST_MARKS.
 
 Next to it stands when the launching thread came to each mark (one reading of the host's clock), and
 to the begin and end of `optimizer.step()`, which are nothing on the compute stream.
@@ -76,13 +79,17 @@ class Mark(Enum):
 class UnitTimes:
     """Microseconds of one step by unit.
 
-    `held_us` is the part of the stalls in which the library held the loop up outside gates.
+    `held_us` is the part of the stalls in which the library held the loop up outside gates,
+    `between_us` what lies between the first forward and the last backward: other micro-batches.
+    `apart_us` lies between a step's last backward and the next step's first forward.
     """
 
     forward_us: tuple[float, ...]
     backward_us: tuple[float, ...]
     stall_us: tuple[float, ...]
     held_us: float = 0.0
+    between_us: float = 0.0
+    apart_us: float = 0.0
 
 
 _WAIT_BEGINS, _WAIT_ENDS = (Mark.WAIT_BEGIN, Mark.HELD_BEGIN), (Mark.WAIT_END, Mark.HELD_END)
@@ -107,11 +114,10 @@ class _MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The marks of a finished step; `scale`: all its micro-batches over those that are kept."""
+    """The marks of a finished step."""
 
     marks: _Marks
     launching: list[tuple[Mark, int, float]]
-    scale: float
 
 
 class StepMarks:
@@ -127,7 +133,6 @@ class StepMarks:
         self._device = device
         self._running: list[_MicroBatch] = []
         self._count = 0  # of marks in the running step
-        self._ended = self._left_out = 0  # backwards in it; those of them that are forgotten
         self._cut = 0  # how many of the first micro-batches stay; 0: all are kept
         self._finished: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._stream_handle = current_stream_of(device) if device.type == "cuda" else None
@@ -157,7 +162,6 @@ class StepMarks:
         else:
             of.marks.append((kind, unit, now_us))
         self._count += 1
-        self._ended += kind is Mark.BACKWARD_END
         if self._count > MOST_MARKS:
             self._leave_out()
 
@@ -203,13 +207,12 @@ class StepMarks:
             self._cut = max(sum(1 for count in marks if 2 * count <= MOST_MARKS), 1)
         if len(self._running) > self._cut + 1:
             gone = self._running.pop(self._cut)
-            self._left_out += gone.ended
             self._count -= len(gone.marks)
             self._spare_events(gone.marks)
 
     def end_step(self) -> None:
         """Close the running step; one without a captured backward is dropped."""
-        self.captured = self._ended > self._left_out
+        self.captured = any(of.ended for of in self._running)
         if self.captured:
             self.broken = self._breaks > 0
             if len(self._finished) == self._finished.maxlen:
@@ -219,7 +222,7 @@ class StepMarks:
         for of in self._running:
             self._spare_events(of.marks)
         self._running = []
-        self._count = self._ended = self._left_out = self._cut = self._breaks = 0
+        self._count = self._cut = self._breaks = 0
 
     def _joined(self) -> _Step:
         """The running step, with a mark where micro-batches were left out."""
@@ -231,7 +234,7 @@ class StepMarks:
                 launching.append((Mark.LEFT_OUT, -1, launching[-1][2]))
             marks += of.marks
             launching += of.launching
-        return _Step(marks, launching, self._ended / (self._ended - self._left_out))
+        return _Step(marks, launching)
 
     def _spare_events(self, marks: _Marks) -> None:
         self._spare += [event for kind, _, event in marks if isinstance(event, torch.cuda.Event) and kind is not Mark.LEFT_OUT]
@@ -302,7 +305,7 @@ class StepMarks:
         It asks the device and waits for nothing. None where there is no such step.
         """
         newest = next(filter(self._is_through, reversed(self._finished)), None)
-        return None if newest is None else _between_us(newest, _WAIT_BEGINS, _WAIT_ENDS)
+        return None if newest is None else _between_us(newest.marks, _WAIT_BEGINS, _WAIT_ENDS)
 
     def median(self, units: int) -> UnitTimes:
         """Medians per unit over the finished steps that the device is through with.
@@ -311,13 +314,13 @@ class StepMarks:
         """
         if not self._finished:
             raise ValueError("no finished step has been measured")
-        steps = [_unit_times(step, units) for step in self._reached()]
-        forward, backward, stall = (_median_rows([getattr(s, name) for s in steps]) for name in ("forward_us", "backward_us", "stall_us"))
-        return UnitTimes(forward, backward, stall, statistics.median(s.held_us for s in steps))
-
-
-def _median_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
+        reached = self._reached()
+        steps = [_unit_times(step, units) for step in reached]
+        apart = [elapsed_us(step.marks[-1][2], after.marks[0][2]) for step, after in itertools.pairwise(reached)]
+        forward, backward, stall = (tuple(map(statistics.median, zip(*(getattr(s, name) for s in steps), strict=True)))
+                                    for name in ("forward_us", "backward_us", "stall_us"))
+        held_us, between_us = (statistics.median(getattr(s, name) for s in steps) for name in ("held_us", "between_us"))
+        return UnitTimes(forward, backward, stall, held_us, between_us, statistics.median(apart) if apart else 0.0)
 
 
 def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
@@ -331,7 +334,7 @@ def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[Tas
         return TaskKind.WAIT, unit
     if mark is Mark.WAIT_END and next_mark in (Mark.WAIT_BEGIN, Mark.FORWARD_END):
         return TaskKind.FORWARD, unit
-    if mark in (Mark.FORWARD_END, Mark.GRADS) and next_mark is Mark.GRADS:
+    if mark in (Mark.FORWARD_END, Mark.GRADS, Mark.BACKWARD_END) and next_mark is Mark.GRADS:
         return TaskKind.BACKWARD, next_unit
     if mark is Mark.GRADS and next_mark is Mark.BACKWARD_END:
         return TaskKind.BACKWARD, unit
@@ -362,13 +365,36 @@ def stretches(marks: Sequence[tuple[Mark, int, A]]) -> Iterator[tuple[TaskKind, 
 
 def _unit_times(step: _Step, units: int) -> UnitTimes:
     us = {kind: [0.0] * units for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WAIT)}
-    for kind, unit, begin, end in stretches(step.marks):
-        us[kind][unit] += step.scale * elapsed_us(begin, end)
-    held_us = _between_us(step, (Mark.HELD_BEGIN,), (Mark.HELD_END,))
-    return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us)
+    first, last = _first_and_last(step.marks)
+    for kind, unit, begin, end in itertools.chain(stretches(first), stretches(last)):
+        us[kind][unit] += elapsed_us(begin, end)
+    between_us = elapsed_us(first[-1][2], last[0][2]) if last else 0.0
+    held_us = _between_us(first, (Mark.HELD_BEGIN,), (Mark.HELD_END,))
+    return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us, between_us)
 
 
-def _between_us(step: _Step, begin: Sequence[Mark], end: Sequence[Mark]) -> float:
+def _first_and_last(marks: _Marks) -> tuple[_Marks, _Marks]:
+    """The marks until every unit was used once; those from where every unit has a last gradient.
+
+    All and none where these are not apart, as with one micro-batch.
+    """
+    waits, grads = ({unit for kind, unit, _ in marks if kind is of} for of in (Mark.WAIT_BEGIN, Mark.GRADS))
+    first = _until(marks, Mark.WAIT_BEGIN, waits, (Mark.FORWARD_END,))
+    last = len(marks) - _until(marks[-2::-1], Mark.GRADS, grads, (Mark.FORWARD_END, Mark.BACKWARD_END)) - 1
+    return (marks[:first], marks[last:]) if first <= last else (marks, [])
+
+
+def _until(marks: _Marks, kind: Mark, units: set[int], ends: Sequence[Mark]) -> int:
+    """The count of marks until all units have had one of this kind, and one of `ends` comes."""
+    for count, (of, unit, _) in enumerate(marks, 1):
+        if of is kind:
+            units.discard(unit)
+        elif not units and of in ends:
+            return count
+    return len(marks)
+
+
+def _between_us(marks: _Marks, begin: Sequence[Mark], end: Sequence[Mark]) -> float:
     """The sum of the stretches from marks of one kind to those of another."""
-    begins, ends = ([at for mark, _, at in step.marks if mark in kinds] for kinds in (begin, end))
-    return step.scale * sum(map(elapsed_us, begins, ends))
+    begins, ends = ([at for mark, _, at in marks if mark in kinds] for kinds in (begin, end))
+    return sum(map(elapsed_us, begins, ends))

@@ -312,7 +312,7 @@ class Planning:
         units, device = self.units(), self._table.device
         numels = {row: max(self._states.pieces.piece(row).numel, 1) for row in self._states.placement}
         measured = Measured(units, self._marks, self._reader.take(), self.units.of_rows(), numels, self._states.placement,
-                            self._engine.workers, device)
+                            self._engine.workers, device, is_stage=self._config.pipeline is not None)
         self._saw_streaming = streamed_share(self.plan) > 0.0
         probes = Probes(device_update_us_per_param, partial(stream_us_per_param, units, device))
         profile = build_profile(measured, probes, self.profile, streams=self._solver.may_stream)

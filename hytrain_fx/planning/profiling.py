@@ -156,6 +156,7 @@ class Measured:
     placement: Mapping[int, Placement]
     workers: int
     device: torch.device
+    is_stage: bool = False
 
     @functools.cached_property
     def of_stage(self) -> dict[Stage, list[TaskRecord]]:
@@ -194,6 +195,8 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
         steps=measured.marks.steps,
         commit_us=_commit_us(measured) if cuda else 0.0,
         launching_us=statistics.median(measured.steps.launching_us) if measured.steps.launching_us else 0.0,
+        between_us=times.between_us,
+        bubble_us=times.apart_us if measured.is_stage else 0.0,
     )
 
 

@@ -6,13 +6,13 @@
 A tensor whose shards are slices of its first dimension is a DTensor, and nothing of it is gathered.
 A parameter that has an owner has its entry, whole, on that rank alone, under the optimizer's own
 names. Others are whole on every rank. On one rank all are. So a checkpoint of any number of ranks
-is loaded by any other.
+is loaded by any other, and one of a pipeline's stages by the whole model.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from hytrain_fx.session.state_dict import (
     load_options,
     load_own,
     own_entries,
-    require_alike_groups,
     shaped,
     tell_of_rounding,
     whole_states,
@@ -41,7 +40,8 @@ def sharded_states(session: Session) -> dict[str, Any]:
     names, steps = session.table.names, session.builder.steps
     if (own := own_entries(session)) is not None:
         return {"state": {name: own.read(row) for row, name in enumerate(names) if own.has(row)}, "param_groups": _groups(session)}
-    rows = [row for row, count in enumerate(steps) if count]
+    # Before the first step there are none: zeros then, for a checkpoint to fill.
+    rows = [row for row, count in enumerate(steps) if count] or range(len(steps))
     state = {names[row]: {"step": torch.tensor(float(steps[row])), **_tensors(session, row)} for row in rows}
     return {"state": state, "param_groups": _groups(session)}
 
@@ -55,7 +55,7 @@ def load_sharded_states(session: Session, saved: Mapping[str, Any], defaults: Co
     another shape; RankError where another rank does not load.
     """
     found, groups = saved["state"], saved["param_groups"]
-    require_alike_groups([len(group["params"]) for group in _groups(session)], groups)
+    _require_matching_groups(_groups(session), groups)
     for group, options in zip(session.groups, groups, strict=True):
         session.update.require_same_states(group, options)
     pairs = zip(session.groups, groups, strict=True)
@@ -101,6 +101,21 @@ def _groups(session: Session) -> list[dict[str, Any]]:
     names = {id(parameter): name for name, parameter in zip(session.table.names, session.table.parameters, strict=True)}
     return [{**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
              "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]} for group in session.groups]
+
+
+def _require_matching_groups(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where a parameter is in another group than in the checkpoint.
+
+    The file has the groups of one rank. Where ranks are stages of a pipeline, these name the
+    parameters of one stage.
+    """
+    if len(own) != len(saved):
+        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer has {len(own)}")
+    group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    for number, group in enumerate(own):
+        for name in group["params"]:
+            if group_of.get(name, number) != number:
+                raise ValueError(f"{name} is in parameter group {group_of[name]} of the checkpoint, and in {number} of this optimizer")
 
 
 def _loaded_by_owners(session: Session, rows: Collection[int]) -> Collection[int]:

@@ -187,7 +187,7 @@ class Clock:
 def test_marks_of_many_micro_batches_keep_the_first_and_the_last(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded, and the step is measured.
 
-    Its times are those of all micro-batches where they are alike.
+    Its times are those of the first forward and the last backward, and what is between them.
     """
     clock = Clock(monkeypatch)
     for _ in range(count):
@@ -196,13 +196,54 @@ def test_marks_of_many_micro_batches_keep_the_first_and_the_last(count: int, mon
     clock.marks.end_step()
     assert clock.marks.captured
     times = clock.marks.median(1)
-    assert times.forward_us[0] == pytest.approx(20.0 * count)
-    assert times.backward_us[0] == pytest.approx(30.0 * count)
-    assert times.stall_us[0] == pytest.approx(5.0 * count)
+    assert (times.forward_us, times.backward_us, times.stall_us) == (pytest.approx((20.0,)), pytest.approx((30.0,)), pytest.approx((5.0,)))
+    assert times.between_us == pytest.approx((count - 1) * (30.0 + 3.0 + 5.0 + 20.0))
     marks = clock.marks.finished()[0]
     assert marks[0][2] == pytest.approx(3.0)
     assert marks[-1][2] == pytest.approx(clock.now_us)
     assert (Mark.LEFT_OUT in [kind for kind, _, _ in marks]) == (count * 6 > MOST_MARKS)
+
+
+@pytest.mark.parametrize("order", ["FFFBBB", "FFBFBB", "FBFBFB"])
+def test_a_pipeline_order_has_its_last_backward(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward may come right after another one. Between two steps the stage stands still."""
+    clock = Clock(monkeypatch)
+    for _ in range(3):
+        clock.now_us += 700.0
+        for what in order:
+            for unit in (0, 1) if what == "F" else (1, 0):
+                if what == "B":
+                    clock.mark(Mark.GRADS, 30.0 + unit, unit)
+                    continue
+                if unit == 0:
+                    clock.mark(Mark.FORWARD_BEGIN, 0.0)
+                clock.mark(Mark.WAIT_BEGIN, 10.0 * unit, unit)
+                clock.mark(Mark.WAIT_END, 0.0, unit)
+            clock.mark(Mark.FORWARD_END if what == "F" else Mark.BACKWARD_END, 20.0 if what == "F" else 0.0)
+        clock.marks.end_step()
+    times = clock.marks.median(2)
+    assert times.forward_us == pytest.approx((10.0, 20.0))
+    assert times.backward_us == pytest.approx((30.0, 31.0))
+    assert times.between_us == pytest.approx(2 * 30.0 + 2 * 61.0)
+    assert times.apart_us == pytest.approx(700.0)
+
+
+def test_a_backward_of_several_graphs_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs end one by one; in a step with one micro-batch nothing is between."""
+    clock = Clock(monkeypatch)
+    for _ in range(2):
+        clock.mark(Mark.FORWARD_BEGIN, 0.0)
+        for unit in (0, 1):
+            clock.mark(Mark.WAIT_BEGIN, 0.0, unit)
+            clock.mark(Mark.WAIT_END, 5.0, unit)
+        clock.mark(Mark.FORWARD_END, 20.0)
+        for unit in (1, 0):
+            clock.mark(Mark.GRADS, 30.0 + unit, unit)
+            clock.mark(Mark.BACKWARD_END, 1.0)
+    one = clock.marks
+    one.end_step()
+    assert one.median(2).backward_us == pytest.approx((31.0, 32.0))
+    assert one.median(2).between_us == pytest.approx(63.0 + 30.0)
 
 
 def test_forwards_without_a_backward_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,30 @@ def test_windows_closed_form_on_equal_layers(
     assert fluid - slack <= found <= fluid + 4 * slack
 
 
+@given(n=st.integers(2, 10), cpu=st.floats(0, 120), gpu=st.floats(0, 10), bubble=st.floats(0, 300), between=st.floats(0, 300),
+       data=st.data())
+@settings(deadline=None)
+def test_a_bubble_hides_updates_and_other_micro_batches_hide_none(
+    n: int, cpu: float, gpu: float, bubble: float, between: float, data: st.DataObject
+) -> None:
+    """The closed form with the bubble in every window: t_f + t_b + t_m + bubble + what is exposed.
+
+    Waiting for another stage is no wait for an update.
+    """
+    plain = uniform(n, forward=10.0, backward=20.0, cpu=cpu, gpu=gpu, d2h=1.0, h2d=1.0)
+    profile = replace(plain, bubble_us=bubble, between_us=between)
+    plan = prefix(profile, data.draw(st.integers(0, n)))
+    windows = windows_of(profile, guard=1.0, chunk_params=1, updates_in_backward=True)
+    found = simulate(profile, plan, Discipline(chunk_params=1000 // FINE))
+    fluid, slack = profile.compute_us + bubble + windows.exposed_us(plan.k), chunk_us(profile)
+    assert fluid - slack <= found.makespan_us <= fluid + 4 * slack
+    assert found.makespan_us >= profile.compute_us + bubble - 1e-6
+    assert found.stall_us <= found.makespan_us - profile.compute_us - bubble + 1e-6
+    without = simulate(plain, plan, Discipline(chunk_params=1000 // FINE))
+    assert found.stall_us <= without.stall_us + 4 * slack
+    assert found.makespan_us <= without.makespan_us + bubble + between + 4 * slack
+
+
 @given(n=st.integers(2, 10), cpu=st.floats(0, 120), forward=st.floats(1, 20), backward=st.floats(1, 40), data=st.data())
 @settings(deadline=None)
 def test_deferred_windows_closed_form(n: int, cpu: float, forward: float, backward: float, data: st.DataObject) -> None:

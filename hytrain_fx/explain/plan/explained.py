@@ -47,6 +47,9 @@ class Measured:
     step_us          median wall time of the last `step_count` steps; None before the second one
     held_us          of the stalls, what the loop was held up for outside of gates: at graph breaks,
                      and where it reads weights
+    between_us       what lies between a step's first forward and its last backward, whose times
+                     these are: other micro-batches
+    apart_us         what lies between that backward and the next step's first forward
     finish           when the updates of the step before the last had ended, from its commit on
     """
 
@@ -59,6 +62,13 @@ class Measured:
     step_count: int
     finish: FinishTimes | None = None
     held_us: float = 0.0
+    between_us: float = 0.0
+    apart_us: float = 0.0
+
+    @property
+    def compute_us(self) -> float:
+        """All forwards and backwards of a step."""
+        return sum(self.forward_us) + self.between_us + sum(self.backward_us)
 
     @property
     def cpu_us(self) -> float | None:

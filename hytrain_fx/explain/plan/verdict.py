@@ -152,7 +152,7 @@ def verdict_of(e: Explained) -> Verdict:
     """The verdict on one compiled model."""
     m, schedule = e.measured, e.schedule
     step_us = None if m is None else m.step_us
-    compute_us = None if m is None or step_us is None else sum(m.forward_us) + sum(m.backward_us)
+    compute_us = None if m is None or step_us is None else m.compute_us
     ends_us = list(_ends_us(e)) if schedule else []
     binds = e.binding
     waits = binds is not None and binds.units is not None
@@ -164,7 +164,7 @@ def verdict_of(e: Explained) -> Verdict:
         compute_us=compute_us or None,
         loop_us=_loop_us(e),
         predicted_step_us=schedule.makespan_us if schedule else None,
-        predicted_compute_us=e.profile.forward_us + e.profile.backward_us if e.profile and schedule else None,
+        predicted_compute_us=e.profile.compute_us if e.profile and schedule else None,
         all_on_device_us=ends_us[0] if ends_us else None,
         all_on_host_us=ends_us[1] if ends_us else None,
         all_states_bytes=e.memory.estimate.all_states_bytes if e.memory.estimate else None,
@@ -192,7 +192,7 @@ def _loop_us(e: Explained) -> float | None:
     m = e.measured
     if m is None or m.step_us is None or e.step is None:
         return None
-    known_us = sum(m.forward_us) + sum(m.backward_us) + sum(m.stall_us)
+    known_us = m.compute_us + sum(m.stall_us)
     device_us = sum(i.duration_us for i in e.step.schedule.intervals if i.task.kind is TaskKind.GPU_UPDATE)
     return max(m.step_us - known_us - device_us, 0.0)
 

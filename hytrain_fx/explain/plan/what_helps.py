@@ -152,7 +152,7 @@ def _changes(profile: Profile, again: _Again) -> Iterator[tuple[str, Profile, fl
     if any(not row.placement.rests_on_device for row in again.plan.rows):
         yield "CPU updates 10% faster", _scaled(profile, ("cpu_update_us",), 1 / FASTER), 1.0, 0
         yield "copies over the link 10% faster", _scaled(profile, _LINK, 1 / FASTER), 1.0, 0
-    yield "10% more tokens in a step (for the same tokens)", _scaled(profile, ("forward_us", "backward_us"), FASTER), FASTER, 0
+    yield "10% more tokens in a step (for the same tokens)", profile.with_tokens(FASTER), FASTER, 0
     if profile.host_memory_gb_per_s is not None:
         yield "host memory 10% faster", replace(profile, host_memory_gb_per_s=FASTER * profile.host_memory_gb_per_s), 1.0, 0
     if max(profile.commit_us, profile.launching_us) > 0 and again.discipline.commit_at == "backward_start":
@@ -173,7 +173,7 @@ def tokens_to_hide(profile: Profile, plan: Plan, discipline: Discipline) -> floa
     """
 
     def hides(tenths: int) -> bool:
-        step = simulate(_scaled(profile, ("forward_us", "backward_us"), tenths / 10), plan, discipline)
+        step = simulate(profile.with_tokens(tenths / 10), plan, discipline)
         return step.stall_us <= _NOTHING * step.makespan_us
 
     try:
@@ -225,8 +225,8 @@ def binding_constraint(profile: Profile, plan: Plan, step: PlayedStep, disciplin
     Computing, updates on the device, CPU updates, or one direction of the link.
     """
     schedule, gpu_update_us = step.schedule, step.graph.total("us", TaskKind.GPU_UPDATE)
-    compute_us = profile.forward_us + profile.backward_us
-    exposed_us = schedule.makespan_us - compute_us
+    compute_us = profile.compute_us
+    exposed_us = schedule.makespan_us - compute_us - profile.bubble_us
     if exposed_us <= _NOTHING * schedule.makespan_us:
         return Binding("compute", compute_us, max(exposed_us, 0.0))
     streamed, by_cpu = plan.numel(Placement.STREAM), plan.numel(Placement.CPU)

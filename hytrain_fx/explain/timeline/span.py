@@ -26,13 +26,14 @@ Kind = TaskKind | LaunchKind
 LETTERS: dict[Kind, str] = {
     TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
     TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
-    TaskKind.REDUCE_SCATTER: "r", TaskKind.ALL_GATHER: "a",
+    TaskKind.RECEIVE: "v", TaskKind.REDUCE_SCATTER: "r", TaskKind.ALL_GATHER: "a",
     LaunchKind.FORWARD: "f", LaunchKind.BACKWARD: "b", LaunchKind.GATE: ".", LaunchKind.STEP: "s",
 }
 WORDS: dict[Kind, str] = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WAIT: "wait", TaskKind.D2H: "gradient to the host",
     TaskKind.CPU_UPDATE: "update by the CPU", TaskKind.GPU_UPDATE: "update on the device", TaskKind.H2D: "weight to the device",
     TaskKind.STREAM_IN: "states to the device", TaskKind.STREAM_OUT: "states to the host",
+    TaskKind.RECEIVE: "waiting for another stage",
     TaskKind.REDUCE_SCATTER: "gradients reduce-scattered", TaskKind.ALL_GATHER: "weights all-gathered",
     LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
 }

@@ -1,0 +1,123 @@
+"""Stages of torch's pipelines, each compiled by hytrain_fx: the bits of the same schedule by hand.
+
+By hand each stage is compiled by torch alone, with the reference optimizer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+
+import hytrain_fx
+from hytrain_fx.capture.parallel_wrappers import as_stage
+from hytrain_fx.config import Config
+from hytrain_fx.errors import ConfigError, UnsupportedError
+
+from . import pipeline_loops
+from .loops import assert_same
+from .pipeline_loops import SCHEDULES
+from .rank_loops import require_bits_by_hand, started
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = {
+    "GPipe": [("clipped", BF16)],
+    "1F1B": [("plain", BF16), ("accumulated", BF16), ("clipped", BF16), ("clipped", FP32)],
+    "Interleaved1F1B": [("plain", FP32), ("clipped", BF16)],
+}
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks_have_the_bits_of_the_schedule_by_hand(schedule: str, tmp_path: Path) -> None:
+    """Whatever the plan of each stage, which moves at every step; one rank is slow."""
+    ranks = started(partial(pipeline_loops.every_loop, schedule, KINDS[schedule]), 2, tmp_path)
+    assert all(len(loops) == len(KINDS[schedule]) for loops in ranks), ranks
+    require_bits_by_hand(ranks, "seen")
+    count = 4 if schedule == "Interleaved1F1B" else 2
+    for rank, loops in enumerate(ranks):
+        for _, ours in loops.values():
+            told = f"this model is stage {rank} of {count} in a Schedule{schedule} of 4 micro-batches"
+            assert told in " ".join(ours["text"].split())
+
+
+@pytest.mark.sample(0)
+def test_four_stages_have_the_bits_of_the_schedule_by_hand(tmp_path: Path) -> None:
+    """One factor clips all of them."""
+    ranks = started(partial(pipeline_loops.every_loop, "1F1B", [("clipped", BF16)]), 4, tmp_path)
+    require_bits_by_hand(ranks, "seen")
+    norms = [loops[f"clipped {BF16}"][1]["seen"][-1] for loops in ranks]
+    assert len(set(norms)) == 1
+
+
+@pytest.mark.sample(0)
+def test_stages_may_have_ranks_beside_them(tmp_path: Path) -> None:
+    """Two pipelines of two stages: the gradients of a stage are averaged over both."""
+    ranks = started(pipeline_loops.beside_another, 4, tmp_path)
+    for by_hand, ours in ranks:
+        assert ours["seen"] == by_hand["seen"]
+        assert_same(ours["weights"], by_hand["weights"])
+    assert_same(ranks[0][1]["weights"], ranks[2][1]["weights"])
+
+
+@pytest.mark.sample(0)
+def test_checkpoints_of_stages_are_those_of_the_model(tmp_path: Path) -> None:
+    """Saved by stage, loaded by one process, and back: the same states and weights."""
+    by_stage, by_one = str(tmp_path / "by_stage"), str(tmp_path / "by_one")
+    stages = started(partial(pipeline_loops.saved_by_stage, by_stage), 2, tmp_path)
+    loaded, saved = pipeline_loops.whole_model(by_stage, by_one)
+    _require_parts(stages, loaded)
+    _require_parts(started(partial(pipeline_loops.resumed_by_stage, by_one), 2, tmp_path), saved)
+
+
+def _require_parts(stages: Any, whole: Any) -> None:
+    """Stages have what the whole model has, each its part."""
+    assert {name for of in stages for name in of["weights"]} == set(whole["weights"])
+    for of in stages:
+        assert_same(of["weights"], {name: whole["weights"][name] for name in of["weights"]})
+        for name, entry in of["states"].items():
+            assert_same(entry, whole["states"][name])
+
+
+# ---- one process ----
+
+
+def _schedule(kind: Any) -> Any:
+    """A schedule as far as it is read: a real one needs a process group. Its stage is a Linear."""
+    made = kind.__new__(kind)
+    made._n_microbatches, made._stage = 8, SimpleNamespace(stage_index=1, num_stages=3, submod=nn.Linear(2, 2))
+    return made
+
+
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B])
+def test_a_stage_trains_without_the_default_group(kind: Any) -> None:
+    """Other ranks have other stages. A group that is given averages."""
+    schedule = _schedule(kind)
+    made = as_stage(Config(pipeline=schedule), schedule._stage.submod)
+    assert str(made.pipeline) == f"stage 1 of 3 in a {kind.__name__} of 8 micro-batches"
+    assert made.process_group is False
+    group = object()
+    assert as_stage(Config(pipeline=schedule, process_group=group), schedule._stage.submod).process_group is group
+    assert as_stage(Config(), schedule._stage.submod).process_group is None
+
+
+def test_what_is_no_stage_is_refused() -> None:
+    """Each error says what was found and what to hand over."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"pipeline='1F1B': expected None, or a schedule of torch\.distributed\.pipelining"):
+        hytrain_fx.compile(model, optimizer, pipeline="1F1B")
+    with pytest.raises(ConfigError, match="no stage of this Schedule1F1B on this rank has this model as its submod"):
+        hytrain_fx.compile(model, optimizer, pipeline=_schedule(Schedule1F1B))
+    with pytest.raises(UnsupportedError, match="found a ScheduleInterleavedZeroBubble, expected one of ScheduleGPipe"):
+        hytrain_fx.compile(model, optimizer, pipeline=_schedule(ScheduleInterleavedZeroBubble))
+    broken = _schedule(Schedule1F1B)
+    del broken._n_microbatches
+    with pytest.raises(UnsupportedError, match="keeps the stages of a Schedule1F1B elsewhere"):
+        hytrain_fx.compile(broken._stage.submod, optimizer, pipeline=broken)
