@@ -183,7 +183,7 @@ def _searched(axis: Axis, trials: Trials, arguments: argparse.Namespace) -> Foun
         edge = Edge(max((number for number, trained in seen.items() if trained), default=None),
                     min((number for number, trained in seen.items() if not trained), default=None), len(seen), found=False)
     if not edge.found and not why:
-        why = f"not narrowed down in {edge.trials} trials: give more --tries"
+        why = f"not narrowed down, trials: {edge.trials}; give more --tries"
     best, failed, expected = (None if not number else axis.case(number) for number in (edge.trains, edge.fails, estimated))
     return Found(axis.base, axis.family is not None, best, failed, expected, edge.trials, why)
 
