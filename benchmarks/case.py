@@ -17,6 +17,7 @@ TITLES = {"floor": "forward and backward alone", "all_gpu": "PyTorch, all on the
 
 
 NEVER_REACHED = 1e9  # by a norm
+_ADDED_LATER = ("device_memory_gb", "host_memory_gb")  # result files of before have no such field
 
 
 class CannotRun(Exception):
@@ -31,8 +32,8 @@ class Case:
     """One row.
 
     mode        one of MODES
-    size        a name of `llama.SHAPES`, `wN` of the family in `llama.family_shape`, or a family of
-                the zoo (`families`)
+    size        a name of `llama.SHAPES`, `wN` or `hHlN` of the families there, or a family
+                of the zoo (`families`)
     batch       sequences, or other samples, in one step
     sequence    tokens in one sequence, or what is long about another sample
     clip        clip the global gradient norm to this, None = no clipping
@@ -41,6 +42,10 @@ class Case:
     micro_batches   backwards in one step, each over `batch` sequences
     scaled_every    with `clip`: one step in this many is clipped to it, others to NEVER_REACHED, so
                     that their factor is 1
+    device_memory_gb    torch's allocator gets no more of the GPU than this, in 10^9 bytes; None =
+                        all of it. The CUDA context is not part of it
+    host_memory_gb      the row's processes hold no more of the host than this, in 10^9 bytes
+                        (`host_watch`); ours may put HOST_SHARE of it into states
     """
 
     mode: str
@@ -53,6 +58,8 @@ class Case:
     options: tuple[str, ...] = ()
     micro_batches: int = 1
     scaled_every: int = 1
+    device_memory_gb: float | None = None
+    host_memory_gb: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -67,6 +74,8 @@ class Case:
             raise CannotRun(f"found {self.micro_batches} micro-batches, one step in {self.scaled_every} scaled; expected at least 1")
         if self.scaled_every != 1 and (self.clip is None or self.mode == "zero_offload"):
             raise CannotRun("--scaled-every is for --clip in a loop that calls clip_grad_norm_")
+        if not all(gb is None or gb > 0 for gb in (self.device_memory_gb, self.host_memory_gb)):
+            raise CannotRun(f"found caps of {self.device_memory_gb} and {self.host_memory_gb} GB, expected more than 0")
         if self.options and self.mode != "ours":
             raise CannotRun(f"--option is for ours, mode {self.mode} has none; found {', '.join(self.options)}")
 
@@ -85,7 +94,13 @@ class Case:
         """Mode, clipping, precision and options: what sets rows of one model and batch apart."""
         words = [self.mode, *([self._clip_text] if self.clip is not None else []), *(["autocast"] if self.autocast else [])]
         words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
-        return " ".join([*words, *self.options])
+        return " ".join([*words, *self.options, *self._caps])
+
+    @property
+    def title(self) -> str:
+        """What a legend calls it: mode, options, precision where a peer's is its own."""
+        options = f" ({', '.join(self.options)})" if self.options else ""
+        return TITLES[self.mode] + options + (", fp32 parameters" if self.autocast and self.mode in PEER_MODES else "")
 
     @property
     def workload(self) -> str:
@@ -94,7 +109,12 @@ class Case:
         words += [self._clip_text] if self.clip is not None else []
         words += ["autocast"] if self.autocast else []
         words += [f"accumulated={self.micro_batches}"] if self.micro_batches != 1 else []
-        return " ".join(words + (["checkpointing"] if self.checkpointing else []))
+        return " ".join(words + (["checkpointing"] if self.checkpointing else []) + self._caps)
+
+    @property
+    def _caps(self) -> list[str]:
+        caps = {"device": self.device_memory_gb, "host": self.host_memory_gb}
+        return [f"{name}<={gb:g}GB" for name, gb in caps.items() if gb is not None]
 
     @property
     def _clip_text(self) -> str:
@@ -109,6 +129,8 @@ class Case:
         words += ["--autocast"] if self.autocast else []
         words += ["--micro-batches", str(self.micro_batches)] if self.micro_batches != 1 else []
         words += ["--checkpointing"] if self.checkpointing else []
+        words += ["--device-memory", str(self.device_memory_gb)] if self.device_memory_gb is not None else []
+        words += ["--host-memory", str(self.host_memory_gb)] if self.host_memory_gb is not None else []
         return words + [word for option in self.options for word in ("--option", option)]
 
     def values(self) -> dict[str, Any]:
@@ -119,7 +141,8 @@ class Case:
     def of_row(cls, row: Mapping[str, Any]) -> Case:
         """The case that a row of a result file names. Raises CannotRun for anything else."""
         try:
-            values = {field.name: row[field.name] for field in fields(cls)}
+            values: dict[str, Any] = {field.name: row.get(field.name) if field.name in _ADDED_LATER else row[field.name]
+                                      for field in fields(cls)}
         except KeyError as error:
             raise CannotRun(f"found a row without {error}; this is not a result file of this version") from error
         return cls(**{**values, "options": tuple(values["options"])})

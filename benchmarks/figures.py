@@ -13,17 +13,18 @@ beside the estimates.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.case import PEER_MODES, TITLES, Case
-from benchmarks.largest import estimates_and_trials, largest_table, spec_of
+from benchmarks.case import TITLES, Case
+from benchmarks.estimates import estimate_params, spec_of
 from benchmarks.markdown import failures, machines, table
-from benchmarks.plots import draw_bars, draw_lines
+from benchmarks.plots import Series, draw_bars, draw_lines
 from benchmarks.results import Results, Row
 from benchmarks.runner import measure
 from benchmarks.table import add_run_arguments, launch_of
+from hytrain_fx.forecast.device import DeviceSpec
 
 MODES = ("all_gpu", "zero_offload", "torchao", "ours")
 Groups = dict[str, dict[str, float]]
@@ -79,14 +80,8 @@ def groups(results: Results, figure_of: Callable[[Case, Row], float | None]) -> 
         plain = replace(case, clip=None, scaled_every=1, autocast=case.mode == "torchao", checkpointing=False, micro_batches=1)
         value = figure_of(case, row)
         if case == plain and case.mode != "floor" and value is not None:
-            found.setdefault(f"{case.size}\n{case.batch} x {case.sequence}", {})[series_name(case)] = value
+            found.setdefault(f"{case.size}\n{case.batch} x {case.sequence}", {})[case.title] = value
     return found
-
-
-def series_name(case: Case) -> str:
-    """What a legend calls it."""
-    options = f" ({', '.join(case.options)})" if case.options else ""
-    return TITLES[case.mode] + options + (", fp32 parameters" if case.autocast and case.mode in PEER_MODES else "")
 
 
 def groups_table(found: Groups, form: str) -> str:
@@ -95,3 +90,39 @@ def groups_table(found: Groups, form: str) -> str:
     lines = [[group.replace("\n", ", "), *(form.format(bars[name]) if name in bars else "-" for name in names)]
              for group, bars in found.items()]
     return table(["model, batch", *names], lines) if lines else "Nothing measured."
+
+
+def estimates_and_trials(spec: DeviceSpec, batches: Sequence[int], sequence: int, trials: Results) -> list[Series]:
+    """G parameters of the largest model by batch, for each mode.
+
+    An estimate (models of N layers of N heads), and what was found by trial where there is any.
+    """
+    found = []
+    for mode in ("all_gpu", "zero_offload", "ours"):
+        params = {batch: estimate_params(Case(mode, "w1", batch, sequence), spec) for batch in batches}
+        estimate = {float(batch): most / 1e9 for batch, most in params.items() if most}
+        found.append(Series(f"{TITLES[mode]}, estimated for {spec.name}", estimate, "--"))
+        if tried := _largest_tried(mode, sequence, trials):
+            found.append(Series(f"{TITLES[mode]}, by trial", tried, "o"))
+    return found
+
+
+def _largest_tried(mode: str, sequence: int, trials: Results) -> dict[float, float]:
+    """By batch, of rows with all of the machine's memory and no options."""
+    largest: dict[float, float] = {}
+    for case, row in trials.all_measured():
+        plain = Case(mode, case.size, case.batch, sequence)
+        if case == plain:
+            largest[float(case.batch)] = max(largest.get(float(case.batch), 0.0), row["params"] / 1e9)
+    return largest
+
+
+def largest_table(series: Sequence[Series]) -> str:
+    """The same as Markdown: a row for each batch."""
+    batches = sorted({x for line in series for x in line.points})
+    lines = [[f"{batch:g}", *(_cell(line.points, batch) for line in series)] for batch in batches]
+    return table(["batch", *(line.name for line in series)], lines)
+
+
+def _cell(points: Mapping[float, float], batch: float) -> str:
+    return f"{points[batch]:.2f}" if batch in points else "-"

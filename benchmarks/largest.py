@@ -1,163 +1,204 @@
-"""The largest model that trains, by batch: estimated from bytes by tier, and by trial.
+"""The largest model, or the largest batch, that trains: found by trial, each in its own process.
 
-    python -m benchmarks largest --out DIR --batches 1,4 --modes all_gpu,ours  writes trials.json
+    python -m benchmarks largest --out DIR --modes all_gpu,ours,ours:moments=bf16
+    python -m benchmarks largest --out DIR --device-memory 24,48 --host-memory 64
+    python -m benchmarks largest --out DIR --search batch --sizes 3b --device-memory 24
 
-Models are of one family: N layers of N heads of 128 (N = 32 is Llama 7B). A trial runs as many
-steps as the mode needs to settle (for hytrain_fx until its states are where the solved plan has
-them). `figures` draws both.
+The search begins at what is estimated to fit and ends where one trains and the next does not
+(`benchmarks/search.py`). Trials are kept in trials.json: a call that was broken off, or ended by
+--total-s, goes on where it stopped. Each is timed, and says what memory it was estimated to take
+before it ran, and what it took. largest_model.md and .png (or largest_batch) show what was found.
+
+--device-memory holds torch's allocator to so many 10^9 bytes; the CUDA context is not part of that.
+--host-memory ends a trial whose processes hold more. A model grows by layers of one width: the
+widest of which one layer is at most 4 % of the model (--family: another).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 
-import psutil
-import torch
-
-from benchmarks.case import TITLES, CannotRun, Case
-from benchmarks.llama import VOCABULARY, family_shape
-from benchmarks.markdown import table
-from benchmarks.plots import Series
-from benchmarks.results import Results
-from benchmarks.runner import Launch, run_case
+from benchmarks import estimates
+from benchmarks.case import CannotRun, Case
+from benchmarks.largest_table import Found, write
+from benchmarks.llama import family_size
+from benchmarks.results import Results, Row
+from benchmarks.runner import Launch, measure
+from benchmarks.search import Edge, search
 from benchmarks.table import add_run_arguments, launch_of
+from hytrain_fx.forecast.bench.process import lacked_memory
 from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.forecast.memory import HOST_SHARE, footprint
-from hytrain_fx.forecast.named_devices import find_device
-from hytrain_fx.forecast.shapes import ModelShape, read_shape
 
-# fp32 weights, both moments and gradients, all on the host:
-# https://deepspeed.readthedocs.io/en/latest/memory.html (ZeRO-2, offload).
-ZERO_OFFLOAD_HOST_BYTES = 16
-WIDEST = 128
-TRIES = 4
+TRIES = 8
+LAYER_SHARE = 0.04  # of a model, at most: then one layer more is less than 5 % of its memory
+HEADS = (64, 48, 40, 32, 24, 16, 8, 4, 2)
+_PLANS = 40  # enough for an edge that is 2^19 away
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|no plan fits|pinning [\d.]+ GiB of host memory failed", re.IGNORECASE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `python -m benchmarks largest`."""
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4])
+    parser.add_argument("--search", choices=("model", "batch"), default="model", help="what grows (default: model)")
+    parser.add_argument("--batches", type=_whole, default=[1, 4], help="--search model: sequences in a step, as 1,4")
+    parser.add_argument("--sizes", type=_words, default=["3b"], help="--search batch: models, as 3b,7b")
     parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence")
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=["all_gpu", "zero_offload", "ours"])
-    parser.add_argument("--tries", type=int, default=TRIES, help="sizes that are tried for each mode and batch")
-    parser.add_argument("--device", default=None, help="whose memory the first try is estimated from (default: this machine)")
+    parser.add_argument("--modes", type=_words, default=["all_gpu", "zero_offload", "ours"],
+                        help="ways of training; options of ours after colons, as ours:moments=bf16")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--device-memory", type=_gigabytes, default=[None], metavar="GB,...", help="caps on the GPU's memory, as 24,48")
+    parser.add_argument("--host-memory", type=_gigabytes, default=[None], metavar="GB,...", help="caps on the host's memory")
+    parser.add_argument("--family", default="auto", help="--search model: w (N layers of N heads of 128), hH (N layers of H heads), auto")
+    parser.add_argument("--start", type=int, default=None, help="number of layers, or batch, of the first trial (default: the estimate)")
+    parser.add_argument("--within", type=float, default=0.03, help="a search ends where the gap is this share of the largest, or 1")
+    parser.add_argument("--tries", type=int, default=TRIES, help="trials of one search at most")
+    parser.add_argument("--device", default=None, help="what the first trial is estimated from: a known device or a file (default: this "
+                        "machine's memory)")
     add_run_arguments(parser)
-    parser.set_defaults(window=2)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Try sizes near the estimates. Raises CannotRun for several GPUs.
-
-    Every trial is kept in trials.json.
-    """
+    """Search, then write table and figure of what is known. Raises CannotRun for several GPUs."""
     launch = launch_of(arguments)
     if launch.seats:
         raise CannotRun("found --gpus: sizes are tried one after the other, as host memory is part of what is tried; leave it out")
-    spec, trials = spec_of(arguments.device), Results(arguments.out / "trials.json")
-    for batch in arguments.batches:
-        for mode in arguments.modes:
-            start = Case(mode, f"w{max(estimated_width(mode, spec, batch * arguments.sequence), 1)}", batch, arguments.sequence)
-            search(start, arguments.tries, lambda case: _trains(case, trials, launch, arguments.again))
-    print(largest_table(estimates_and_trials(spec, arguments.batches, arguments.sequence, trials)))
+    spec, results = estimates.spec_of(arguments.device), Results(arguments.out / "trials.json")
+    trials = Trials(results, launch, spec, arguments.again, arguments.retry)
+    found = [_searched(axis, trials, arguments) for axis in axes(arguments, spec)]
+    print(write(found, results, arguments.out, f"largest_{arguments.search}"))
 
 
-def search(start: Case, tries: int, trains: Callable[[Case], bool]) -> Case | None:
-    """The widest case that trains: up from `start` while they train, down while they do not."""
-    width, best, direction = int(start.size[1:]), None, 0
-    for _ in range(tries):
-        case = replace(start, size=f"w{width}")
-        if trains(case):
-            best, now = case, 1
-        else:
-            now = -1
-        if direction not in (0, now) or (width == 1 and now < 0):
+@dataclass(frozen=True)
+class Axis:
+    """A row whose model, or batch, grows. `family` names the models, None: the batch grows."""
+
+    base: Case
+    family: str | None
+
+    def case(self, number: int) -> Case:
+        """The row with so many layers, or sequences."""
+        return replace(self.base, batch=number) if self.family is None else replace(self.base, size=family_size(self.family, number))
+
+    def estimated(self, spec: DeviceSpec) -> int:
+        """The largest number that is estimated to fit, 0 where none is.
+
+        Bytes alone are counted fast; plans are solved near what they say only.
+        """
+        most = estimates.largest_number(lambda number: estimates.holds(self.case(number), spec))
+        return search(most, lambda number: estimates.fits(self.case(number), spec), tries=_PLANS).trains or 0
+
+
+def axes(arguments: argparse.Namespace, spec: DeviceSpec) -> Iterator[Axis]:
+    """What is searched for, in order."""
+    of_models = arguments.search == "model"
+    for device_gb, host_gb, at, text in itertools.product(
+            arguments.device_memory, arguments.host_memory, arguments.batches if of_models else arguments.sizes, arguments.modes):
+        mode, *options = text.split(":")
+        base = Case(mode, family_size("w", 1) if of_models else at, at if of_models else 1, arguments.sequence,
+                    checkpointing=arguments.checkpointing, options=tuple(options), device_memory_gb=device_gb, host_memory_gb=host_gb)
+        family = None if not of_models else widest(base, spec) if arguments.family == "auto" else arguments.family
+        yield Axis(base, family)
+
+
+def widest(base: Case, spec: DeviceSpec) -> str:
+    """The widest family of which one layer is a small part of the largest model that fits."""
+    for heads in HEADS:
+        axis = Axis(base, f"h{heads}")
+        shape = estimates.shape_of(axis.case(max(axis.estimated(spec), 1)))
+        if shape.units[1].params <= LAYER_SHARE * shape.params:
             break
-        direction = now
-        width += now
-    return best
+    return f"h{heads}"
 
 
-def _trains(case: Case, trials: Results, launch: Launch, again: bool) -> bool:
-    if again or trials.get(case) is None:
-        row = run_case(case, launch)
-        trials.put(case, row)
-        print(f"{case.key}: {row.get('error') or 'trains'} ({row['wall_s']} s)")
-    return trials.measured(case) is not None
+class NotTried(Exception):
+    """A search cannot go on; the message says why."""
 
 
-def shape_of_width(width: int) -> ModelShape:
-    """The cost model's shape of a model of the family."""
-    keys = family_shape(width) | {"vocab_size": VOCABULARY, "num_key_value_heads": width}
-    return read_shape({"model_type": "llama", "_name_or_path": f"w{width}", **keys})
+class Trials:
+    """Runs what is not known yet, and says whether it trained."""
+
+    def __init__(self, results: Results, launch: Launch, spec: DeviceSpec, again: bool, retry: bool) -> None:
+        """With `again` all trials run, with `retry` those that failed for another reason."""
+        self.results = results
+        self.spec = spec
+        self._launch = launch
+        self._again, self._retry = again, retry
+        self._began_s = time.monotonic()
+
+    def train(self, case: Case) -> bool:
+        """Whether the row trains.
+
+        Raises NotTried where it fails, but not for want of memory, and where no time is left.
+        """
+        row = self.results.get(case)
+        if row is None or self._again or (self._retry and not decides(row)):
+            row = self._run(case)
+        if not decides(row):
+            raise NotTried(f"{case.size}, batch {case.batch}: {row['error']}")
+        return "error" not in row
+
+    def _run(self, case: Case) -> Row:
+        estimate = estimates.estimate_of(case, self.spec)
+        if estimate is not None:
+            print(f"{case.key}: estimated to take {estimate.device_bytes / 1e9:.1f} GB of the device, {estimate.host_bytes / 1e9:.1f} of "
+                  "the host", flush=True)
+        total_s, left_s = self._launch.total_s, None
+        if total_s is not None:
+            left_s = total_s - (time.monotonic() - self._began_s)
+            took_s = max((row["wall_s"] for known, row in self.results.all_measured() if known.mode == case.mode), default=0.0)
+            if left_s <= 0 or (left_s < took_s and left_s < 0.9 * total_s):
+                raise NotTried("no time is left; call again for the rest")
+        before = self.results.get(case)
+        measure([case], self.results, replace(self._launch, total_s=left_s), again=True, tell=_tell)
+        row = self.results.get(case)
+        if row is None or row is before:
+            raise NotTried("the time was over; call again for the rest")
+        self.results.put(case, row := row | {"estimate": None if estimate is None else asdict(estimate)})
+        return row
 
 
-def estimated_width(mode: str, spec: DeviceSpec, tokens: int) -> int:
-    """The widest model whose bytes fit on the device and on the host, 0 where none does."""
-    width = 0
-    while width < WIDEST and fits(mode, spec, shape_of_width(width + 1), tokens):
-        width += 1
-    return width
+def decides(row: Row) -> bool:
+    """Whether a trial says that a row trains, or that it lacks memory."""
+    why = row.get("error")
+    return why is None or lacked_memory(why) or _NO_MEMORY.search(why) is not None
 
 
-def fits(mode: str, spec: DeviceSpec, shape: ModelShape, tokens: int) -> bool:
-    """Whether a model is estimated to train.
+def _searched(axis: Axis, trials: Trials, arguments: argparse.Namespace) -> Found:
+    estimated = axis.estimated(trials.spec)
+    seen: dict[int, bool] = {}
 
-    All states may be on the device, all on the host, or split by whole layers. Where states are
-    split, those on the host are all updated by the CPU, or all streamed.
-    """
-    units = len(shape.units)
-    if mode == "all_gpu":
-        return footprint(shape, tokens, units).fits(spec)
-    if mode == "zero_offload":
-        on_host = ZERO_OFFLOAD_HOST_BYTES * shape.params <= HOST_SHARE * spec.host_memory_bytes
-        return on_host and replace(footprint(shape, tokens, 0), host_states_bytes=0, host_slots_bytes=0).fits(spec)
-    by_cpu = any(footprint(shape, tokens, k).fits(spec) for k in range(units + 1))
-    return by_cpu or any(footprint(shape, tokens, k, streamed_params=sum(unit.params for unit in shape.units[k:])).fits(spec)
-                         for k in range(units))
+    def trains(number: int) -> bool:
+        seen[number] = trials.train(axis.case(number))
+        return seen[number]
 
-
-def spec_of(name: str | None) -> DeviceSpec:
-    """A known device, or this machine's memory with the rates of a known one. Raises ConfigError.
-
-    Estimates of memory use no rates.
-    """
-    spec = find_device(name or "h200")
-    if name is not None or not torch.cuda.is_available():
-        return spec
-    return replace(spec, name=torch.cuda.get_device_name(), memory_bytes=torch.cuda.get_device_properties(0).total_memory,
-                   host_memory_bytes=psutil.virtual_memory().total)
+    why = ""
+    try:
+        edge = search(arguments.start or estimated, trains, arguments.tries, arguments.within)
+    except NotTried as stopped:
+        why = str(stopped)
+        edge = Edge(max((number for number, trained in seen.items() if trained), default=None),
+                    min((number for number, trained in seen.items() if not trained), default=None), len(seen), found=False)
+    if not edge.found and not why:
+        why = f"not narrowed down, trials: {edge.trials}; give more --tries"
+    best, failed, expected = (None if not number else axis.case(number) for number in (edge.trains, edge.fails, estimated))
+    return Found(axis.base, axis.family is not None, best, failed, expected, edge.trials, why)
 
 
-def estimates_and_trials(spec: DeviceSpec, batches: Sequence[int], sequence: int, trials: Results) -> list[Series]:
-    """G parameters of the largest model by batch, for each mode.
-
-    An estimate, and what was found by trial where there is any.
-    """
-    found = []
-    for mode in ("all_gpu", "zero_offload", "ours"):
-        widths = {batch: estimated_width(mode, spec, batch * sequence) for batch in batches}
-        estimate = {float(batch): shape_of_width(width).params / 1e9 for batch, width in widths.items() if width}
-        found.append(Series(f"{TITLES[mode]}, estimated for {spec.name}", estimate, "--"))
-        if tried := _largest_tried(mode, sequence, trials):
-            found.append(Series(f"{TITLES[mode]}, by trial", tried, "o"))
-    return found
+def _tell(text: str) -> None:
+    print(text.removeprefix("1/1 "), flush=True)
 
 
-def _largest_tried(mode: str, sequence: int, trials: Results) -> dict[float, float]:
-    largest: dict[float, float] = {}
-    for case, row in trials.all_measured():
-        if case.mode == mode and case.sequence == sequence:
-            largest[float(case.batch)] = max(largest.get(float(case.batch), 0.0), row["params"] / 1e9)
-    return largest
+def _words(text: str) -> list[str]:
+    return text.split(",")
 
 
-def largest_table(series: Sequence[Series]) -> str:
-    """The same as Markdown: a row for each batch."""
-    batches = sorted({x for line in series for x in line.points})
-    lines = [[f"{batch:g}", *(_cell(line.points, batch) for line in series)] for batch in batches]
-    return table(["batch", *(line.name for line in series)], lines)
+def _whole(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
-def _cell(points: Mapping[float, float], batch: float) -> str:
-    return f"{points[batch]:.2f}" if batch in points else "-"
+def _gigabytes(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]

@@ -35,13 +35,28 @@ def family_shape(width: int) -> dict[str, int]:
             "num_attention_heads": width}
 
 
+def layered_shape(heads: int, layers: int) -> dict[str, int]:
+    """The families that grow by layers alone: `heads` heads of 128, h32l32 is Llama 7B."""
+    return family_shape(heads) | {"num_hidden_layers": layers}
+
+
+def family_size(family: str, layers: int) -> str:
+    """The size with so many layers of the family `w`, or `hH`. Raises CannotRun for another."""
+    if family != "w" and not re.fullmatch(r"h[1-9]\d*", family):
+        raise CannotRun(f"found family {family!r}, expected w, or hH for H heads of 128")
+    return f"w{layers}" if family == "w" else f"{family}l{layers}"
+
+
 def shape_of(size: str) -> dict[str, int]:
-    """Keys of a LlamaConfig for a name of SHAPES or `wN`. Raises CannotRun for another name."""
+    """Keys of a LlamaConfig for a name of SHAPES, `wN` or `hHlN`. Raises CannotRun for another."""
     if size in SHAPES:
         return {"vocab_size": VOCABULARY, **SHAPES[size]}
     if found := re.fullmatch(r"w([1-9]\d*)", size):
         return {"vocab_size": VOCABULARY, **family_shape(int(found[1]))}
-    raise CannotRun(f"found size {size!r}, expected one of {', '.join(SHAPES)}, or wN for N heads of 128 and N layers")
+    if found := re.fullmatch(r"h([1-9]\d*)l([1-9]\d*)", size):
+        return {"vocab_size": VOCABULARY, **layered_shape(int(found[1]), int(found[2]))}
+    raise CannotRun(f"found size {size!r}, expected one of {', '.join(SHAPES)}, wN for N heads of 128 and N layers, or hHlN for H heads of "
+                    "128 and N layers")
 
 
 def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> nn.Module:

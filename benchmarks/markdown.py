@@ -86,7 +86,7 @@ def _line(results: Results, case: Case, row: Row) -> list[str]:
     faster = [results.step_over(peer_of(case, mode), case) if peer_of(case, mode) != case else None for mode in ("zero_offload", "torchao")]
     error = row.get("predicted_step_s") and row["predicted_step_s"] / row["step_s"] - 1
     return [
-        _letters(results)[json.dumps(row["machine"])],
+        letter(results, row),
         f"`{case.label}`" + (f" ({row['window_steps']} steps a window: too short)" if is_short(row) else ""),
         f"{row['step_s']:.4f}",
         f"{row['spread']:.1%}",
@@ -99,6 +99,11 @@ def _line(results: Results, case: Case, row: Row) -> list[str]:
         f"{row['idle_share']:.1%}" if "idle_share" in row else "-",
         *(_gb(row[name]) for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb", "host_rss_gb", "pinned_gb")),
     ]
+
+
+def letter(results: Results, row: Row) -> str:
+    """That of the machine on which a row was measured, - where it was not."""
+    return _letters(results).get(json.dumps(row.get("machine")), "-")
 
 
 def _letters(results: Results) -> dict[str, str]:

@@ -13,6 +13,7 @@ from benchmarks.models import Batch
 from benchmarks.trainer import backward_of
 from hytrain_fx.forecast.bench import loops
 from hytrain_fx.forecast.bench.loops import Trainer
+from hytrain_fx.forecast.memory import HOST_SHARE
 
 
 def floor(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
@@ -32,7 +33,16 @@ def reference(case: Case, model: nn.Module, device: torch.device) -> Trainer[Bat
 
 def ours(case: Case, model: nn.Module, device: torch.device, *, barrier: bool = False) -> Trainer[Batch]:
     """hytrain_fx with the case's options."""
-    return loops.ours(model, backward_of(case, model, device), dict(option_of(text) for text in case.options), barrier=barrier)
+    return loops.ours(model, backward_of(case, model, device), options_of(case), barrier=barrier)
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """Options of `compile`.
+
+    Where host memory is capped states may take the share of it that `report` and `plan` leave them.
+    """
+    capped = {} if case.host_memory_gb is None else {"host_memory": int(HOST_SHARE * 1e9 * case.host_memory_gb)}
+    return capped | dict(option_of(text) for text in case.options)
 
 
 def option_of(text: str) -> tuple[str, Any]:

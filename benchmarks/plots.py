@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,17 +91,44 @@ def draw_bars(
 
     A name has the same color in all groups.
     """
-    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    width_in = max(6.0, 1.5 + 0.28 * sum(len(bars) + 1 for bars in groups.values()))
-    canvas = figure(*(size or (width_in, 4.5)), look)
+    canvas = figure(*(size or (_width_in(groups), 4.5)), look)
     axes = canvas.subplots()
+    names = _bars(axes, groups)
+    _finish(canvas, axes, path, title, unit, look, named=bool(names))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of several plots of bars: as `draw_bars`."""
+
+    title: str
+    unit: str
+    groups: Mapping[str, Mapping[str, float]]
+
+
+def draw_bar_panels(path: Path, panels: Sequence[Panel], look: Look = PLAIN) -> None:
+    """Plots of bars under each other, with the legend on the first."""
+    canvas = figure(max(_width_in(panel.groups) for panel in panels), 3.6 * len(panels), look)
+    for panel, axes in zip(panels, canvas.subplots(len(panels), squeeze=False).flat, strict=True):
+        names = _bars(axes, panel.groups)
+        _label(axes, panel.title, panel.unit, look, named=bool(names) and panel is panels[0])
+    save(canvas, path, look)
+
+
+def _width_in(groups: Mapping[str, Mapping[str, float]]) -> float:
+    return max(6.0, 1.5 + 0.28 * sum(len(bars) + 1 for bars in groups.values()))
+
+
+def _bars(axes: Any, groups: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Draw them; the names that a legend has."""
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
     width = 0.8 / max(len(names), 1)
     for number, name in enumerate(names):
         heights = {at: bars[name] for at, bars in enumerate(groups.values()) if name in bars}
         axes.bar([at + (number - (len(names) - 1) / 2) * width for at in heights], list(heights.values()), width, label=name,
                  color=COLORS[number % len(COLORS)])
     axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-    _finish(canvas, axes, path, title, unit, look, named=bool(names))
+    return names
 
 
 def draw_lines(
@@ -123,9 +150,13 @@ def draw_lines(
 
 
 def _finish(canvas: Any, axes: Any, path: Path, title: str, y_unit: str, look: Look, *, named: bool) -> None:
+    _label(axes, title, y_unit, look, named=named)
+    save(canvas, path, look)
+
+
+def _label(axes: Any, title: str, y_unit: str, look: Look, *, named: bool) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(y_unit)
     if named:
         legend(axes, look)
     dress(axes, look)
-    save(canvas, path, look)

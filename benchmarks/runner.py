@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.case import Case
+from benchmarks.host_watch import HostWatch
 from benchmarks.machine import machine
 from benchmarks.results import Results, Row
 from benchmarks.turns import Ask, Memory, Seat, entered, on_cores
@@ -146,20 +147,26 @@ def _host_gb_free(asked_gb: float) -> float:
 def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | None = None) -> Row:
     """The row of a case, or its fields with `error`, which says why there is none.
 
-    On a seat it has a `turn` (`benchmarks.turns.entered`).
+    On a seat it has a `turn` (`benchmarks.turns.entered`). Where the case caps host memory, the row
+    has the most that its processes held (`host_peak_gb`), and is ended above the cap.
     """
     launch.logs.mkdir(parents=True, exist_ok=True)
     log = launch.logs / (re.sub(r"[^\w.=-]+", "_", case.key) + ".log")
     began = time.perf_counter()
+    watch = None if case.host_memory_gb is None else HostWatch(1e9 * case.host_memory_gb)
     with log.open("w") as file:
-        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch, seat, turn)
+        status = _run([*launch.command, *case.arguments, *launch.extra], file.fileno(), launch, seat, turn, watch)
     printed = log.read_text(errors="replace")
     wall_s = round(time.perf_counter() - began, 1)
     row = row_in(printed) if status in (0, None) else None  # a row that was printed counts, even if its process did not end
-    if row is not None:
-        return row | {"wall_s": wall_s}
-    why = why_none(status, printed, launch.limit_s)
-    return {**case.values(), "machine": machine(), "error": why, "wall_s": wall_s}
+    more: Row = {"wall_s": wall_s}
+    over = None
+    if watch is not None:
+        over = watch.why_over(1e9 * ((row or {}).get("pinned_gb") or 0.0))
+        more["host_peak_gb"] = round(watch.peak_bytes / 1e9, 3)
+    if row is not None and over is None:
+        return row | more
+    return {**case.values(), "machine": machine(), "error": over or why_none(status, printed, launch.limit_s), **more}
 
 
 def environment() -> dict[str, str]:
@@ -167,13 +174,17 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def _run(command: Sequence[str], output: int, launch: Launch, seat: Seat | None, turn: int | None) -> int | None:
+def _run(
+    command: Sequence[str], output: int, launch: Launch, seat: Seat | None, turn: int | None, watch: HostWatch | None
+) -> int | None:
     """The exit status; None where the time was up."""
     env = environment()
     if launch.cache is not None:
         env["TORCHINDUCTOR_CACHE_DIR"] = str(launch.cache.resolve())
+    may_go_on = None if watch is None else watch.may_go_on
     if seat is None:
-        return run_to_end(command, output, launch.limit_s, env)
+        return run_to_end(command, output, launch.limit_s, env, may_go_on=may_go_on)
     command = [*command, "--turn", str(turn), *(["--shares-gpu"] if seat.shared else [])]
     with on_cores(seat.cores):
-        return run_to_end(command, output, launch.limit_s, env | {"CUDA_VISIBLE_DEVICES": seat.gpu}, () if turn is None else (turn,))
+        env["CUDA_VISIBLE_DEVICES"] = seat.gpu
+        return run_to_end(command, output, launch.limit_s, env, () if turn is None else (turn,), may_go_on)

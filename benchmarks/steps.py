@@ -48,7 +48,8 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     Rows that agree in them are one.
     """
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, wN (N layers of N heads of 128), or of the zoo: gpt2, gpt2.small, ...")
+    parser.add_argument("size", help="tiny, 125m, 1b, 3b, 7b, 10b, wN (N layers of N heads of 128), hHlN (N layers of H heads), or of the "
+                        "zoo: gpt2, gpt2.small, ...")
     parser.add_argument("--batch", type=int, default=4, help="sequences (or other samples) in a step")
     parser.add_argument("--sequence", "--seq", type=int, default=2048, help="tokens in a sequence, or what is long about another sample")
     parser.add_argument("--micro-batches", type=int, default=1, help="backwards in one step, each over --batch sequences")
@@ -56,6 +57,9 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="with --clip: only every N-th step's gradients are scaled")
     parser.add_argument("--autocast", action="store_true", help="fp32 parameters under bf16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--device-memory", type=float, default=None, metavar="GB", help="torch may take no more of the GPU (10^9 bytes)")
+    parser.add_argument("--host-memory", type=float, default=None, metavar="GB", help="ours: states take at most 85 % of it (10^9 bytes); "
+                        "table, rows and largest also end a row whose processes hold more")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of hytrain_fx.compile")
 
 
@@ -82,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def case_of(arguments: argparse.Namespace) -> Case:
     """The case that the command line names. Raises CannotRun."""
     return Case(arguments.mode, arguments.size, arguments.batch, arguments.sequence, arguments.clip, arguments.autocast,
-                arguments.checkpointing, tuple(arguments.option), arguments.micro_batches, arguments.scaled_every)
+                arguments.checkpointing, tuple(arguments.option), arguments.micro_batches, arguments.scaled_every,
+                arguments.device_memory, arguments.host_memory)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -95,6 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if arguments.deterministic:
         torch.use_deterministic_algorithms(True)
+    cap_device(case.device_memory_gb, device)
     turn = Turn(arguments.turn)
     began_s = time.perf_counter()
     dtype = torch.float32 if case.autocast else torch.bfloat16
@@ -127,6 +133,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return row
     print(json.dumps(row), flush=True)  # what follows may outlast a time limit, and the row is made
     return row | _looked_into(model, trainer, data, arguments)
+
+
+def cap_device(gb: float | None, device: torch.device) -> None:
+    """Hold torch's allocator in this process to so many 10^9 bytes of the GPU; None: to nothing.
+
+    Raises CannotRun where there is no GPU, or one with less memory.
+    """
+    if gb is None:
+        return
+    if device.type != "cuda":
+        raise CannotRun(f"found --device-memory {gb:g}, which holds torch to a share of a GPU, and no GPU here; leave it out")
+    total_bytes = torch.cuda.mem_get_info(device)[1]
+    if 1e9 * gb > total_bytes:
+        raise CannotRun(f"found --device-memory {gb:g}, expected at most {total_bytes / 1e9:.1f}, what this GPU has")
+    torch.cuda.set_per_process_memory_fraction(1e9 * gb / total_bytes, device)
 
 
 def _without_waiting(about: Mapping[str, Any], waited_us: float) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from benchmarks.largest import estimates_and_trials, spec_of
+from benchmarks.estimates import spec_of
+from benchmarks.figures import estimates_and_trials
 from benchmarks.plots import Look, Series, draw_bars, draw_lines, dress, figure, legend, save
 from benchmarks.results import Results
 from hytrain_fx.cost_model.discipline import Discipline

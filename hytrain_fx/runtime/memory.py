@@ -27,22 +27,40 @@ _GROUP_FILES = (
 def device_budget_bytes(option: float | int | Literal["auto"], device: torch.device, all_states_bytes: float, resident_bytes: int) -> float:
     """Bytes for states on the device under the option `gpu_states`.
 
-    "auto": what rests there already and what the device has free now, less a margin. Call after
-    steps have run, so that the allocator holds what activations need.
+    "auto": what rests there already and what this process can still take of the device now, less a
+    margin. Call after steps have run, so that the allocator holds what activations need.
     """
     if isinstance(option, float):
         return option * all_states_bytes
     if option != "auto":
         return option
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(0.0, resident_bytes + 0.95 * free - _DEVICE_MARGIN_BYTES)
+        return max(0.0, resident_bytes + 0.95 * free_bytes(device) - _DEVICE_MARGIN_BYTES)
     return resident_bytes + _HOST_SHARE * available_host_bytes()
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that this process can still take.
+
+    What the driver has free, or less where the process is held to a share of the GPU. torch's
+    allocator knows that share, the driver does not.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free, max(0, _allowed_bytes(device, total) - torch.cuda.memory_reserved(device)))
+
+
 def total_bytes(device: torch.device) -> float:
-    """All the memory that a GPU has; no bound for a CPU, whose memory is the host's."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+    """All the memory of a GPU that this process may have.
+
+    No bound for a CPU, whose memory is the host's.
+    """
+    return _allowed_bytes(device, torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else math.inf
+
+
+def _allowed_bytes(device: torch.device, total: int) -> int:
+    """What `torch.cuda.set_per_process_memory_fraction` leaves of all of a GPU's memory."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(total * torch.cuda.get_per_process_memory_fraction(index))
 
 
 def host_budget_bytes(limit_bytes: int | None) -> int:

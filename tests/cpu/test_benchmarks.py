@@ -30,7 +30,6 @@ from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.forecast.bench.loops import Trainer
 from hytrain_fx.forecast.bench.windows import MOST_CALMING_STEPS, warm_up
-from hytrain_fx.forecast.named_devices import find_device
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}
 TINY = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]
@@ -336,35 +335,6 @@ def test_table_sweep_and_figures_are_drawn(tmp_path: Path, capsys: pytest.Captur
     assert "| tiny, 2 x 32 | 25.0 | 25.0 |" in text
     assert not (tmp_path / "logs").exists()
     capsys.readouterr()
-
-
-# ---- the largest model ----
-
-
-@given(st.integers(1, 20), st.integers(1, 20))
-def test_the_largest_model_is_found_from_either_side(start: int, limit: int) -> None:
-    """With enough tries, the search ends at the widest model that trains."""
-    found = largest.search(Case("ours", f"w{start}"), 21, lambda case: int(case.size[1:]) <= limit)
-    assert found == Case("ours", f"w{limit}")
-
-
-def test_estimates_shrink_with_the_batch_and_grow_with_the_host() -> None:
-    """More tokens leave room for fewer parameters; states on the host leave room for more."""
-    spec = find_device("h200")
-    for mode in ("all_gpu", "ours"):
-        widths = [largest.estimated_width(mode, spec, tokens) for tokens in (2048, 8192, 32768)]
-        assert widths == sorted(widths, reverse=True)
-        assert widths[0] > widths[-1]
-    assert largest.estimated_width("ours", spec, 8192) > largest.estimated_width("all_gpu", spec, 8192)
-    smaller = replace(spec, host_memory_bytes=spec.host_memory_bytes // 4)
-    assert largest.estimated_width("zero_offload", smaller, 8192) < largest.estimated_width("zero_offload", spec, 8192)
-
-
-def test_the_family_has_llama_7b() -> None:
-    """w32 is Llama 7B, and the cost model counts the parameters that the model has."""
-    assert llama.family_shape(32) | {"vocab_size": 32000} == llama.shape_of("7b")
-    model = llama.build("w2", 32, torch.device("meta"))
-    assert largest.shape_of_width(2).params == sum(p.numel() for p in model.parameters())
 
 
 # ---- traces ----

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psutil
 CANNOT_RUN = "cannot run: "
 NO_MEMORY = "out of memory: "
 _KILLED = "killed (by the system"
+_LOOK_S = 0.25  # between two looks at a process that may be ended early: 64 GB fill in some ten seconds
 
 
 def lacked_memory(why: str) -> bool:
@@ -24,17 +26,21 @@ def lacked_memory(why: str) -> bool:
     return why.startswith((NO_MEMORY, _KILLED))
 
 
-def run_to_end(command: Sequence[str], output: int, limit_s: float, env: Mapping[str, str], pass_fds: Sequence[int] = ()) -> int | None:
+def run_to_end(
+    command: Sequence[str], output: int, limit_s: float, env: Mapping[str, str], pass_fds: Sequence[int] = (),
+    may_go_on: Callable[[int], bool] | None = None,
+) -> int | None:  # fmt: skip
     """The exit status of a command whose output goes to the descriptor `output`.
 
     None where the time was up. The processes it started end with it, those of other sessions too:
-    torchrun's ranks.
+    torchrun's ranks. `may_go_on` is asked four times a second, with the command's process id: where
+    it says no, the command is killed.
     """
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True, pass_fds=pass_fds)
     try:
         with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
-        return process.wait(timeout=limit_s)
+        return process.wait(timeout=limit_s) if may_go_on is None else _watched(process, limit_s, may_go_on)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -45,6 +51,20 @@ def run_to_end(command: Sequence[str], output: int, limit_s: float, env: Mapping
             with contextlib.suppress(psutil.NoSuchProcess):
                 other.kill()
         process.wait()
+
+
+def _watched(process: subprocess.Popen[bytes], limit_s: float, may_go_on: Callable[[int], bool]) -> int:
+    """As `process.wait`, which raises TimeoutExpired; less than that where it may not go on."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        left_s = end_s - time.monotonic()
+        try:
+            return process.wait(timeout=max(min(_LOOK_S, left_s), 0.0))
+        except subprocess.TimeoutExpired:
+            if left_s <= _LOOK_S:
+                raise
+        if not may_go_on(process.pid):
+            return -signal.SIGKILL
 
 
 def _started_by(pid: int) -> list[psutil.Process]:
