@@ -1,4 +1,4 @@
-"""`report`, `plan`, `profile` and `doctor`: their arguments, and which rooms answer them."""
+"""`report`, `plan`, `pipeline`, `profile` and `doctor`: their arguments, and who answers them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,27 @@ def add_plan(commands: Any, run: Callable[[argparse.Namespace], str]) -> None:
     plan.set_defaults(run=run)
 
 
+def add_pipeline(commands: Any) -> None:
+    """The command `pipeline`."""
+    pipeline = commands.add_parser("pipeline", help="predict a model as the stages of a 1F1B pipeline, each on a GPU")
+    _add_model(pipeline)
+    pipeline.add_argument("--stages", required=True, type=int, metavar="N", help="GPUs, a stage on each")
+    pipeline.add_argument("--micro-batches", required=True, type=int, metavar="M", help="of a step; --tokens are those of one")
+    pipeline.set_defaults(run=_pipeline)
+
+
 def _add_what(command: argparse.ArgumentParser) -> None:
-    """The arguments that say which model, on which machine."""
+    """The arguments that say which model, on which machine, and how many of them."""
+    _add_model(command)
+    command.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of one machine, a rank on each (default: 1)")
+    command.add_argument("--nodes", type=int, default=1, metavar="M", help="such machines (default: 1)")
+    command.add_argument("--skew", type=float, default=1.0, metavar="X", help="one rank takes X times as long as the others (default: 1)")
+    for option, (_, of) in _RATES.items():
+        command.add_argument(option, type=float, metavar="GB", help=f"{of}, 10^9 bytes a second, instead of the device's own figure")
+    command.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, help="config.json of a model of transformers, its folder, a shape's name (llama-7b), or "
                          "package.module:factory, a function that returns a model, or a model and its example inputs, on the meta device")
     command.add_argument("--device", required=True, help="a known name (h200, rtx4090, cpu-laptop, ...) or a TOML or JSON file")
@@ -66,12 +85,6 @@ def _add_what(command: argparse.ArgumentParser) -> None:
     command.add_argument("--autocast", action="store_true", help="fp32 weights under autocast to bf16, on the device as bf16 copies")
     command.add_argument("--moments", choices=get_args(Moments), default="fp32", help="in what AdamW's two states rest, as in "
                          "compile(..., moments=...): in bf16 they take half the memory (default: fp32)")
-    command.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of one machine, a rank on each (default: 1)")
-    command.add_argument("--nodes", type=int, default=1, metavar="M", help="such machines (default: 1)")
-    command.add_argument("--skew", type=float, default=1.0, metavar="X", help="one rank takes X times as long as the others (default: 1)")
-    for option, (_, of) in _RATES.items():
-        command.add_argument(option, type=float, metavar="GB", help=f"{of}, 10^9 bytes a second, instead of the device's own figure")
-    command.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
 
 
 def add_doctor(commands: Any) -> None:
@@ -117,6 +130,16 @@ def _report(args: argparse.Namespace) -> str:
     return _written(markdown(made), args.out)
 
 
+def _pipeline(args: argparse.Namespace) -> str:
+    from hytrain_fx.forecast.page import section
+    from hytrain_fx.forecast.report import case_of
+    from hytrain_fx.forecast.stages import pipeline_forecast
+
+    case = case_of(args.model, _device(args), args.tokens, sequence=args.sequence, recompute=args.recompute, autocast=args.autocast,
+                   moments=args.moments)
+    return section(pipeline_forecast(case.profile, args.stages, args.micro_batches).table())
+
+
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that `report` would choose. Raises ConfigError and PlanError as it does."""
     from hytrain_fx.forecast.report import case_of
@@ -129,17 +152,22 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def _asked(args: argparse.Namespace) -> tuple[DeviceSpec, dict[str, Any]]:
     """The device, and what else `report` and `case_of` are to be given after the tokens."""
-    from hytrain_fx.forecast.named_devices import find_device
     from hytrain_fx.forecast.ranks import Ranks
 
-    device = find_device(args.device)
-    if args.host is not None:
-        device = device.on_host_of(find_device(args.host))
+    device = _device(args)
     ranks = Ranks(args.gpus, args.nodes, args.skew)
     device = _with_rates(device.in_machine_of(ranks), args)
     budget_bytes = None if args.budget_gb is None else _bytes(args.budget_gb)
     return device, {"sequence": args.sequence, "recompute": args.recompute, "budget_bytes": budget_bytes, "autocast": args.autocast,
                     "ranks": ranks, "moments": args.moments}
+
+
+def _device(args: argparse.Namespace) -> DeviceSpec:
+    """The device, on the host that was asked for."""
+    from hytrain_fx.forecast.named_devices import find_device
+
+    device = find_device(args.device)
+    return device if args.host is None else device.on_host_of(find_device(args.host))
 
 
 def _with_rates(device: DeviceSpec, args: argparse.Namespace) -> DeviceSpec:

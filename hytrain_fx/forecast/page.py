@@ -35,12 +35,13 @@ def page(report: Report) -> str:
 def markdown(report: Report) -> str:
     """The verdict, all tables, limits, and where each unit is updated."""
     found = "\n".join(f"- {line}" for line in verdict(report))
-    parts = [f"# {report.model} on {report.machine}", found, headline(report), *map(_table, tables(report)),
+    parts = [f"# {report.model} on {report.machine}", found, headline(report), *map(section, tables(report)),
              "## Limits", *limits(report), f"## Placement, k = {report.plan.k}", "\n".join(f"- {line}" for line in placement(report))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(table: Table) -> str:
+def section(table: Table) -> str:
+    """A table under its title, as Markdown."""
     lines = [f"## {table.title}", "", _line(table.heads), "|---" * len(table.heads) + "|", *map(_line, table.rows)]
     return "\n".join([*lines, *(f"\n{remark}" for remark in table.remarks)])
 

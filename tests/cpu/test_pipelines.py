@@ -5,6 +5,9 @@ By hand each stage is compiled by torch alone, with the reference optimizer.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +28,7 @@ from .loops import assert_same
 from .pipeline_loops import SCHEDULES
 from .rank_loops import require_bits_by_hand, started
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {
     "GPipe": [("clipped", BF16)],
@@ -83,6 +87,17 @@ def _require_parts(stages: Any, whole: Any) -> None:
         assert_same(of["weights"], {name: whole["weights"][name] for name in of["weights"]})
         for name, entry in of["states"].items():
             assert_same(entry, whole["states"][name])
+
+
+@pytest.mark.sample(0)
+def test_the_example_trains() -> None:
+    """As its text says, started by torchrun: the loss falls, and the norm is that of all stages."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "10"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+), norm over 2 stages \d", run.stdout)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
 
 
 # ---- one process ----
