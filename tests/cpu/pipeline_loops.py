@@ -22,6 +22,7 @@ from hytrain_fx.api import session_of
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, weights
+from .rank_loops import device_here
 from .shard_loops import place_anywhere
 
 WIDTH, WORDS, LAYERS, MICRO_BATCHES, STEPS = 32, 24, 4, 4, 4
@@ -71,8 +72,8 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of a step's micro-batches, and what is to come of them."""
-    draw = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, WORDS, (2 * MICRO_BATCHES, 9), generator=draw)
+    draw = torch.Generator("cpu").manual_seed(number)
+    tokens = torch.randint(0, WORDS, (2 * MICRO_BATCHES, 9), generator=draw, device="cpu").to(device_here())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -88,8 +89,8 @@ class Pipeline:
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         each = 2 if schedule == "Interleaved1F1B" else 1
         self.group, self.ours = group, ours
-        self.parts = [Part(number, each * size).to(dtype) for number in range(rank, each * size, size)]
-        device = torch.device("cpu")
+        self.parts = [Part(number, each * size).to(device_here(), dtype) for number in range(rank, each * size, size)]
+        device = device_here()
         stages = [PipelineStage(part, rank + size * i, each * size, device, group=group) for i, part in enumerate(self.parts)]
         self.schedule = SCHEDULES[schedule](stages if each > 1 else stages[0], MICRO_BATCHES, loss_fn=loss_of)
         self.optimizers = [self._optimizer(part, beside, options) for part in self.parts]

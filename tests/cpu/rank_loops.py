@@ -74,7 +74,7 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
     try:
         distributed.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
         # On the CPU no mode is on: under one, torch does not capture Tensor.unflatten.
-        with graphs_interpreted(), _device() if backend == "nccl" else nullcontext():
+        with graphs_interpreted(), device_here() if backend == "nccl" else nullcontext():
             found = work(rank, size)
     except Exception as error:
         traceback.print_exc()
@@ -83,9 +83,10 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
     os._exit(0)  # a group whose other ranks are gone may not end by itself
 
 
-def _device() -> torch.device:
-    """Where this rank trains."""
-    return torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else torch.device("cpu")
+def device_here() -> torch.device:
+    """Where this rank trains, or a process without ranks."""
+    on_gpu = distributed.is_initialized() and distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def require_bits_by_hand(ranks: Sequence[Mapping[str, Sequence[Found]]], noted: str) -> None:
@@ -136,7 +137,8 @@ def net(rank: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 def tokens_of(rank: int, number: int) -> torch.Tensor:
     """A batch of one rank."""
-    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator("cpu").manual_seed(1000 * rank + number), device="cpu").to(_device())
+    draw = torch.Generator("cpu").manual_seed(1000 * rank + number)
+    return torch.randint(0, WORDS, (2, 8), generator=draw, device="cpu").to(device_here())
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -210,7 +212,7 @@ def _trained(
     clip: Callable[[Any], float] = lambda model: 0.0
 ) -> list[float]:
     losses: list[float] = []
-    scaler = torch.amp.GradScaler(_device().type, init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(device_here().type, init_scale=1024.0, growth_interval=2)
     for step in range(STEPS):
         if loop == "scaler":
             losses.append(_scaled_step(model, optimizer, scaler, rank, step, after_backward, before_step))
