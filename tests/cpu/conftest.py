@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 from hytrain_fx.session.turns import CHECK_LOCKS
 
 from .interpreted import graphs_interpreted
+from .loops import PLAIN_RESULTS
 
 # Compiling makes millions of objects that live long: looking through all of them every 700 takes a
 # tenth of a test's time.
@@ -51,6 +52,7 @@ def compiled_graphs(request: pytest.FixtureRequest) -> Iterator[None]:
     written again and what is fused is not. Inductor takes more than half of a test's time, the C++
     compiler half of the rest.
     """
+    PLAIN_RESULTS.forget()
     if request.node.get_closest_marker("fused_kernels") is not None:
         yield
     elif request.node.get_closest_marker("inductor") is not None or request.config.getoption("--all"):

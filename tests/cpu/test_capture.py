@@ -169,7 +169,7 @@ def test_a_graph_break_makes_two_pairs_that_share_the_tied_weight(interpreted: N
 
 def test_a_new_shape_is_a_new_pair_with_the_same_rows(interpreted: None) -> None:
     """A recompile for dynamic shapes is rewritten again, and the training stays the same."""
-    model, _ = models.gpt()
+    model, _ = models.gpt(layers=1)
     batches = [(torch.randint(0, models.VOCABULARY, (2, length)),) for length in (6, 5, 7)]
     ours = assert_trains_alike(model, batches)
     backward = [graph for graph in ours.capture.graphs if graph.kind is GraphKind.BACKWARD]
@@ -180,7 +180,7 @@ def test_a_new_shape_is_a_new_pair_with_the_same_rows(interpreted: None) -> None
 
 def test_an_inference_graph_waits(interpreted: None) -> None:
     """Under no_grad an inference graph waits for every weight and sees the new ones."""
-    model, batches = models.gpt()
+    model, batches = models.gpt(layers=1)
     plain = copy.deepcopy(model)
     ours = compile_rewritten(model)
     train(ours.model, batches, ours.nodes.step)

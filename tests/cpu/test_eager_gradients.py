@@ -110,7 +110,7 @@ def compiled(kind: type[Deep], **options: Any) -> Iterator[tuple[Any, Any]]:
     hytrain_fx.close(model)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("options", [{}, {"engine": "torch"}, {"k": 2}, {"speculate": True}], ids=["host", "torch engine", "k", "early"])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("kind", [Uncaptured, Recurrent, Disabled])

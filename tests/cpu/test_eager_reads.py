@@ -210,7 +210,7 @@ def require_same_as_plain(kind: type[Deep], device: str = "cpu", **options: Any)
     hytrain_fx.close(model)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("options", [{}, {"stream": 1.0}, {"engine": "torch"}, {"k": 2}], ids=["host", "streamed", "torch engine", "k"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_slow_updates_change_no_bit(kind: type[Deep], options: dict[str, Any]) -> None:

@@ -96,17 +96,21 @@ def first_moment(model: Any, optimizer: Any) -> float:
     return 0.0 if values is None else float(values.double().sum())
 
 
-def steps(between: Callable[[Any, Any, int], Any], count: int = 6) -> Loop:
+def steps(between: Callable[[Any, Any, int], Any], count: int = 6, *, waits: bool = True) -> Loop:
     """Steps with a call between backward() and step().
 
-    Where that returns False the step is left out.
+    Where that returns False the step is left out. `waits`: updates are given time to begin before
+    the call.
     """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         found: list[Any] = []
         for step in range(count):
             loss = model(*batches[step % 3])
-            backward(model, loss)
+            if waits:
+                backward(model, loss)
+            else:
+                loss.backward()
             found += [loss.item(), seen := between(model, optimizer, step)]
             if seen is not False:
                 optimizer.step()
@@ -380,7 +384,7 @@ def test_a_loop_that_waits_before_step_is_learned_and_unlearned(learner: Twins) 
                 assert learner.session.planning.discipline.early_updates, "the cost model knows"
 
     before = counts(learner)
-    learner.agree(steps(wait, 24))
+    learner.agree(steps(wait, 24, waits=False))
     after = counts(learner)
     assert learned[:4] == [0] * 4
     assert all(learned[5:13])
@@ -434,7 +438,7 @@ def test_a_tenth_of_the_gradients_is_late(learner: Twins, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(foresight, "Contest", lambda: tried)
         learner.session.speculate("auto", runs_behind=True)  # whatever was learned before
-        learner.agree(steps(land, len(shares)))
+        learner.agree(steps(land, len(shares), waits=False))
         return [*found, learner.session.foresight.goes_ahead]
 
     monkeypatch.setattr(engine, "early_counts", landed)
@@ -473,7 +477,7 @@ def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch
     for guessed in (False, True):
         monkeypatch.setattr(engine, "early_counts", lambda guessed=guessed: awaiting(guessed))
         begun = counted().commits
-        learner.agree(steps(linger, 12))
+        learner.agree(steps(linger, 12, waits=False))
         assert (counted().commits > begun) == guessed
         assert learner.session.foresight.goes_ahead == guessed
         assert learner.session.foresight.awaits_factors

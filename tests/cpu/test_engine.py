@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
-from hytrain_fx.runtime.engine import CommitItem, Engine, Stage, TaskRecord
+from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, Stage, TaskRecord
 from hytrain_fx.runtime.fallback.engine import TorchEngine
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
@@ -104,9 +104,12 @@ def test_any_order_of_events_gives_the_same_bits(
 
 
 def test_a_small_ring_is_reused_without_loss(make_engine: MakeEngine) -> None:
-    """Gradients of ten times the ring pass through it unharmed while copies out of it are slow."""
+    """Gradients of several times the ring pass through it unharmed while copies out of it are slow.
+
+    The first row has two chunks, and two chunks fit.
+    """
     with make_engine(ring_bytes=2 * CHUNK_PARAMS * 2 + (64 << 10)) as engine:
-        loop = EngineLoop(engine, (9_000_000, 5_000_000, CHUNK_PARAMS), torch.bfloat16)
+        loop = EngineLoop(engine, (CHUNK_PARAMS + 100_000, 900_000, CHUNK_PARAMS), torch.bfloat16)
         engine.set_delay(Stage.D2H, 3_000)
         for _ in range(2):
             loop.step()
@@ -120,12 +123,12 @@ def test_the_ring_changes_its_size_between_steps(make_engine: MakeEngine) -> Non
     """
     small, large = 2 * CHUNK_PARAMS * 2 + (64 << 10), 40 << 20
     with make_engine(ring_bytes=small) as engine:
-        loop = EngineLoop(engine, (9_000_000, 5_000_000), torch.bfloat16)
+        loop = EngineLoop(engine, (2 * CHUNK_PARAMS + 100_000, 900_000), torch.bfloat16)
         engine.set_delay(Stage.D2H, 10_000)
         for ring_bytes in (large, small, large):
             loop.step()
             engine.drain([0, 1])
-            dropped = torch.randn(5_000_000).to(torch.bfloat16)
+            dropped = torch.randn(900_000).to(torch.bfloat16)
             engine.grad_offload([1], [dropped])
             engine.discard([1])
             engine.set_transit(ring_bytes, streams=False)
@@ -204,10 +207,10 @@ def test_a_failed_worker_raises_with_its_cause_at_the_next_wait(make_engine: Mak
 
 def test_a_wait_that_cannot_end_is_an_error(make_engine: MakeEngine) -> None:
     """A weight that does not leave in time runs into the time-out, which says how far it came."""
-    with make_engine(timeout_s=0.3) as engine:
+    with make_engine(timeout_s=0.1) as engine:
         loop = EngineLoop(engine, (10,), torch.float32)
         scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
-        engine.set_delay(Stage.ISSUE, 1_000_000)
+        engine.set_delay(Stage.ISSUE, 500_000)
         engine.grad_offload([0], [torch.ones(10)])
         engine.arm_cpu([0])
         engine.arm_reload([0])
@@ -473,9 +476,12 @@ def test_large_rows_released_together_are_updated_lowest_unit_first() -> None:
     All are due in the next forward, and each launch can be waited for by itself.
     """
     with running("native") as engine:
-        loop = EngineLoop(engine, (17 << 20, 17 << 20, 300), torch.bfloat16, on_device=frozenset(range(3)))
+        weights = [torch.zeros(size, dtype=torch.bfloat16) for size in (17 << 20, 17 << 20, 300)]
+        for row, weight in enumerate(weights):
+            engine.add_row(RowSpec(weight.numel(), row, weight))
+            engine.place_on_device(row, device_states(weight))
         engine.record(True)
-        grads = [torch.randn(size).to(torch.bfloat16) for size in loop.sizes]
+        grads = [torch.ones_like(weight) for weight in weights]
         scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
         engine.release([0, 1, 2])
         engine.arm_gpu(range(3))

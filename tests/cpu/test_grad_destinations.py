@@ -14,8 +14,6 @@ import torch
 from .loops import Twins, assert_same, plain_loop, weights
 from .models import Batches, broken_gpt, mlp
 
-pytestmark = pytest.mark.fused_kernels
-
 MODELS: dict[str, Callable[[], tuple[Any, Batches]]] = {"mlp": mlp, "two graphs that share a row": broken_gpt}
 PLACES = {"states on the host": 0, "states on both": 2}
 

@@ -17,6 +17,7 @@ from hytrain_fx.runtime.engine import Stage
 
 from .loops import Twins, compare, plain_loop
 from .models import Batches, gpt, mlp
+from .test_models import branching
 
 # ---- graphs that are not one graph
 
@@ -87,6 +88,11 @@ def test_a_model_that_dynamo_gives_up_on(k: int) -> None:
             made.session.engine.set_delay(stage, 2000)
         made.agree(plain_loop(10))
         made.close()
+
+
+def test_a_way_that_depends_on_a_value() -> None:
+    """Of two graphs behind the first a step runs one; the other's weights rest."""
+    compare(branching, plain_loop(6), k=2)
 
 
 @pytest.mark.sample(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
+import hytrain_fx
+from hytrain_fx.api import session_of
 from hytrain_fx.capture.units import group_units, unit_of_rows
 from hytrain_fx.errors import UnsupportedError
 from tests.cpu import models
+from tests.cpu.loops import plain_loop
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
 
@@ -105,3 +110,18 @@ def test_every_row_is_in_exactly_one_unit(shape: object, keep: int, limit: int) 
 
 def _tree(shape: object) -> nn.Module:
     return nn.Sequential(*map(_tree, shape)) if isinstance(shape, list) else nn.Linear(1, 1)
+
+
+def test_every_layer_of_a_gpt_is_a_unit_in_forward_order() -> None:
+    """The plan speaks of layers in forward order, whatever order they were registered in."""
+    torch._dynamo.reset()
+    model: Any
+    model, batches = models.gpt(layers=3)
+    blocks = model.h
+    del model.h
+    model.h = blocks  # registered last
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()))
+    plain_loop(2)(model, optimizer, batches)
+    names = [unit.name for unit in session_of(model).planning.units()]
+    assert names == ["wte", "h.0", "h.1", "h.2", "ln_f"]
+    hytrain_fx.close(model)

@@ -5,6 +5,7 @@ This holds wherever states are, in any loop.
 
 from __future__ import annotations
 
+import functools
 import platform
 from dataclasses import replace
 from typing import Any
@@ -119,8 +120,9 @@ def scaled(model: Any, optimizer: Any, batches: Batches) -> None:
         optimizer.zero_grad()
 
 
+@functools.cache
 def plain_weights(dtype: torch.dtype, loop: Any) -> dict[str, torch.Tensor]:
-    """The same loop as on torch's own compiled model.
+    """The same loop as on torch's own compiled model, trained once for all places of states.
 
     In fp32 that uses Lion itself, in 16 bits Lion on masters kept by hand.
     """

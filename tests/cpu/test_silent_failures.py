@@ -21,17 +21,9 @@ from hytrain_fx.passes import ops
 from hytrain_fx.torch_private import compiling
 
 from .loops import HYPER, Twins, assert_same, plain_loop, weights
-from .models import Batches, gpt, mlp
+from .models import Batches, mlp
 
-pytestmark = pytest.mark.fused_kernels
-
-
-@pytest.fixture(scope="module")
-def twins() -> Iterator[Twins]:
-    made = Twins(gpt, k=0, workers=2, timeout_s=20.0)
-    made.agree(plain_loop(2))  # compiled, and the plan in force
-    yield made
-    made.close()
+pytestmark = pytest.mark.inductor  # that it drops nodes is among the facts; what its kernels do: test_fused_failures.py
 
 
 class Scale(nn.Module):
@@ -56,49 +48,6 @@ class Scales(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x).square().sum()  # type: ignore[no-any-return]
-
-
-# ---- buffer reuse ----
-
-
-def offload_late(twins: Twins, patch: pytest.MonkeyPatch, copied: bool) -> None:
-    """Gradients leave only at the end of the backward, as with an asynchronous copy.
-
-    They leave the graph's own buffers, or copies of them.
-    """
-    engine, nodes = twins.session.engine, twins.session.nodes
-    offload, end = engine.grad_offload, nodes.backward_end
-    waiting: list[tuple[Sequence[int], list[torch.Tensor]]] = []
-
-    def grad_offload(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        waiting.append((rows, [grad.clone() if copied else grad for grad in grads]))
-
-    def backward_end(graph: int, rows: Sequence[int]) -> None:
-        for late, grads in waiting:
-            offload(late, grads)
-            engine.arm_cpu(late)
-            engine.arm_reload(late)
-        waiting.clear()
-        end(graph, rows)
-
-    patch.setattr(engine, "grad_offload", grad_offload)
-    patch.setattr(nodes, "backward_end", backward_end)
-
-
-@pytest.mark.sample(0)
-def test_a_gradients_buffer_is_reused_behind_its_offload(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late read of the graph's own buffer gives wrong weights, even with a reference held.
-
-    A late read of the ring's copy does not.
-    """
-    with monkeypatch.context() as patch:
-        offload_late(twins, patch, copied=True)
-        twins.agree(plain_loop(3))
-    with monkeypatch.context() as patch:
-        offload_late(twins, patch, copied=False)
-        with pytest.raises(AssertionError):
-            twins.agree(plain_loop(3))
-    twins.agree(plain_loop(3))
 
 
 # ---- early write-back ----
@@ -131,14 +80,6 @@ def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: boo
 
     patch.setattr(nodes, "reload", reload_after)
     patch.setattr(nodes, "release", release_and_spoil)
-
-
-@pytest.mark.sample(0)
-def test_a_weight_is_written_only_after_its_last_reader(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPT's weights may be overwritten right at their release: the backward has used them."""
-    with monkeypatch.context() as patch:
-        spoil_at_release(twins, patch, release_early=False)
-        twins.agree(plain_loop(3))
 
 
 def test_a_weight_written_ahead_of_its_last_reader_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,6 @@ from .loops import Twins, plain_loop
 from .models import Batches, mlp
 from .test_placements import plan_of
 
-pytestmark = pytest.mark.fused_kernels
-
 
 @pytest.fixture(scope="module")
 def twins() -> Iterator[Twins]:
