@@ -42,6 +42,7 @@ from hytrain_fx.explain.timeline.timeline import Timeline, read_trace
 from hytrain_fx.forecast.device import analytic_profile
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.shapes import read_shape
+from hytrain_fx.forecast.stages import pipeline_forecast
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
@@ -195,8 +196,21 @@ def largest(path: Path, look: Look) -> None:
     draw_lines(path, "Largest model by batch, estimated from bytes by tier", f"sequences of {SEQUENCE}", "G parameters", lines, look=look)
 
 
+def pipeline(path: Path, look: Look) -> None:
+    """What updates make of a 1F1B step, by the share of it in which a stage is idle."""
+    profile = analytic_profile(read_shape("llama-7b"), find_device(DEVICE), SEQUENCE, sequence=SEQUENCE)
+    stages = 4
+    made = {(stages - 1) / (count + stages - 1): pipeline_forecast(profile, stages, count) for count in (4, 6, 8, 12, 16, 32, 64)}
+    ways = ("after the step, by the CPU", "beside the step, by the CPU", "all states on the GPUs", "k solved")
+    styles = ("x--", "s--", ".:", "o-")
+    lines = [Series(name, {float(round(100 * idle)): of.steps_us[way] / of.compute_us for idle, of in made.items()}, style)
+             for way, (name, style) in enumerate(zip(ways, styles, strict=True))]
+    draw_lines(path, f"Calculated: a Llama of 6.7 G as {stages} stages, each on one {DEVICE.upper()} with 16 cores",
+               "% of the step in which a stage is idle (4 to 64 micro-batches)", "step over the step without updates", lines, look=look)
+
+
 FIGURES: dict[str, Callable[[Path, Look], None]] = {
-    one.__name__: one for one in (before_after, step_by_k, throughput, memory, idle, sweep, overlap, largest)
+    one.__name__: one for one in (before_after, step_by_k, throughput, memory, idle, sweep, overlap, largest, pipeline)
 }
 
 
