@@ -23,6 +23,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.plan.explained import Measured
 from hytrain_fx.explain.plan.report import Explanation
 from hytrain_fx.explain.plan.text import place_of, plan_text, unit_groups
+from hytrain_fx.explain.plan.verdict import verdict_of
 from hytrain_fx.explain.plan.what_helps import KSensitivity, binding_constraint, k_sensitivity, what_helps
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
@@ -223,6 +224,24 @@ def test_measured_sums_stand_below_the_profiled_ones() -> None:
     assert re.findall(r"(\d+) us", line) == ["3", "30", "7", "5"]
     assert re.search(r"step +\S+ us +40 us .*median of 2 steps", found.details())
     assert measured.idle == {"device, waiting for updates": 5.0 / 40.0, "CPU workers": 1 - 7.0 / 40.0}
+
+
+def test_other_micro_batches_and_stages_have_lines_of_their_own() -> None:
+    """The forward is that of one micro-batch, predicted and measured; a bubble is no lost time."""
+    profile = replace(uniform(2, forward=1000.0, backward=2000.0), between_us=9000.0, bubble_us=500.0)
+    times = (1000.0, 1000.0)
+    measured = Measured(3, times, (2000.0, 2000.0), (0.0, 0.0), (None, 7.0), 15_700.0, 2, between_us=9100.0, apart_us=600.0)
+    found = replace(explained(profile, plan(profile)), measured=measured)
+    text = found.details()
+    assert re.search(r"forward +2 ms +2 ms", text)
+    assert re.search(r"other micro-batches +9 ms +9.1 ms", text)
+    assert re.search(r"other stages +500 us +600 us", text)
+    assert verdict_of(found).compute_us == 2000.0 + 4000.0 + 9100.0
+    loop_us = verdict_of(found).loop_us
+    assert loop_us is not None
+    assert loop_us <= 15_700.0 - 15_100.0 - 500.0
+    plain = replace(explained(uniform(2), plan(uniform(2))), measured=replace(measured, between_us=0.0))
+    assert not [line for line in plain.details().splitlines() if line.startswith("other ")]
 
 
 @pytest.mark.parametrize("queue", [None, "4x"])

@@ -31,6 +31,8 @@ SOURCES = {
     "states to the device": "profiled: the engine's events, or a probe where none went",
     "states to the host": "profiled: the engine's events, or a probe where none went",
     "waiting for updates": "marks on the compute stream",
+    "other micro-batches": "marks on the compute stream: from the first forward to the last backward",
+    "other stages": "marks on the compute stream: from a step's last backward to the next forward",
 }
 _TERMS = {
     "forward": TaskKind.FORWARD, "backward": TaskKind.BACKWARD, "CPU updates": TaskKind.CPU_UPDATE, "device updates": TaskKind.GPU_UPDATE,
@@ -63,10 +65,16 @@ def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
     step_us = None if m is None else m.step_us
     yield "step", _time(schedule.makespan_us if schedule else None), _time(step_us), SOURCES["step"] + steps if steps else ""
     measured = {} if m is None else {"forward": sum(m.forward_us), "backward": sum(m.backward_us), "CPU updates": m.cpu_us}
+    between_us, bubble_us = (e.profile.between_us, e.profile.bubble_us) if e.profile else (0.0, 0.0)
     for name, kind in _TERMS.items():
         pieces = [i.duration_us for i in schedule.intervals if i.task.kind == kind] if schedule else []
+        others_us = between_us if kind is TaskKind.FORWARD else 0.0  # they are played behind the last forward
         if pieces or measured.get(name) is not None:
-            yield name, _time(sum(pieces) if schedule else None), _time(measured.get(name)), SOURCES[name]
+            yield name, _time(sum(pieces) - others_us if schedule else None), _time(measured.get(name)), SOURCES[name]
+    for name, us, found_us in (("other micro-batches", between_us, m.between_us if m else 0.0),
+                               ("other stages", bubble_us, m.apart_us if m and bubble_us else 0.0)):
+        if us or found_us:
+            yield name, _time(us if schedule else None), _time(found_us if m else None), SOURCES[name]
     stalls_us = None if m is None else sum(m.stall_us)
     predicted_us = schedule.stall_us if schedule else None
     yield "waiting for updates", _time(predicted_us), _time(stalls_us), SOURCES["waiting for updates"] if m else ""

@@ -192,7 +192,7 @@ def _loop_us(e: Explained) -> float | None:
     m = e.measured
     if m is None or m.step_us is None or e.step is None:
         return None
-    known_us = m.compute_us + sum(m.stall_us)
+    known_us = m.compute_us + sum(m.stall_us) + (e.profile.bubble_us if e.profile else 0.0)
     device_us = sum(i.duration_us for i in e.step.schedule.intervals if i.task.kind is TaskKind.GPU_UPDATE)
     return max(m.step_us - known_us - device_us, 0.0)
 
