@@ -365,7 +365,7 @@ def stretches(marks: Sequence[tuple[Mark, int, A]]) -> Iterator[tuple[TaskKind, 
 
 def _unit_times(step: _Step, units: int) -> UnitTimes:
     us = {kind: [0.0] * units for kind in (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WAIT)}
-    first, last = _first_and_last(step.marks)
+    first, last = first_and_last(step.marks)
     for kind, unit, begin, end in itertools.chain(stretches(first), stretches(last)):
         us[kind][unit] += elapsed_us(begin, end)
     between_us = elapsed_us(first[-1][2], last[0][2]) if last else 0.0
@@ -373,7 +373,7 @@ def _unit_times(step: _Step, units: int) -> UnitTimes:
     return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us, between_us)
 
 
-def _first_and_last(marks: _Marks) -> tuple[_Marks, _Marks]:
+def first_and_last(marks: Sequence[tuple[Mark, int, A]]) -> tuple[Sequence[tuple[Mark, int, A]], Sequence[tuple[Mark, int, A]]]:
     """The marks until every unit was used once; those from where every unit has a last gradient.
 
     All and none where these are not apart, as with one micro-batch.
@@ -384,7 +384,7 @@ def _first_and_last(marks: _Marks) -> tuple[_Marks, _Marks]:
     return (marks[:first], marks[last:]) if first <= last else (marks, [])
 
 
-def _until(marks: _Marks, kind: Mark, units: set[int], ends: Sequence[Mark]) -> int:
+def _until(marks: Sequence[tuple[Mark, int, A]], kind: Mark, units: set[int], ends: Sequence[Mark]) -> int:
     """The count of marks until all units have had one of this kind, and one of `ends` comes."""
     for count, (of, unit, _) in enumerate(marks, 1):
         if of is kind:
@@ -394,7 +394,7 @@ def _until(marks: _Marks, kind: Mark, units: set[int], ends: Sequence[Mark]) -> 
     return len(marks)
 
 
-def _between_us(marks: _Marks, begin: Sequence[Mark], end: Sequence[Mark]) -> float:
+def _between_us(marks: Sequence[tuple[Mark, int, At]], begin: Sequence[Mark], end: Sequence[Mark]) -> float:
     """The sum of the stretches from marks of one kind to those of another."""
     begins, ends = ([at for mark, _, at in marks if mark in kinds] for kinds in (begin, end))
     return sum(map(elapsed_us, begins, ends))

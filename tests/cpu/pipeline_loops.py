@@ -164,6 +164,16 @@ def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: in
     return {f"{loop} {dtype}": tuple(trained(schedule, loop, dtype, None, ours) for ours in (False, True)) for loop, dtype in kinds}
 
 
+def planned(rank: int, size: int) -> Found:
+    """Nine steps; the plan is solved from what the stage measures: its profile, what explain says."""
+    run = Pipeline("1F1B", True, torch.bfloat16, warmup_steps=2)
+    for step in range(9):
+        run.backward(step)
+        run.end_step()
+    (session,) = run.sessions()
+    return {"profile": session.planning.profile, "text": hytrain_fx.explain(run.parts[0]).details(), "plan": session.planning.plan.source}
+
+
 def beside_another(rank: int, size: int) -> tuple[Found, Found]:
     """Two pipelines of two stages: ranks 0 and 2 train the same stage on different batches."""
     pairs = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]

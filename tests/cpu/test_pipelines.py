@@ -61,6 +61,17 @@ def test_four_stages_have_the_bits_of_the_schedule_by_hand(tmp_path: Path) -> No
 
 
 @pytest.mark.sample(0)
+def test_plans_are_solved_from_what_a_stage_measures(tmp_path: Path) -> None:
+    """One micro-batch's forward and backward, the others between them, the wait between steps."""
+    for found in started(pipeline_loops.planned, 2, tmp_path):
+        profile = found["profile"]
+        assert found["plan"] == "windowed"
+        assert profile.between_us > profile.forward_us + profile.backward_us > 0  # three more micro-batches
+        assert profile.bubble_us > 0
+        assert re.search(r"other micro-batches +\d.*\n *other stages +\d", found["text"])
+
+
+@pytest.mark.sample(0)
 def test_stages_may_have_ranks_beside_them(tmp_path: Path) -> None:
     """Two pipelines of two stages: the gradients of a stage are averaged over both."""
     ranks = started(pipeline_loops.beside_another, 4, tmp_path)

@@ -17,7 +17,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.marks import MOST_MARKS, Mark, StepMarks
-from hytrain_fx.planning.profiling import Measured, Probes, ReadSteps, build_profile, cpu_steps_us, worker_lengths_us
+from hytrain_fx.planning.profiling import Measured, Probes, ReadSteps, _commit_us, build_profile, cpu_steps_us, worker_lengths_us
 from hytrain_fx.runtime.engine import Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
@@ -226,6 +226,20 @@ def test_a_pipeline_order_has_its_last_backward(order: str, monkeypatch: pytest.
     assert times.backward_us == pytest.approx((30.0, 31.0))
     assert times.between_us == pytest.approx(2 * 30.0 + 2 * 61.0)
     assert times.apart_us == pytest.approx(700.0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_step_is_committed_after_the_begin_of_its_last_backward(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches before it are no time in which updates could have begun."""
+    clock = Clock(monkeypatch)
+    ends_us = [0.0]
+    for _ in range(3):
+        for _ in range(count):
+            clock.micro_batch(20.0, 30.0)
+        clock.marks.end_step()
+        ends_us.append(clock.now_us - 30.0 + 12.0)  # the launching thread is ahead of the device
+    of = replace(measured([], [CPU] * 4), marks=clock.marks, steps=ReadSteps(tuple(ends_us), [], ()))
+    assert _commit_us(of) == pytest.approx(12.0)
 
 
 def test_a_backward_of_several_graphs_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
