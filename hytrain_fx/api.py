@@ -15,7 +15,7 @@ from torch import nn
 
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.units import unit_of_rows
-from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner
+from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner, Weights
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
@@ -62,6 +62,7 @@ def compile(
     autocast_copies: bool = True,
     on_nonfinite: OnNonfinite = "allow",
     moments: Moments | None = None,
+    weights: Weights = "resident",
     process_group: Any = None,
     timeout_s: float = 120.0,
     passes: Sequence[Callable[..., Any]] | None = None,
@@ -101,6 +102,7 @@ def compile(
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
+    weights          bf16 matrices rest on the device ("resident"), or on the host ("streamed")
     process_group    ranks that train together and share out the states of matrices, None: the
                      default group, False: none
     timeout_s        seconds after which a wait on a worker or a copy is an error
@@ -119,7 +121,7 @@ def compile(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
-        process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
+        weights=weights, process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
@@ -221,6 +223,7 @@ def _explanation(session: Session) -> Explanation:
         optimizer=session.update.notes,
         guesses=guesses,
         copies=session.copies.in_words(),
+        streamed=session.eager.streamed.in_words(),
         nonfinite=session.finite_steps.in_words(session.steps_done),
         outside=tuple(_outside(session)),
         troubles=planning.aside.troubles,

@@ -50,13 +50,16 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
 """What `compile` runs; `passes=` takes a list like this one."""
 
 
-def chosen_passes(given: Sequence[Any] | None) -> tuple[GraphPass, ...]:
+def chosen_passes(given: Sequence[Any] | None, besides: tuple[GraphPass, ...] = ()) -> tuple[GraphPass, ...]:
     """The passes that a user chose, checked for every kind of graph; else the default ones.
+
+    `besides`: more, which come last where they are not among them.
 
     Raises ConfigError for what is no pass, where a pass would not find what it needs, and where the
     list lacks a pass without which a graph would train wrongly.
     """
     passes = DEFAULT_PASSES if given is None else tuple(map(as_pass, given))
+    passes += tuple(one for one in besides if one not in passes)
     for kind in GraphKind:
         facts = check_order(passes, kind)
         lacking = sorted(facts_asked_of(kind) - facts)

@@ -31,6 +31,7 @@ from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.rank_gradients import RankGradients
 from hytrain_fx.weights.gathered import GatheredWeights
+from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
 class SessionNodes:
@@ -54,6 +55,7 @@ class SessionNodes:
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
+        self.streamed: StreamedWeights | None = None
         self._engine = engine
         self._states = states
         self._marks = marks
@@ -73,6 +75,8 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
+        if self.streamed:
+            self.streamed.cover(rows)
         if self._unwaited and not self._unwaited.isdisjoint(rows):  # a backward that comes after the step() that its forward came before
             self._end_updates(rows)
         call, group = rows, self.gradients.groups[rows]
@@ -129,6 +133,8 @@ class SessionNodes:
         """The compute stream has, at this point, read these weights for the last time."""
         self._engine.release(self._states.pieces.rows(rows))
         self.runs["release"] += len(rows)
+        if self.streamed:
+            self.streamed.let_go(rows)
 
     @whole()
     def backward_end(self, graph: int, rows: Sequence[int]) -> None:
@@ -151,6 +157,26 @@ class SessionNodes:
     @whole()
     def wait(self, rows: Sequence[int]) -> None:
         """Return when the compute stream will see the committed weights of `rows`."""
+        self.wait_outside(rows)
+        if self.streamed:
+            self.streamed.fetch(rows)
+
+    @whole()
+    def fetch(self, rows: Sequence[int]) -> None:
+        """Have streamed weights of `rows` on the device, for what is launched from now on."""
+        self.runs["fetch"] += len(rows)
+        if self.streamed:
+            self.streamed.fetch(rows)
+
+    @whole()
+    def let_go(self, rows: Sequence[int]) -> None:
+        """The forward graph has read these weights."""
+        self.runs["let_go"] += len(rows)
+        if self.streamed:
+            self.streamed.let_go(rows)
+
+    def wait_outside(self, rows: Sequence[int]) -> None:
+        """`wait` of code outside graphs."""
         unit = self.unit_of[rows[0]]
         self._marks.mark(Mark.WAIT_BEGIN, unit)
         self._end_updates(rows)

@@ -1,0 +1,36 @@
+"""`weights="streamed"`: what it needs, and its beginning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hytrain_fx.errors import EngineError, UnsupportedError
+from hytrain_fx.runtime.native.storage_memory import can_put
+
+if TYPE_CHECKING:
+    from hytrain_fx.session.session import Session
+
+
+def stream_weights(session: Session) -> None:
+    """Have the weights of a model that was just compiled rest on the host, those that may.
+
+    Raises UnsupportedError, and changes nothing, where no weight of it can be, or where what it
+    takes is not there.
+    """
+    if session.ranks:
+        raise UnsupportedError('weights="streamed" with several ranks: that is for one process so far; use weights="resident", or '
+                               "process_group=False where this process trains on its own")
+    if session.states.of_other_optimizer or not session.states.may_halve:
+        raise UnsupportedError('weights="streamed" with this optimizer: its bf16 weights are not half of their fp32 masters on the host; '
+                               'that is for AdamW and Adam on the native engine, use weights="resident"')
+    if not session.engine.splits_masters:
+        raise UnsupportedError(f'weights="streamed" with the {session.engine.name} engine: only the native engine has a weight in the half '
+                               'of its master; install a C++ compiler (g++ or clang++), or use weights="resident"')
+    if not session.eager.streamed.may_be_any():
+        raise UnsupportedError('weights="streamed": no weight of this model can be; expected matrices in bf16 (model.to(torch.bfloat16)), '
+                               "each with memory of its own. fp32 weights stay on the device; under autocast these have 16-bit copies there")
+    try:
+        can_put()
+    except EngineError as error:
+        raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
+    session.eager.streamed.choose()
