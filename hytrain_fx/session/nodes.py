@@ -75,7 +75,7 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
-        if self.streamed:
+        if self.streamed is not None:
             self.streamed.cover(rows)
         if self._unwaited and not self._unwaited.isdisjoint(rows):  # a backward that comes after the step() that its forward came before
             self._end_updates(rows)
@@ -133,7 +133,7 @@ class SessionNodes:
         """The compute stream has, at this point, read these weights for the last time."""
         self._engine.release(self._states.pieces.rows(rows))
         self.runs["release"] += len(rows)
-        if self.streamed:
+        if self.streamed is not None:
             self.streamed.let_go(rows)
 
     @whole()
@@ -158,21 +158,21 @@ class SessionNodes:
     def wait(self, rows: Sequence[int]) -> None:
         """Return when the compute stream will see the committed weights of `rows`."""
         self.wait_outside(rows)
-        if self.streamed:
+        if self.streamed is not None:
             self.streamed.fetch(rows)
 
     @whole()
     def fetch(self, rows: Sequence[int]) -> None:
         """Have streamed weights of `rows` on the device, for what is launched from now on."""
         self.runs["fetch"] += len(rows)
-        if self.streamed:
+        if self.streamed is not None:
             self.streamed.fetch(rows)
 
     @whole()
     def let_go(self, rows: Sequence[int]) -> None:
         """The forward graph has read these weights."""
         self.runs["let_go"] += len(rows)
-        if self.streamed:
+        if self.streamed is not None:
             self.streamed.let_go(rows)
 
     def wait_outside(self, rows: Sequence[int]) -> None:

@@ -20,9 +20,9 @@ def stream_weights(session: Session) -> None:
     if session.ranks:
         raise UnsupportedError('weights="streamed" with several ranks: that is for one process so far; use weights="resident", or '
                                "process_group=False where this process trains on its own")
-    if session.states.of_other_optimizer or not session.states.may_halve:
-        raise UnsupportedError('weights="streamed" with this optimizer: its bf16 weights are not half of their fp32 masters on the host; '
-                               'that is for AdamW and Adam on the native engine, use weights="resident"')
+    if not session.states.may_halve:
+        raise UnsupportedError('weights="streamed" with this optimizer: none of its states has signs to spare, so its bf16 weights are not '
+                               'half of their fp32 masters on the host; that is for AdamW and Adam, use weights="resident"')
     if not session.engine.splits_masters:
         raise UnsupportedError(f'weights="streamed" with the {session.engine.name} engine: only the native engine has a weight in the half '
                                'of its master; install a C++ compiler (g++ or clang++), or use weights="resident"')
@@ -34,3 +34,4 @@ def stream_weights(session: Session) -> None:
     except EngineError as error:
         raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
     session.eager.streamed.choose()
+    session.resources.streamed = session.eager.streamed

@@ -117,6 +117,10 @@ class SlotPool:
         slot.ahead = False
         self._idle.append(slot)
 
+    def is_idle(self, slot: Slot) -> bool:
+        """Whether it was given, and not taken or used since."""
+        return slot in self._idle
+
     def clear(self) -> None:
         """Let go of all memory; storages that still have a part of it keep it alive."""
         self.slots.clear()

@@ -108,9 +108,6 @@ class StreamedWeights:
         self._runs = threading.local()  # of graphs, in this thread: what each is reading
         self._fills_nan = bool(os.environ.get(NAN_VARIABLE))
 
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
     # ---- which weights ----
 
     def choose(self) -> None:
@@ -129,9 +126,7 @@ class StreamedWeights:
 
     def before_move(self, placed: Sequence[PlacedPiece]) -> None:
         """Weights of rows that will not be whole on the CPU are to stay on the device."""
-        pieces = Counter(of.piece.parameter for of in placed)
-        stay = {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}
-        leaving = [row for row in self._of if row not in stay]
+        leaving = sorted(self._of.keys() - self._whole_on_cpu(placed))
         if not leaving:
             return
         self.fill(leaving)
@@ -141,10 +136,14 @@ class StreamedWeights:
                 self._states.keep_on_device(row)
             self._arrange()
 
+    @staticmethod
+    def _whole_on_cpu(placed: Sequence[PlacedPiece]) -> set[int]:
+        pieces = Counter(of.piece.parameter for of in placed)
+        return {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}
+
     def may_be_any(self) -> bool:
         """Whether any weight of the model may be streamed, wherever it is updated."""
-        with without_torch_function():
-            return any(map(may_stream, self._table.parameters))
+        return any(map(self._fits, range(len(self._table))))
 
     def _may_begin(self, row: int) -> bool:
         if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
@@ -218,7 +217,7 @@ class StreamedWeights:
                 unit.uses[row] -= count
                 if unit.uses[row] <= 0:
                     del unit.uses[row]
-                if not unit.uses and unit.slot is not None:
+                if not unit.uses and unit.slot is not None and not self._pool.is_idle(unit.slot):
                     self._give(unit.slot)
 
     def _give(self, slot: Slot) -> None:
@@ -243,7 +242,9 @@ class StreamedWeights:
 
     def _bring_ahead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            unit = self._units[number]
+            unit = self._units.get(number)
+            if unit is None:  # it was streamed in the last step
+                continue
             away, behind = self._missing(unit)
             if not away or behind or unit.uses or (unit.slot is not None and unit.slot.holds):
                 continue
@@ -433,7 +434,8 @@ class StreamedWeights:
         if self._pool.slots and self._table.device.type == "cuda":
             torch.cuda.synchronize(self._table.device)
         for unit in self._units.values():
-            self._leave(unit)
+            with without_torch_function():  # this is no touch
+                self._leave(unit)
             unit.uses.clear()
             unit.covered = True
         self._pool.clear()
@@ -446,14 +448,25 @@ class StreamedWeights:
         return self._pool.nbytes
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that rest on the host alone."""
-        return sum(self._nbytes(row) for row in self._of if row not in self._kept)
+    def away_bytes(self) -> int:
+        """Bytes of the weights whose parameters have no memory of their own now."""
+        return sum(self._nbytes(row) for row, of in self._of.items() if not of.has_memory)
 
-    def expected_slot_bytes(self) -> int:
-        """Device memory that the slots take once every unit has been fetched, at least."""
-        sizes = Counter(unit.nbytes for unit in self._units.values() if not self._kept.issuperset(unit.rows))
-        return sum(nbytes * min(count, self.ahead + 1) for nbytes, count in sizes.items())
+    def under(self, placed: Sequence[PlacedPiece]) -> tuple[int, int]:
+        """Bytes of the weights that rest on the host alone where states are placed so.
+
+        And those of the slots that they take on the device once every unit was fetched.
+        """
+        rows = [row for row in self._whole_on_cpu(placed) - self._kept if row in self._of or self._fits(row)]
+        sizes: dict[int, list[int]] = {}
+        for row in sorted(rows):
+            sizes.setdefault(self._unit_of[row], []).append(self._nbytes(row))
+        slots = Counter(places_in_slot(of_unit)[1] for of_unit in sizes.values())
+        return sum(map(self._nbytes, rows)), sum(nbytes * min(count, self._pool.of_a_size) for nbytes, count in slots.items())
+
+    def _fits(self, row: int) -> bool:
+        with without_torch_function():
+            return may_stream(self._table.parameters[row])
 
     def in_words(self) -> str | None:
         """How many weights are streamed, and how much of them; None where none are."""
@@ -465,4 +478,4 @@ class StreamedWeights:
         kept = (f"; {len(stay)} more stay on the device, as code outside graphs reads them: "
                 f"{self._table.names[stay[0]]}" + (", ..." if len(stay) > 1 else "")) if stay else ""
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
-                f"{bytes_text(self.weight_bytes)}), the device has {bytes_text(self.slot_bytes)} of slots for them{kept}")
+                f"{bytes_text(sum(map(self._nbytes, streamed)))}), the device has {bytes_text(self.slot_bytes)} of slots for them{kept}")
