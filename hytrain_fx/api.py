@@ -74,9 +74,8 @@ def compile(
 ) -> tuple[M, OffloadedOptimizer]:
     """Compile `model` in place and take over `optimizer`; the loop around them stays as it is.
 
-    Returns the same module object and an optimizer that shares `param_groups` with the given one.
-    The optimizer may have run before: its states are taken along. Without options everything is
-    solved from measured times. `Config` says more of each option.
+    Returns the same module object and an optimizer with the same `param_groups`; states of one that
+    has run are taken along. All is solved from measured times. `Config` says more of each option.
 
     A loop that calls another method than `model(...)` hands over that one:
     `compile(model.training_step, optimizer)`. The model then has the compiled method by that name,
@@ -121,7 +120,8 @@ def compile(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
-        weights=weights, process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
+        weights=weights, process_group=process_group, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic,
+        options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
@@ -222,8 +222,7 @@ def _explanation(session: Session) -> Explanation:
         spent_us=_spent_us(session),
         optimizer=session.update.notes,
         guesses=guesses,
-        copies=session.copies.in_words(),
-        streamed=session.eager.streamed.in_words(),
+        copies=session.copies.in_words(), streamed=session.eager.streamed.in_words(),
         nonfinite=session.finite_steps.in_words(session.steps_done),
         outside=tuple(_outside(session)),
         troubles=planning.aside.troubles,

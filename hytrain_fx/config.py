@@ -148,13 +148,13 @@ class Config:
         _require(self.moments is None or _is_one_of(self.moments, get_args(Moments)), "moments", self.moments,
                  f"None or one of {get_args(Moments)}")
         _require(_is_one_of(self.weights, get_args(Weights)), "weights", self.weights, f"one of {get_args(Weights)}")
-        streamed = self.weights == "streamed"
-        _require(not (streamed and self.speculate is True), "speculate", True,
+        _require(not (self.streamed and self.speculate is True), "speculate", True,
                  'False or "auto" with weights="streamed": an update before step() would write weights that a backward may fetch')
-        _require(not (streamed and self.engine in ("torch", "deepspeed")), "engine", self.engine,
+        _require(not (self.streamed and self.engine in ("torch", "deepspeed")), "engine", self.engine,
                  '"native" or "auto" with weights="streamed": other engines have no weight in the half of a master')
-        _require(not (streamed and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
+        _require(not (self.streamed and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
                  'no C++ wrapper with weights="streamed": only Python wrappers were seen to ask for a weight\'s memory at each launch')
+        object.__setattr__(self, "speculate", False if self.streamed else self.speculate)
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
         _require(self.passes is None or isinstance(self.passes, list | tuple), "passes", self.passes,
@@ -164,6 +164,11 @@ class Config:
                  "None, or a folder as a str or a Path")
         _require(self.dynamic is None or isinstance(self.dynamic, bool), "dynamic", self.dynamic, "None, True or False")
         self._check_inductor()
+
+    @property
+    def streamed(self) -> bool:
+        """Whether weights are to rest on the host."""
+        return self.weights == "streamed"
 
     def _check_inductor(self) -> None:
         """Which names and values Inductor knows is asked of the installed torch, in `compile`."""

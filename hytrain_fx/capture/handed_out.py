@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from hytrain_fx.capture import dataflow
 from hytrain_fx.torch_private.tensors import memory_of
 
 _VALUE = "example_value"
@@ -30,25 +31,22 @@ def rows_handed_out(gm: fx.GraphModule, row_of_input: Mapping[int, int]) -> froz
     given = {position: inputs[position].meta.get(_VALUE) for position in row_of_input}
     if not all(isinstance(value, torch.Tensor) for value in given.values()):
         return frozenset(row_of_input.values())
-    out = {memory_of(value) for value in _outputs(gm)} | {memory_of(value) for value in _written(gm)}
-    return frozenset(row for position, row in row_of_input.items() if memory_of(given[position]) in out)
+    out = {memory_of(value) for value in (*_values(gm.graph.output_node().args), *_written_unseen(gm))}
+    seen = {memory_of(value) for value in given.values() if value._version > 0}  # an op in place has counted up while Dynamo traced it
+    return frozenset(row for position, row in row_of_input.items() if memory_of(given[position]) in out | seen)
 
 
-def _outputs(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
-    yield from _values(gm.graph.output_node().args)
+def _written_unseen(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
+    """What operators may write to without counting a version up in a trace.
 
-
-def _written(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
-    """Of methods and functions that write in place, by torch's names, what they are called on."""
+    Those on lists (`_foreach_add_`), and those whose schema says that they write.
+    """
     for node in gm.graph.nodes:
-        if node.op not in ("call_method", "call_function"):
+        if node.op != "call_function":
             continue
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__") or name in ("setitem", "copy_") or (name.startswith("__i") and len(name) > 4)
-        if in_place or name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor"):
-            yield from _values(node.args[:1])
-        if "out" in node.kwargs:
-            yield from _values(node.kwargs["out"])
+        name = getattr(node.target, "__name__", "")
+        if dataflow.mutates(node) or (name.startswith("_foreach_") and name.endswith("_")):
+            yield from _values((node.args, node.kwargs))
 
 
 def _values(nodes: Any) -> Iterator[torch.Tensor]:

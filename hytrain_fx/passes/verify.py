@@ -95,7 +95,9 @@ def _right_kind(scene: Scene) -> Iterator[str]:
 def _no_mutation(scene: Scene) -> Iterator[str]:
     held = {a for row in scene.context.graph.held_rows for a in dataflow.aliases(scene.context.graph.holders(row))}
     for node in scene.module.graph.nodes:
-        if dataflow.mutates(node) and node.target is not ops.FETCH and (node.target in ops.ALL_OPS or held.intersection(node.all_input_nodes)):
+        if node.target is ops.FETCH or not dataflow.mutates(node):
+            continue
+        if node.target in ops.ALL_OPS or held.intersection(node.all_input_nodes):
             yield f"{node.name} writes to one of its operands"
 
 

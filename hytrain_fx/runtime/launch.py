@@ -84,7 +84,7 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
     if asked is not None:
         kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
         raise UnsupportedError(f"{asked} with {optimizer}: that is for {kernels}; other optimizers run on engine=\"torch\", "
-                               "with states on the CPU or on the device, and weights there: leave engine, stream and weights at their defaults")
+                               "with states on the CPU or on the device, and weights there: leave these options at their defaults")
     return replace(config, engine="torch", stream=0.0)
 
 

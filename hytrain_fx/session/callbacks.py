@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -52,20 +52,19 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shut_down(
-    engine: Engine, number: int, pid: int, model: weakref.ref[nn.Module], restores: Sequence[Callable[[], None]]
+    engine: Engine, number: int, pid: int, model: weakref.ref[nn.Module], restore: Callable[[], None]
 ) -> None:
     """Finish what is committed and stop the threads.
 
     Runs when the model dies, at `close`, and at interpreter exit.
 
-    restores    give every parameter its memory; parameters may outlive their model, not the process
+    restore    gives every parameter its memory; parameters may outlive their model, not the process
     """
     if os.getpid() != pid:
         return  # a forked child has no threads to stop
     try:
         if model() is None:
-            for restore in restores:
-                restore()
+            restore()
         engine.drain(range(engine.rows))
     finally:
         engine.close()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -63,8 +64,8 @@ class EagerAccess:
         marks: StepMarks,
         outside: OutsideCalls,
         *,
-        wants_copies: bool,
-        wants_streamed: bool,
+        copies: bool,
+        streams: bool,
         is_over: Callable[[], bool],
     ) -> None:
         self.touched: set[int] = set()
@@ -72,10 +73,8 @@ class EagerAccess:
         self.last_gradient_rows: set[int] = set()
         self.writes = OutsideWrites(table, engine, states, held)
         on_change = nodes.gradients.groups.forget
-        self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=wants_copies, on_change=on_change)
-        self.streamed = StreamedWeights(table, engine, states, self.writes, held, units)
-        if wants_streamed:
-            nodes.streamed = self.streamed
+        self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
+        self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched, wanted=streams)
         self._table = table
         self._engine = engine
         self._states = states
@@ -90,7 +89,8 @@ class EagerAccess:
         self._hooks: dict[int, RemovableHandle] = {}  # by row
         self._several_a_step = False  # whether a row has had gradients of several backwards since the last step()
         self._accumulates = False  # and before it
-        self.restores = (self.copies.restore, self.streamed.restore)  # give every parameter its memory and weight, for good
+        # Gives every parameter its memory and weight, for good. Holds nothing of this.
+        self.restore = partial(_call_each, (self.copies.restore, self.streamed.restore))
         nodes.gradients.on_eager_parts = weakly(self._listen)
         self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
 
@@ -278,7 +278,7 @@ class EagerAccess:
 
     def before_step(self) -> tuple[int, ...]:
         """Follow written weights; the rows whose weights somebody else holds."""
-        self.streamed.before_step()
+        self.streamed.units.before_step()
         self.follow_written_weights()
         held = self._held.find(self.wait)
         if new := set(held) - self.touched:  # whoever holds them may have written to them already, and may read them until now
@@ -293,7 +293,7 @@ class EagerAccess:
         The weights of `held` are new when this returns, in the compute stream's order.
         """
         self.copies.committed(rows)
-        self.streamed.committed(rows)
+        self.streamed.units.committed(rows)
         self.writes.note(rows)
         self.writes.end_step()
         self._settle_held(held)
@@ -315,3 +315,8 @@ class EagerAccess:
         self._engine.wait(self._states.pieces.rows(parameters))
         if self._nodes.gathered:
             self._nodes.gathered.of(parameters)
+
+
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

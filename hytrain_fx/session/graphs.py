@@ -12,7 +12,7 @@ They are given their nodes when they are captured, and watched while they run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
+from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
 class SessionGraphs:
@@ -53,6 +54,7 @@ class SessionGraphs:
     passes     run on each graph, those that are for its kind
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
     copies     whose 16-bit weights the graphs may read, None where they never do
+    streamed   weights that rest on the host
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SessionGraphs:
         in_graph: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
+        streamed: StreamedWeights,
         passes: Sequence[GraphPass],
         dump: str | Path | None,
     ) -> None:
@@ -82,14 +85,15 @@ class SessionGraphs:
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
         self._fetches: dict[int, tuple[int, ...]] = {}  # by graph: rows whose weights it reads
         self._copies = copies
+        self._streamed = streamed
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
             table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, in_graph, phase,
             self._copies_for)
 
     def _copies_for(self, gm: fx.GraphModule, inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies | None:
-        if self._nodes.streamed is not None:
-            self._nodes.streamed.keep(rows_handed_out(gm, row_of_input))
+        if self._streamed.wanted:
+            self._streamed.keep(rows_handed_out(gm, row_of_input))
         return None if self._copies is None else self._copies.copies_for(gm, inputs, row_of_input)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
@@ -131,12 +135,8 @@ class SessionGraphs:
 
     @contextmanager
     def _around_forward(self, graph: int) -> Iterator[None]:
-        with self._reading(graph), self._nodes.all_waited(graph):
+        with self._nodes.fetched.running(graph, self._fetches[graph]), self._nodes.all_waited(graph):
             yield
-
-    def _reading(self, graph: int) -> AbstractContextManager[None]:
-        streamed = self._nodes.streamed
-        return streamed.running(f"graph {graph}", self._fetches[graph]) if streamed is not None else nullcontext()
 
     @contextmanager
     def _around_backward(self, graph: int) -> Iterator[Edit | None]:
@@ -155,12 +155,13 @@ class SessionGraphs:
         if shared := self._nodes.gradients.parts.used_in_forward & rows:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
-        with self._plain(), self._in_graph(), self._reading(graph), self._nodes.all_run(graph, elsewhere):
+        reading = self._nodes.fetched.running(graph, self._fetches[graph])
+        with self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None
                 return
-            with self._nodes.returning(elsewhere) as returned:
+            with self._nodes.returned.returning(elsewhere) as returned:
                 yield partial(with_gradients, self._grads[graph], returned)
 
     def _require_no_hooks(self, rows: Iterable[int]) -> None:

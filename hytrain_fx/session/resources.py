@@ -123,7 +123,7 @@ class Resources:
         estimate, tiers = self.estimate(placed), self._tiers(placed)
         on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
         host_bytes = tiers.host_bytes
-        away_bytes, slot_bytes = (self.streamed.away_bytes, self.streamed.slot_bytes) if self.streamed is not None else (0, 0)
+        away_bytes, slot_bytes = (self.streamed.away_bytes, self.streamed.units.slot_bytes) if self.streamed is not None else (0, 0)
         return MemoryInUse(
             device_states_bytes=tiers.device_bytes,
             host_bytes=host_bytes,

@@ -28,7 +28,6 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.startup import Phase, Startup
-from hytrain_fx.passes.insert_fetches import STREAMED_PASSES
 from hytrain_fx.passes.ops import NODES
 from hytrain_fx.passes.pipeline import chosen_passes
 from hytrain_fx.planning.marks import Mark, StepMarks
@@ -65,8 +64,7 @@ class Session:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self.clock = ShownClock()
         self.turns = Turns()
-        self._streams = config.weights == "streamed"
-        self._passes = chosen_passes(config.passes, STREAMED_PASSES if self._streams else ())
+        self._passes = chosen_passes(config.passes, streamed=config.streamed)
         table = build_table(model, optimizer)
         self.ranks = ranks_that_begin_alike(model, config.process_group)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
@@ -104,23 +102,22 @@ class Session:
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
         self.finite_steps.use(self.config.on_nonfinite)
-        self.speculate(False if self._streams else self.config.speculate, self.table.device.type == "cuda")
+        self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
         self.resources.allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
-        wants_copies = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
+        copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
-                                 self._outside, wants_copies=wants_copies, wants_streamed=self._streams, is_over=lambda: not self._shut_down.alive)
+                                 self._outside, copies=copied, streams=self.config.streamed, is_over=lambda: not self._shut_down.alive)
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
-        if self._streams:
-            stream_weights(self)
+        stream_weights(self)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
-        copies = self.copies if self.engine.takes_copies and wants_copies else None
+        copies = self.copies if self.engine.takes_copies and copied else None
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
-                                    self.eager.reads.in_graph, self._compiling, copies, self._passes, self.config.dump)
+                                    self.eager.reads.in_graph, self._compiling, copies, self.eager.streamed, self._passes, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -135,7 +132,7 @@ class Session:
         settle = settling(self.engine)
         self.turns.keep_whole_in_forks(self.nodes.gathered.before_fork(settle) if self.nodes.gathered else settle)
         # Not a reference to the session: it must not be kept alive by its own end.
-        ends = (self.engine, self.number, os.getpid(), weakref.ref(model), self.eager.restores)
+        ends = (self.engine, self.number, os.getpid(), weakref.ref(model), self.eager.restore)
         self._shut_down = weakref.finalize(model, shut_down, *ends)
 
     # ---- the loop ----
@@ -336,12 +333,9 @@ class Session:
         wanted = self.planning.units.pieces_of(plan)
         if wanted != self.states.placed:
             self.resources.announce(wanted)
-        self.eager.streamed.before_move(wanted)
-        with self.held.ours(), without_torch_function():
+        with self.eager.streamed.moving(wanted), self.held.ours(), without_torch_function():
             self.resources.move(wanted)
         self.copies.moved()
-        if self._streams:
-            self.eager.streamed.choose()
         self.eager.follow_placement()
 
     def probe_device_update_us_per_param(self) -> float:
@@ -391,8 +385,7 @@ class Session:
         try:
             if self.nodes.gathered and not self.closed:
                 self.settle()
-            for restore in self.eager.restores:
-                restore()
+            self.eager.restore()
             self._shut_down()
         finally:
             self.closed = True

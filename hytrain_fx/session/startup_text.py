@@ -66,7 +66,8 @@ def estimate_text(e: MemoryEstimate) -> str:
 def memory_table(m: MemoryInUse) -> Table:
     """Estimated beside what is in use, by tier."""
     streams = m.weight_slots_bytes or (m.estimate is not None and m.estimate.weight_slots_bytes)
-    slots = ("device: slots for streamed weights", _estimated(m, "weight_slots_bytes"), _figure(m.weight_slots_bytes), "more where layers differ")
+    in_slots = _estimated(m, "weight_slots_bytes"), _figure(m.weight_slots_bytes)
+    slots = ("device: slots for streamed weights", *in_slots, "at least")
     rows = (
         ("device: weights", _estimated(m, "weights_bytes"), _figure(m.weights_bytes), ""),
         *((slots,) if streams else ()),

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def stream_weights(session: Session) -> None:
-    """Have the weights of a model that was just compiled rest on the host, those that may.
+    """Have the weights of a model that was just compiled rest on the host, where that is wanted.
 
     Raises UnsupportedError, and changes nothing, where no weight of it can be, or where what it
     takes is not there.
     """
+    if not session.eager.streamed.wanted:
+        return
     if session.ranks:
         raise UnsupportedError('weights="streamed" with several ranks: that is for one process so far; use weights="resident", or '
                                "process_group=False where this process trains on its own")
@@ -28,7 +30,7 @@ def stream_weights(session: Session) -> None:
                                'of its master; install a C++ compiler (g++ or clang++), or use weights="resident"')
     if not session.eager.streamed.may_be_any():
         raise UnsupportedError('weights="streamed": no weight of this model can be; expected matrices in bf16 (model.to(torch.bfloat16)), '
-                               "each with memory of its own. fp32 weights stay on the device; under autocast these have 16-bit copies there")
+                               "each with memory of its own. fp32 weights stay on the device; autocast may have copies of them there")
     try:
         can_put()
     except EngineError as error:

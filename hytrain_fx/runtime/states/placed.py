@@ -32,7 +32,6 @@ from hytrain_fx.runtime.states.pieces import PieceRows, flat_memory
 from hytrain_fx.runtime.states.row_form import RowForm
 from hytrain_fx.runtime.states.slabs import HostSlab, require_host_memory
 from hytrain_fx.runtime.states.split_master import copy_states, load_masters
-from hytrain_fx.runtime.states.streamed_homes import StreamedWeight
 from hytrain_fx.runtime.states.unit_slabs import UnitSlabs
 
 
@@ -64,7 +63,6 @@ class PlacedStates:
     ) -> None:
         self._weights = list(weights)
         self.copies = CopiedWeights()
-        self.streamed: dict[int, StreamedWeight] = {}  # by parameter whose weight rests on the host
         self.pieces = PieceRows(weights, names or [""] * len(self._weights), unit_of, engine, shards)
         self.placement: dict[int, Placement] = dict.fromkeys(range(len(self._weights)), Placement.CPU)
         self.arrangement = 0
@@ -103,9 +101,9 @@ class PlacedStates:
     def is_whole(self, parameter: int) -> bool:
         """Whether it may not be cut.
 
-        Its update is not elementwise, the device has a copy of it, or its weight is streamed.
+        Its update is not elementwise, or the device has a copy of it.
         """
-        return self._tables[parameter].kernel is Kernel.NONE or parameter in self.copies or parameter in self.streamed
+        return self._tables[parameter].kernel is Kernel.NONE or parameter in self.copies
 
     def gradient_leaves(self, parameter: int) -> bool:
         """Whether its whole gradient goes to a slot on the host."""

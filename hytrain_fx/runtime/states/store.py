@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -34,13 +35,22 @@ def is_dense(tensor: torch.Tensor) -> bool:
 class StateStore(PlacedStates):
     """Reads and writes values, and follows weights that the loop reads and writes.
 
+    streamed   by parameter whose weight rests on the host
     on_home    called with a streamed parameter before its home on the host is written here
     """
 
-    on_home: Callable[[int], None] = staticmethod(lambda parameter: None)
 
     _half_loaded: BaseException | None = None  # what ended the last loading of states
     _weights_follow = True
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.streamed: dict[int, StreamedWeight] = {}
+        self.on_home: Callable[[int], None] = lambda parameter: None
+
+    def is_whole(self, parameter: int) -> bool:
+        """Whether it may not be cut: as there, or its weight is streamed."""
+        return parameter in self.streamed or super().is_whole(parameter)
 
     # ---- all states together ----
 
