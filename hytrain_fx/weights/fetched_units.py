@@ -27,6 +27,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
@@ -155,8 +156,9 @@ class FetchedUnits:
                     f"graph {graph} ended but {len(missing)} of its weights were never fetched ({self._table.names[missing[0]]}, ...); "
                     "an inserted node was dropped by the compiler: please report this with the torch version")
         finally:
-            self._runs.now = outer
-            self._end_uses(run.reads)
+            with whole():
+                self._runs.now = outer
+                self._end_uses(run.reads)
 
     def fetch(self, rows: Sequence[int]) -> None:
         """What is launched from now on finds these weights on the device."""
@@ -291,6 +293,7 @@ class FetchedUnits:
         with self.lock:
             for unit in self._units.values():
                 self._end_copies(unit)
+                self._end_uses(unit.uses.copy())  # of a graph that an interrupt has broken off
 
     def committed(self, rows: Iterable[int]) -> None:
         """The updates of these rows have begun: what the device has of them is out of date."""
@@ -298,8 +301,8 @@ class FetchedUnits:
             for row in rows:
                 if row in self._of:
                     unit = self._units[self._unit_of[row]]
-                    if not unit.covered or unit.uses:
-                        raise EngineError(f"internal: {self._table.names[row]} is updated while its weight is on its way or read")
+                    if not unit.covered:
+                        raise EngineError(f"internal: {self._table.names[row]} is updated while its weight is on its way to the device")
                     self._of[row].current = False
                     self._out_of_date(unit)
             self._order.stepped()

@@ -21,6 +21,7 @@ from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.ir.plan import PlacedPiece, Placement
 from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.states.streamed_homes import may_stream
@@ -55,6 +56,7 @@ class StreamedWeights:
 
     # ---- which weights ----
 
+    @whole()
     def choose(self) -> None:
         """Stream every weight that may be and is not: whole ones in bf16 that the CPU updates.
 
@@ -81,6 +83,7 @@ class StreamedWeights:
         finally:
             self.choose()
 
+    @whole()
     def _before_move(self, placed: Sequence[PlacedPiece]) -> None:
         """Weights of rows that will not be whole on the CPU are to stay on the device."""
         leaving = sorted(self._of.keys() - self._whole_on_cpu(placed))
@@ -122,16 +125,17 @@ class StreamedWeights:
             alone = [row for row in there if self._writes.is_ours(row) and self._is_alone(self._table.parameters[row])]
             if alone and self._table.device.type == "cuda":
                 torch.cuda.synchronize(self._table.device)  # a stream of the loop's own may still read it
-            with self.units.lock:
+            with whole(), self.units.lock:
                 for row in alone:
                     self._of[row].has_memory = False
-                    take_memory(self._table.parameters[row])
                     self.units.lost(row)
+                    take_memory(self._table.parameters[row])
 
     @staticmethod
     def _is_alone(parameter: nn.Parameter) -> bool:
         return may_stream(parameter) and is_held_alone(parameter, accumulator(parameter) if parameter.requires_grad else None)
 
+    @whole()
     def fill(self, rows: Iterable[int]) -> None:
         """Have these parameters show the weight of the last update in memory of their own."""
         behind = [row for row in rows if row in self._of and not self._of[row].shows]
