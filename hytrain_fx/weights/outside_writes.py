@@ -79,10 +79,11 @@ class OutsideWrites:
         """
         with torch.no_grad(), without_torch_function():
             for row in rows:
-                if row in self._states.copies or row in self._states.streamed:  # their memory is followed as a whole
+                if row in self._states.copies:  # their fp32 memory is followed as a whole
                     continue
                 if row not in self._watched:
-                    if not self.is_ours(row):
+                    of = self._states.streamed.get(row)
+                    if (of is None or of.has_memory) and not self.is_ours(row):
                         self._engine.drain(self._states.pieces.of(row))
                         self._states.follow_weight(row)
                     self._states.keep_weight(row, True)

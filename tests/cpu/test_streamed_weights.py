@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import HytrainError
+from hytrain_fx.errors import DroppedNodeError, EngineError, HytrainError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
@@ -391,6 +392,73 @@ def test_parameters_have_their_memory_when_training_is_over(end: str) -> None:
         assert kept.untyped_storage().nbytes() == 2 * kept.numel()
     assert not torch.equal(kept.detach(), expected)
     assert not kept.isnan().any()
+
+
+@pytest.fixture
+def started() -> Iterator[tuple[Any, Any, Batches]]:
+    """A small GPT of its own, compiled and trained for two steps, to be broken."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made, batches = gpt_in(torch.bfloat16)()
+    model: Any = made
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), **OPTIONS)
+    plain_loop(2)(model, optimizer, batches)
+    yield model, optimizer, batches
+    hytrain_fx.close(model)
+
+
+def test_a_fetch_that_does_not_run_is_noticed(started: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compiler has dropped a node, or one has lost a row: an error, no old weights."""
+    model, optimizer, batches = started
+    nodes = session_of(model).nodes
+    fetch = nodes.fetch
+    monkeypatch.setattr(nodes, "fetch", lambda rows: fetch(rows[1:]))
+    with pytest.raises(DroppedNodeError, match="of its weights were never fetched"):
+        plain_loop(1)(model, optimizer, batches)
+
+
+def test_a_slot_that_is_given_too_early_shows_as_nan(started: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that lets go of weights before their readers have run is not hidden by old numbers."""
+    model, optimizer, batches = started
+    units = session_of(model).nodes.fetched
+    fetch = units.fetch
+
+    def too_short(rows: Any) -> None:
+        fetch(rows)
+        units.let_go(rows)
+
+    monkeypatch.setattr(units, "fetch", too_short)
+    assert math.isnan(plain_loop(1)(model, optimizer, batches)[0])
+
+
+def test_an_update_that_may_meet_a_copy_is_refused(started: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What puts updates behind copies of weights is checked at each step, and not taken on trust."""
+    model, optimizer, batches = started
+    units = session_of(model).nodes.fetched
+    monkeypatch.setattr(units, "cover", lambda rows: None)
+    plain_loop(1)(model, optimizer, batches)  # step() waits for the copies then
+    monkeypatch.setattr(units, "before_step", lambda: None)
+    with pytest.raises(EngineError, match="is updated while its weight is on its way to the device"):
+        plain_loop(1)(model, optimizer, batches)
+
+
+def test_units_come_ahead_of_need(started: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on most units are there when their node runs: it copies nothing."""
+    model, optimizer, batches = started
+    units = session_of(model).nodes.fetched
+    bring, exposed = units._bring, []
+
+    def watched(unit: Any) -> None:
+        before = units.bytes_fetched
+        bring(unit)
+        exposed.append(units.bytes_fetched > before)
+
+    monkeypatch.setattr(units, "_bring", watched)
+    session_of(model).settle()
+    plain_loop(1)(model, optimizer, batches)
+    with torch.no_grad():
+        model(*batches[0])
+    assert exposed.count(True) < len(exposed) / 2
 
 
 def small(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
