@@ -248,7 +248,7 @@ class Side:
         return session_of(self.model)
 
     def compile(self) -> None:
-        """Compile ours, with a new optimizer. Slots of streamed weights are NaN once they are read."""
+        """Compile ours, with a new optimizer. Slots of weights are NaN once they are read."""
         os.environ[NAN_VARIABLE] = "1"
         made = self.setup.make_optimizer(self.model)
         options = {"options": INDUCTOR_OPTIONS, **OPTIONS[self.setup.options]}

@@ -79,7 +79,8 @@ def drawn_setup(number: int) -> Setup:
     # class.
     dtypes = DTYPES if optimizer in ADAMS else [name for name in DTYPES if name != "bfloat16"]
     tied, dtype = draw.random() < 0.4, draw.choice(dtypes)
-    return Setup(units, tied, dtype, optimizer, draw.choice([name for name in options if dtype == "bfloat16" or name not in FOR_BF16_ALONE]))
+    options = [name for name in options if dtype == "bfloat16" or name not in FOR_BF16_ALONE]
+    return Setup(units, tied, dtype, optimizer, draw.choice(options))
 
 
 @st.composite

@@ -280,6 +280,23 @@ def test_no_sequence_of_placements_changes_a_bit(twins: Twins, plans: list[list[
     twins.session.place(plan_of(twins.session, [Placement.CPU]))
 
 
+@pytest.mark.parametrize("place", [Placement.STREAM, Placement.GPU], ids=str)
+def test_masters_keep_their_bits_where_a_weight_was_only_read(twins: Twins, place: Placement) -> None:
+    """What the loop has read of a streamed weight is known when its states leave the CPU."""
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = plain_loop(2)(model, optimizer, batches)
+        held = [model.h[number].up.weight.detach() for number in range(2)]
+        if model is twins.ours:
+            twins.session.place(plan_of(twins.session, [place]))
+        losses += plain_loop(2)(model, optimizer, batches)
+        del held
+        return losses + plain_loop(4)(model, optimizer, batches)
+
+    twins.agree(loop)
+    twins.session.place(plan_of(twins.session, [Placement.CPU]))
+
+
 def bf16(make: Callable[[], tuple[nn.Module, Batches]]) -> Callable[[], tuple[nn.Module, Batches]]:
     def made() -> tuple[nn.Module, Batches]:
         model, batches = make()
@@ -432,7 +449,7 @@ def test_a_slot_that_is_given_too_early_shows_as_nan(started: tuple[Any, Any, Ba
 
 
 def test_an_update_that_may_meet_a_copy_is_refused(started: tuple[Any, Any, Batches], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What puts updates behind copies of weights is checked at each step, and not taken on trust."""
+    """That updates come after copies of weights is checked at each step, not taken on trust."""
     model, optimizer, batches = started
     units = session_of(model).nodes.fetched
     monkeypatch.setattr(units, "cover", lambda rows: None)
