@@ -33,7 +33,8 @@ from .loops import HYPER, Loop, Twins, assert_same, compare, gpt_in, plain_loop,
 from .models import Batches, broken_gpt, checkpointed_gpt, gpt
 from .test_placements import plan_of
 
-pytestmark = pytest.mark.fused_kernels  # who reads a weight when, Inductor decides
+# Who reads a weight when, Inductor decides. Compiling takes a minute: .ci/run names this file.
+pytestmark = [pytest.mark.fused_kernels, pytest.mark.sample(0)]
 
 TOKENS, LAYERS, WIDTH = 19, 6, 32
 OPTIONS: dict[str, Any] = {"weights": "streamed", "workers": 1, "timeout_s": 60.0}
