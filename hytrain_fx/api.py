@@ -16,7 +16,7 @@ from torch import nn
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.parallel_wrappers import as_stage
 from hytrain_fx.capture.units import unit_of_rows
-from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner
+from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner, Weights
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
@@ -63,6 +63,7 @@ def compile(
     autocast_copies: bool = True,
     on_nonfinite: OnNonfinite = "allow",
     moments: Moments | None = None,
+    weights: Weights = "resident",
     process_group: Any = None,
     pipeline: Any = None,
     timeout_s: float = 120.0,
@@ -75,9 +76,8 @@ def compile(
 ) -> tuple[M, OffloadedOptimizer]:
     """Compile `model` in place and take over `optimizer`; the loop around them stays as it is.
 
-    Returns the same module object and an optimizer that shares `param_groups` with the given one.
-    The optimizer may have run before: its states are taken along. Without options everything is
-    solved from measured times. `Config` says more of each option.
+    Returns the same module object and an optimizer with the same `param_groups`; states of one that
+    has run are taken along. All is solved from measured times. `Config` says more of each option.
 
     A loop that calls another method than `model(...)` hands over that one:
     `compile(model.training_step, optimizer)`. The model then has the compiled method by that name,
@@ -103,6 +103,7 @@ def compile(
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
+    weights          bf16 matrices rest on the device ("resident"), or on the host ("streamed")
     process_group    ranks that train together and share out the states of matrices, None: the
                      default group, False: none
     pipeline         the schedule of torch.distributed.pipelining in which the model is a stage
@@ -122,8 +123,8 @@ def compile(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
-        process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic, options=options,
-        mode=mode, **unknown,
+        weights=weights, process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic,
+        options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
@@ -224,7 +225,7 @@ def _explanation(session: Session) -> Explanation:
         spent_us=_spent_us(session),
         optimizer=session.update.notes,
         guesses=guesses,
-        copies=session.copies.in_words(),
+        copies=session.copies.in_words(), streamed=session.eager.streamed.in_words(),
         nonfinite=session.finite_steps.in_words(session.steps_done),
         outside=tuple(_outside(session)),
         troubles=planning.aside.troubles,

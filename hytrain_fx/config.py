@@ -16,6 +16,7 @@ EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
 Moments = Literal["fp32", "bf16"]
+Weights = Literal["resident", "streamed"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Config:
                    CPU and its copies move 22 bytes of host memory a parameter, not 30. Parameter
                    groups may say it themselves, group["moments"] = "bf16", with a seed,
                    group["moments_seed"]; None: as they say, and fp32 where they say nothing
+    weights        where bf16 matrices rest whose updates the CPU does: "resident", on the device;
+                   "streamed", in pinned host memory as half of their masters, which takes no more
+                   of it. Then the device has a window of them: each is brought before a graph reads
+                   it, in the forward and in the backward, and its place is used again. Vectors and
+                   weights that are updated on the device stay there: so "auto" of `gpu_states` and
+                   `stream` is 0 then. Native engine, AdamW or Adam, one process, no updates before
+                   step() (`speculate`)
     process_group  ranks that train together, each on its own batches: gradients are averaged, each
                    rank updates its shard of every matrix and keeps that shard's states, and weights
                    and buffers begin as those of its first rank. None = the default group of
@@ -110,6 +118,7 @@ class Config:
     autocast_copies: bool = True
     on_nonfinite: OnNonfinite = "allow"
     moments: Moments | None = None
+    weights: Weights = "resident"
     process_group: Any = None
     pipeline: Any = None
     timeout_s: float = 120.0
@@ -143,6 +152,15 @@ class Config:
         _require(_is_one_of(self.on_nonfinite, get_args(OnNonfinite)), "on_nonfinite", self.on_nonfinite, f"one of {get_args(OnNonfinite)}")
         _require(self.moments is None or _is_one_of(self.moments, get_args(Moments)), "moments", self.moments,
                  f"None or one of {get_args(Moments)}")
+        _require(_is_one_of(self.weights, get_args(Weights)), "weights", self.weights, f"one of {get_args(Weights)}")
+        _require(not (self.streamed and self.speculate is True), "speculate", True,
+                 'False or "auto" with weights="streamed": an update before step() would write weights that a backward may fetch')
+        _require(not (self.streamed and self.engine in ("torch", "deepspeed")), "engine", self.engine,
+                 '"native" or "auto" with weights="streamed": other engines have no weight in the half of a master')
+        _require(not (self.streamed and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
+                 'no C++ wrapper with weights="streamed": only Python wrappers were seen to ask for a weight\'s memory at each launch')
+        if self.streamed:
+            self._follow_streamed()
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
         _require(self.passes is None or isinstance(self.passes, list | tuple), "passes", self.passes,
@@ -152,6 +170,21 @@ class Config:
                  "None, or a folder as a str or a Path")
         _require(self.dynamic is None or isinstance(self.dynamic, bool), "dynamic", self.dynamic, "None, True or False")
         self._check_inductor()
+
+    def _follow_streamed(self) -> None:
+        """What "auto" means where weights are streamed.
+
+        Memory that they leave free is not to be filled with states, which would bring them back.
+        """
+        object.__setattr__(self, "speculate", False)
+        for name in ("gpu_states", "stream") if self.plan is None else ():
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, 0.0)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether weights are to rest on the host."""
+        return self.weights == "streamed"
 
     def _check_inductor(self) -> None:
         """Which names and values Inductor knows is asked of the installed torch, in `compile`."""

@@ -72,7 +72,7 @@ class Capture(Generic[R]):
     timed                entered, with the phase of start-up it is, while a graph is compiled or
                          rewritten
     copies_for           says, of a graph with its example inputs and their rows, which inputs are
-                         to be read in bf16 copies; None: none ever are
+                         to be read in bf16 copies; None: none are
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Capture(Generic[R]):
         around_forward: Callable[[int], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         around_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
-        copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies] | None = None,
+        copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies | None] | None = None,
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")

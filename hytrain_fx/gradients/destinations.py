@@ -13,7 +13,8 @@ goes around autograd must ask it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -96,3 +97,39 @@ def with_gradients(positions: Mapping[int, int], returned: Mapping[int, Tensor],
 
 def _having(found: Iterable[tuple[int, LeafGradient]], kind: LeafGradient) -> frozenset[int]:
     return frozenset(row for row, of_row in found if of_row is kind)
+
+
+class ReturnedGradients:
+    """The gradients of one backward graph that it shall return, as its nodes make them.
+
+    elsewhere    which do not go to `.grad`, while such a graph runs
+    """
+
+    def __init__(self) -> None:
+        self.elsewhere = NOWHERE_ELSE
+        self._given: dict[int, Tensor] = {}
+
+    @contextmanager
+    def returning(self, elsewhere: Elsewhere) -> Iterator[dict[int, Tensor]]:
+        """Meanwhile these gradients do not go to `.grad`.
+
+        Gives those that the graph shall return, as they come.
+        """
+        self.elsewhere = elsewhere
+        try:
+            yield self._given
+        finally:
+            self.elsewhere = NOWHERE_ELSE
+            self._given = {}
+
+    def keep(self, rows: Sequence[int], grads: Sequence[Tensor]) -> tuple[list[int], list[Tensor]]:
+        """Keep copies of gradients that the graph shall return.
+
+        Returns the rows and gradients that go to `.grad` all the same.
+        """
+        of = self.elsewhere
+        for row, grad in zip(rows, grads, strict=True):
+            if row in of.returned:
+                self._given[row] = self._given[row] + grad if row in self._given else grad.clone()
+        stay = [i for i, row in enumerate(rows) if row not in of.returned and row not in of.unwanted]
+        return [rows[i] for i in stay], [grads[i] for i in stay]

@@ -41,6 +41,8 @@ class Fact(StrEnum):
     BACKWARD_ENDED = "the end of the backward releases the rest"
     OUTPUTS_DROPPED = "offloaded gradients are no outputs"
     WAITS_INSERTED = "every reader of a weight comes after a wait"
+    FETCHES_INSERTED = "every reader of a saved weight comes after a fetch"
+    LET_GO = "weights that can be shown to be read are let go of"
 
 
 @dataclass(frozen=True)

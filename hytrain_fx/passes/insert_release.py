@@ -18,10 +18,10 @@ from torch import fx
 from hytrain_fx.capture import dataflow
 from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 from hytrain_fx.passes.node_notes import after_last, by_unit, insert, note
-from hytrain_fx.passes.ops import BACKWARD_END, GRAD_OFFLOAD, RELEASE
+from hytrain_fx.passes.ops import BACKWARD_END, FETCH, GRAD_OFFLOAD, RELEASE
 
 # they take tensors for order only
-NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END})
+NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END, FETCH})
 
 
 @graph_pass(needs=Fact.GRADS_OFFLOADED, gives=Fact.RELEASED, kinds="backward")

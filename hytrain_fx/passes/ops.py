@@ -9,7 +9,11 @@
                backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()
                offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor
                                                                  the first four in one (`one_call`)
+               fetch(Tensor(a!)[] weights, int session, int[] rows) -> ()
     forward    wait(Tensor(a!)[] weights, int session, int[] rows) -> ()
+               let_go(Tensor[] readers, int session, int[] rows) -> ()
+
+`fetch` and `let_go` are there where weights are streamed.
 
 All are marked as having side effects: without the mark Inductor drops an operator whose result is
 not used, and training silently stops. Their layout is flexible: Inductor makes no copy for them, so
@@ -62,6 +66,12 @@ class StepNodes(Protocol):
 
     def wait(self, rows: Sequence[int]) -> None:
         """Return when work put in the stream from now on will read the new weights."""
+
+    def fetch(self, rows: Sequence[int]) -> None:
+        """Return when work put in the stream from now on finds these weights on the device."""
+
+    def let_go(self, rows: Sequence[int]) -> None:
+        """Everything of this forward graph that reads these weights is in the stream."""
 
 
 class NodeRegistry:
@@ -174,6 +184,14 @@ def _wait(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
     nodes.wait(rows)
 
 
+def _fetch(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
+    NODES.find(session).fetch(rows)
+
+
+def _let_go(readers: list[torch.Tensor], session: int, rows: list[int]) -> None:
+    NODES.find(session).let_go(rows)
+
+
 def _fake_token(of: torch.Tensor | list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
     return (of if isinstance(of, torch.Tensor) else of[0]).new_empty(0)
 
@@ -210,6 +228,8 @@ _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("release(Tensor[] readers, int session, int[] rows) -> ()", _release, _fake_nothing),
     ("backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()", _backward_end, _fake_nothing),
     ("wait(Tensor(a!)[] weights, int session, int[] rows) -> ()", _wait, _fake_nothing),
+    ("fetch(Tensor(a!)[] weights, int session, int[] rows) -> ()", _fetch, _fake_nothing),
+    ("let_go(Tensor[] readers, int session, int[] rows) -> ()", _let_go, _fake_nothing),
 )
 _LIBRARY = _define()  # the definitions live as long as this object
 
@@ -221,4 +241,7 @@ OFFLOAD_AND_STEP = torch.ops.hytrain_fx.offload_and_step.default
 RELEASE = torch.ops.hytrain_fx.release.default
 BACKWARD_END = torch.ops.hytrain_fx.backward_end.default
 WAIT = torch.ops.hytrain_fx.wait.default
-ALL_OPS = frozenset({GRAD_OFFLOAD, CPU_STEP, GPU_STEP, RELOAD, OFFLOAD_AND_STEP, RELEASE, BACKWARD_END, WAIT})
+FETCH = torch.ops.hytrain_fx.fetch.default
+LET_GO = torch.ops.hytrain_fx.let_go.default
+FORWARD_OPS = frozenset({WAIT, LET_GO})
+ALL_OPS = FORWARD_OPS | {GRAD_OFFLOAD, CPU_STEP, GPU_STEP, RELOAD, OFFLOAD_AND_STEP, RELEASE, BACKWARD_END, FETCH}

@@ -28,6 +28,7 @@ from hytrain_fx.passes.base import GraphPass, PassContext, as_pass
 from hytrain_fx.passes.drop_grad_outputs import drop_grad_outputs
 from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_backward_end import insert_backward_end
+from hytrain_fx.passes.insert_fetches import STREAMED_PASSES
 from hytrain_fx.passes.insert_grad_offload import insert_grad_offload
 from hytrain_fx.passes.insert_release import insert_release
 from hytrain_fx.passes.insert_steps import insert_reload, insert_steps
@@ -50,16 +51,16 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
 """What `compile` runs; `passes=` takes a list like this one."""
 
 
-def chosen_passes(given: Sequence[Any] | None) -> tuple[GraphPass, ...]:
-    """The passes that a user chose, checked for every kind of graph; else the default ones.
+def chosen_passes(given: Sequence[Any] | None, *, streamed: bool = False) -> tuple[GraphPass, ...]:
+    """The passes that a user chose, or the default ones, checked; with those of streamed weights.
 
     Raises ConfigError for what is no pass, where a pass would not find what it needs, and where the
     list lacks a pass without which a graph would train wrongly.
     """
     passes = DEFAULT_PASSES if given is None else tuple(map(as_pass, given))
+    passes += tuple(one for one in STREAMED_PASSES if streamed and one not in passes)
     for kind in GraphKind:
-        facts = check_order(passes, kind)
-        lacking = sorted(facts_asked_of(kind) - facts)
+        lacking = sorted(facts_asked_of(kind) - check_order(passes, kind))
         if lacking:
             own = next((one for one in DEFAULT_PASSES if lacking[0] in one.contract.gives), None)
             raise ConfigError(

@@ -21,6 +21,7 @@ from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext
+from hytrain_fx.passes.insert_fetches import NO_FORWARD_READERS, fetched_rows
 from hytrain_fx.passes.insert_release import NO_READERS, released_rows
 from hytrain_fx.passes.node_notes import rows_of
 
@@ -67,7 +68,7 @@ def verify(module: fx.GraphModule, context: PassContext, facts: Iterable[str]) -
     Raises GraphInvariantError.
     """
     scene = Scene(context, module, dataflow.Order.of(module.graph))
-    asked = [rule for rule in RULES if context.graph.kind in rule.kinds and rule.needs <= set(facts)]
+    asked = [rule for rule in (*RULES, *STREAMED_RULES) if context.graph.kind in rule.kinds and rule.needs <= set(facts)]
     for rule in asked:
         for complaint in rule.complaints(scene):
             raise GraphInvariantError(f"rule '{rule.name}' does not hold: {complaint}")
@@ -87,14 +88,16 @@ def _one_session(scene: Scene) -> Iterator[str]:
 
 def _right_kind(scene: Scene) -> Iterator[str]:
     backward = scene.context.graph.kind is GraphKind.BACKWARD
-    for node in scene.nodes(*(t for t in ops.ALL_OPS if (t is ops.WAIT) is backward)):
+    for node in scene.nodes(*(ops.FORWARD_OPS if backward else ops.ALL_OPS - ops.FORWARD_OPS)):
         yield f"{node.name} stands in a {scene.context.graph.kind} graph"
 
 
 def _no_mutation(scene: Scene) -> Iterator[str]:
     held = {a for row in scene.context.graph.held_rows for a in dataflow.aliases(scene.context.graph.holders(row))}
     for node in scene.module.graph.nodes:
-        if dataflow.mutates(node) and (node.target in ops.ALL_OPS or held.intersection(node.all_input_nodes)):
+        if node.target is ops.FETCH or not dataflow.mutates(node):
+            continue
+        if node.target in ops.ALL_OPS or held.intersection(node.all_input_nodes):
             yield f"{node.name} writes to one of its operands"
 
 
@@ -124,15 +127,18 @@ def _after_token(*targets: Any) -> Callable[[Scene], Iterator[str]]:
     return complaints
 
 
-def _released_after_readers(scene: Scene) -> Iterator[str]:
-    for node in scene.nodes(ops.RELEASE):
-        for row in rows_of(node):
-            found = dataflow.standalone_readers(scene.context.graph.holders(row), NO_READERS)
-            if found is None:
-                yield f"{node.name} releases row {row}, which has a reader that may be inlined into a later kernel"
-            for reader in found or ():
-                if not scene.order.reaches(reader, node):
-                    yield f"{node.name} releases row {row} but does not need the result of its reader {reader.name}"
+def _after_readers(target: Any, ignore: frozenset[object]) -> Callable[[Scene], Iterator[str]]:
+    def complaints(scene: Scene) -> Iterator[str]:
+        for node in scene.nodes(target):
+            for row in rows_of(node):
+                found = dataflow.standalone_readers(scene.context.graph.holders(row), ignore)
+                if found is None:
+                    yield f"{node.name} releases row {row}, which has a reader that may be inlined into a later kernel"
+                for reader in found or ():
+                    if not scene.order.reaches(reader, node):
+                        yield f"{node.name} releases row {row} but does not need the result of its reader {reader.name}"
+
+    return complaints
 
 
 def _released_once(scene: Scene) -> Iterator[str]:
@@ -189,13 +195,30 @@ def _one_wait(scene: Scene) -> Iterator[str]:
                 yield f"{node.name} waits for {weight} as row {row}, expected {graph.weights.get(row)}"
 
 
-def _wait_first(scene: Scene) -> Iterator[str]:
-    position = scene.order.position
-    for node in scene.nodes(ops.WAIT):
-        for weight in node.all_input_nodes:
-            for user in weight.users:
-                if user is not node and position[user] < position[node]:
-                    yield f"{user.name} takes {weight.name} before {node.name}"
+def _first_of_users(target: Any) -> Callable[[Scene], Iterator[str]]:
+    def complaints(scene: Scene) -> Iterator[str]:
+        position = scene.order.position
+        for node in scene.nodes(target):
+            for weight in node.all_input_nodes:
+                for user in weight.users:
+                    if user is not node and position[user] < position[node]:
+                        yield f"{user.name} takes {weight.name} before {node.name}"
+
+    return complaints
+
+
+def _one_fetch(scene: Scene) -> Iterator[str]:
+    fetches = scene.nodes(ops.FETCH)
+    yield from _exactly_once("fetched", Counter(r for n in fetches for r in rows_of(n)), fetched_rows(scene.context))
+    for node in fetches:
+        expected = [holder for row in rows_of(node) for holder in scene.context.graph.holders(row)]
+        if list(node.args[0]) != expected:  # type: ignore[arg-type]
+            yield f"{node.name} writes {node.args[0]}, expected all that holds its rows, {expected}"
+
+
+def _let_go_once(scene: Scene) -> Iterator[str]:
+    found = Counter(r for n in scene.nodes(ops.LET_GO) for r in rows_of(n))
+    yield from _exactly_once("let go of", found, found.keys() & scene.context.graph.weights.keys())
 
 
 def _exactly_once(what: str, found: Counter[int], expected: Iterable[int]) -> Iterator[str]:
@@ -214,11 +237,18 @@ RULES: tuple[Rule, ...] = (
     Rule("each gradient is offloaded once", _BACKWARD, frozenset({Fact.GRADS_OFFLOADED}), _offloaded_once),
     Rule("updates follow their token", _BACKWARD, frozenset({Fact.STEPS_INSERTED}), _after_token(ops.CPU_STEP, ops.GPU_STEP)),
     Rule("reloads follow their token", _BACKWARD, frozenset({Fact.RELOADS_INSERTED}), _after_token(ops.RELOAD)),
-    Rule("a release needs every reader", _BACKWARD, frozenset({Fact.RELEASED}), _released_after_readers),
+    Rule("a release needs every reader", _BACKWARD, frozenset({Fact.RELEASED}), _after_readers(ops.RELEASE, NO_READERS)),
     Rule("each weight is released once", _BACKWARD, frozenset({Fact.BACKWARD_ENDED}), _released_once),
     Rule("the end comes after everything", _BACKWARD, frozenset({Fact.BACKWARD_ENDED}), _end_after_all),
     Rule("offloaded gradients are no outputs", _BACKWARD, frozenset({Fact.OUTPUTS_DROPPED}), _outputs_dropped),
     Rule("output meta fits the outputs", _BACKWARD, frozenset({Fact.OUTPUTS_DROPPED}), _output_meta),
     Rule("one wait for each weight read", _FORWARD, frozenset({Fact.WAITS_INSERTED}), _one_wait),
-    Rule("a wait comes before every reader", _FORWARD, frozenset({Fact.WAITS_INSERTED}), _wait_first),
+    Rule("a wait comes before every reader", _FORWARD, frozenset({Fact.WAITS_INSERTED}), _first_of_users(ops.WAIT)),
 )
+STREAMED_RULES: tuple[Rule, ...] = (
+    Rule("one fetch for each weight that a backward reads", _BACKWARD, frozenset({Fact.FETCHES_INSERTED}), _one_fetch),
+    Rule("a fetch comes before every reader", _BACKWARD, frozenset({Fact.FETCHES_INSERTED}), _first_of_users(ops.FETCH)),
+    Rule("letting go needs every reader", _FORWARD, frozenset({Fact.LET_GO}), _after_readers(ops.LET_GO, NO_FORWARD_READERS)),
+    Rule("each weight is let go of once", _FORWARD, frozenset({Fact.LET_GO}), _let_go_once),
+)
+"""Asked where weights are streamed (`STREAMED_PASSES`)."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ from hytrain_fx.weights.autocast_copies import AutocastCopies
 from hytrain_fx.weights.guard import GuardedParameter, guard_type
 from hytrain_fx.weights.held import HeldWeights
 from hytrain_fx.weights.outside_writes import OutsideWrites
+from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
 class EagerAccess:
@@ -62,7 +64,8 @@ class EagerAccess:
         marks: StepMarks,
         outside: OutsideCalls,
         *,
-        wants_copies: bool,
+        copies: bool,
+        streams: bool,
         is_over: Callable[[], bool],
     ) -> None:
         self.touched: set[int] = set()
@@ -70,7 +73,8 @@ class EagerAccess:
         self.last_gradient_rows: set[int] = set()
         self.writes = OutsideWrites(table, engine, states, held)
         on_change = nodes.gradients.groups.forget
-        self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=wants_copies, on_change=on_change)
+        self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
+        self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched, wanted=streams)
         self._table = table
         self._engine = engine
         self._states = states
@@ -85,6 +89,8 @@ class EagerAccess:
         self._hooks: dict[int, RemovableHandle] = {}  # by row
         self._several_a_step = False  # whether a row has had gradients of several backwards since the last step()
         self._accumulates = False  # and before it
+        # Gives every parameter its memory and weight, for good. Holds nothing of this.
+        self.restore = partial(_call_each, (self.copies.restore, self.streamed.restore))
         nodes.gradients.on_eager_parts = weakly(self._listen)
         self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
 
@@ -103,11 +109,17 @@ class EagerAccess:
         if self._turns.is_elsewhere:
             self._turns.read()
             self.copies.before_eager_code()  # from now on all fp32 memory stays: the next read may come while a graph runs
+            self.streamed.keep([row])
             self._settle([row])
         else:
             with self._marks.held("read"):
                 self._settle([row])
-        self.copies.fill([row])
+        self.fill([row])
+
+    def fill(self, rows: Sequence[int]) -> None:
+        """Have the parameters of these rows show their weights, in memory of their own."""
+        self.copies.fill(rows)
+        self.streamed.fill(rows)
 
     def _settle(self, rows: Sequence[int]) -> None:
         """Return when the new weights of these rows are there, whoever reads them."""
@@ -131,11 +143,12 @@ class EagerAccess:
             self._uses_eagerly([row])
 
     def may_lose_memory(self, parameter: nn.Parameter) -> bool:
-        """Whether its fp32 memory may be given back.
+        """Whether its memory may be given back.
 
         Then each touch is seen, also after the loop's: any may be another thread's.
         """
-        return not self._is_over() and self.copies.may_give_back(self._table.row_of[id(parameter)])
+        row = self._table.row_of[id(parameter)]
+        return not self._is_over() and (self.copies.may_give_back(row) or self.streamed.may_lose_memory(row))
 
     def _uses_eagerly(self, rows: Collection[int]) -> None:
         """Eager code has read these weights where gradients are on: some may come from it."""
@@ -210,6 +223,7 @@ class EagerAccess:
             self.touched |= moved
             self.reads.memory_moved()
         self.copies.enter_forward(self.touched)
+        self.streamed.enter_forward(self.touched)
 
     def before_eager_code(self) -> None:
         """In a compiled call, before eager code of the model.
@@ -225,6 +239,7 @@ class EagerAccess:
         with self._marks.held("graph break"):
             self.wait(self._all_rows)
         self.copies.before_eager_code()
+        self.streamed.keep_all()
         self._gradients.held.let_go_of_all()
         self.writes.watch(self._all_rows)
         self.touched.update(self._all_rows)
@@ -239,10 +254,11 @@ class EagerAccess:
         """
         if elsewhere:  # what follows makes only this stream wait
             self._settle(rows)
-        self._nodes.wait(rows)
+        self._nodes.wait_outside(rows)
 
     @whole()
     def _read_in_forward(self, rows: Sequence[int]) -> None:
+        self.streamed.keep(rows)
         self.writes.watch(rows)
         self.touched.update(rows)
         if torch.is_grad_enabled():
@@ -262,6 +278,7 @@ class EagerAccess:
 
     def before_step(self) -> tuple[int, ...]:
         """Follow written weights; the rows whose weights somebody else holds."""
+        self.streamed.units.before_step()
         self.follow_written_weights()
         held = self._held.find(self.wait)
         if new := set(held) - self.touched:  # whoever holds them may have written to them already, and may read them until now
@@ -276,6 +293,7 @@ class EagerAccess:
         The weights of `held` are new when this returns, in the compute stream's order.
         """
         self.copies.committed(rows)
+        self.streamed.units.committed(rows)
         self.writes.note(rows)
         self.writes.end_step()
         self._settle_held(held)
@@ -289,7 +307,7 @@ class EagerAccess:
         if held:
             self.wait(held)
             self._gradients.held.let_go(held)
-            self.copies.fill(held)
+            self.fill(held)
             self.writes.watch(held)
 
     def wait(self, parameters: Sequence[int]) -> None:
@@ -297,3 +315,8 @@ class EagerAccess:
         self._engine.wait(self._states.pieces.rows(parameters))
         if self._nodes.gathered:
             self._nodes.gathered.of(parameters)
+
+
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

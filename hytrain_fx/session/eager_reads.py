@@ -19,6 +19,7 @@ import torch
 
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.native.op_reads import OperatorReads, storage_of
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.torch_private.tensors import without_torch_function
@@ -54,6 +55,7 @@ class EagerReads:
         self.is_on = False
         self.read: set[int] = set()  # numbers of units that eager code of forwards has read
 
+    @whole()
     def begin(self) -> bool:
         """Eager code of the forward comes.
 
@@ -98,11 +100,13 @@ class EagerReads:
         return self._watch
 
     def _find_storages(self, watch: OperatorReads) -> None:
+        found: dict[int, list[int]] = {}
         with without_torch_function():
             for row, parameter in enumerate(self._parameters):
-                self._rows_of.setdefault(storage_of(parameter), []).append(row)
+                found.setdefault(storage_of(parameter), []).append(row)
         watch.clear()
-        self._unwatched = list(self._rows_of)
+        self._unwatched = list(found)
+        self._rows_of = found  # last: after an interrupt before, all are looked for again
 
     def _told(self, storage: int) -> None:
         self._unwatched.append(storage)

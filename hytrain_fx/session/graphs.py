@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
+from hytrain_fx.capture.casts import InputCopies
+from hytrain_fx.capture.handed_out import rows_handed_out
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import UnsupportedError
@@ -28,6 +31,7 @@ from hytrain_fx.ir.pass_record import PipelineRecord
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.passes.base import GraphPass
 from hytrain_fx.passes.graph_dump import GraphDump
+from hytrain_fx.passes.insert_fetches import fetching_rows
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
@@ -36,6 +40,7 @@ from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
+from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
 class SessionGraphs:
@@ -49,6 +54,7 @@ class SessionGraphs:
     passes     run on each graph, those that are for its kind
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
     copies     whose 16-bit weights the graphs may read, None where they never do
+    streamed   weights that rest on the host
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class SessionGraphs:
         in_graph: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
+        streamed: StreamedWeights,
         passes: Sequence[GraphPass],
         dump: str | Path | None,
     ) -> None:
@@ -76,13 +83,22 @@ class SessionGraphs:
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
+        self._fetches: dict[int, tuple[int, ...]] = {}  # by graph: rows whose weights it reads
+        self._copies = copies
+        self._streamed = streamed
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
-            table.names, table.parameters, units, self._rewrite, self._around_backward, nodes.all_waited, in_graph, phase,
-            None if copies is None else copies.copies_for)
+            table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, in_graph, phase,
+            self._copies_for)
+
+    def _copies_for(self, gm: fx.GraphModule, inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies | None:
+        if self._streamed.wanted:
+            self._streamed.keep(rows_handed_out(gm, row_of_input))
+        return None if self._copies is None else self._copies.copies_for(gm, inputs, row_of_input)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
         record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
+        self._fetches[graph.index] = fetching_rows(graph.module)
         if graph.kind is GraphKind.BACKWARD:
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
             self._nodes.captured_rows |= frozenset(graph.grads)
@@ -118,6 +134,11 @@ class SessionGraphs:
         return True
 
     @contextmanager
+    def _around_forward(self, graph: int) -> Iterator[None]:
+        with self._nodes.fetched.running(graph, self._fetches[graph]), self._nodes.all_waited(graph):
+            yield
+
+    @contextmanager
     def _around_backward(self, graph: int) -> Iterator[Edit | None]:
         """While a compiled backward runs, its own reading of weights is not a touch.
 
@@ -134,12 +155,13 @@ class SessionGraphs:
         if shared := self._nodes.gradients.parts.used_in_forward & rows:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
-        with self._plain(), self._in_graph(), self._nodes.all_run(graph, elsewhere):
+        reading = self._nodes.fetched.running(graph, self._fetches[graph])
+        with self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None
                 return
-            with self._nodes.returning(elsewhere) as returned:
+            with self._nodes.returned.returning(elsewhere) as returned:
                 yield partial(with_gradients, self._grads[graph], returned)
 
     def _require_no_hooks(self, rows: Iterable[int]) -> None:

@@ -22,7 +22,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import DroppedNodeError
 from hytrain_fx.gradients.averaging import AveragedGradients
-from hytrain_fx.gradients.destinations import NOWHERE_ELSE, Elsewhere
+from hytrain_fx.gradients.destinations import Elsewhere, ReturnedGradients
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.runtime.engine import Engine
@@ -30,6 +30,7 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.rank_gradients import RankGradients
+from hytrain_fx.weights.fetched_units import FetchedUnits
 from hytrain_fx.weights.gathered import GatheredWeights
 
 
@@ -54,12 +55,12 @@ class SessionNodes:
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
+        self.fetched = FetchedUnits(table, engine, states, units)  # of streamed weights
         self._engine = engine
         self._states = states
         self._marks = marks
         self._offloaded: set[int] = set()
-        self._elsewhere = NOWHERE_ELSE
-        self._returned: dict[int, torch.Tensor] = {}
+        self.returned = ReturnedGradients()
         self._unwaited: set[int] = set()  # rows of the last steps whose new weights no forward has waited for yet
 
     # ---- the nodes ----
@@ -73,12 +74,13 @@ class SessionNodes:
         self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
+        self.fetched.cover(rows)
         if self._unwaited and not self._unwaited.isdisjoint(rows):  # a backward that comes after the step() that its forward came before
             self._end_updates(rows)
         call, group = rows, self.gradients.groups[rows]
         group.place(self._states)  # the nodes after this one go by it, whichever of its gradients are taken
-        if self._elsewhere:
-            rows, grads = self._keep_returned(rows, grads)
+        if self.returned.elsewhere:
+            rows, grads = self.returned.keep(rows, grads)
             group = self.gradients.groups[rows]
             group.place(self._states)
         if self.of_ranks:
@@ -129,6 +131,7 @@ class SessionNodes:
         """The compute stream has, at this point, read these weights for the last time."""
         self._engine.release(self._states.pieces.rows(rows))
         self.runs["release"] += len(rows)
+        self.fetched.let_go(rows)
 
     @whole()
     def backward_end(self, graph: int, rows: Sequence[int]) -> None:
@@ -151,6 +154,23 @@ class SessionNodes:
     @whole()
     def wait(self, rows: Sequence[int]) -> None:
         """Return when the compute stream will see the committed weights of `rows`."""
+        self.wait_outside(rows)
+        self.fetched.fetch(rows)
+
+    @whole()
+    def fetch(self, rows: Sequence[int]) -> None:
+        """Have streamed weights of `rows` on the device, for what is launched from now on."""
+        self.runs["fetch"] += len(rows)
+        self.fetched.fetch(rows)
+
+    @whole()
+    def let_go(self, rows: Sequence[int]) -> None:
+        """The forward graph has read these weights."""
+        self.runs["let_go"] += len(rows)
+        self.fetched.let_go(rows)
+
+    def wait_outside(self, rows: Sequence[int]) -> None:
+        """`wait` of code outside graphs."""
         unit = self.unit_of[rows[0]]
         self._marks.mark(Mark.WAIT_BEGIN, unit)
         self._end_updates(rows)
@@ -236,31 +256,6 @@ class SessionNodes:
             with self.averaged.side.beside() if self.averaged else nullcontext():
                 ahead.enter_context(self.gradients.fetching_ahead(self.graph_calls[graph]))
             yield
-
-    @contextmanager
-    def returning(self, elsewhere: Elsewhere) -> Iterator[dict[int, torch.Tensor]]:
-        """Meanwhile these gradients do not go to `.grad`.
-
-        Gives those that the graph shall return, as they come.
-        """
-        self._elsewhere = elsewhere
-        try:
-            yield self._returned
-        finally:
-            self._elsewhere = NOWHERE_ELSE
-            self._returned = {}
-
-    def _keep_returned(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
-        """Keep copies of gradients that the graph shall return.
-
-        Returns the rows and gradients that go to `.grad` all the same.
-        """
-        of = self._elsewhere
-        for row, grad in zip(rows, grads, strict=True):
-            if row in of.returned:
-                self._returned[row] = self._returned[row] + grad if row in self._returned else grad.clone()
-        stay = [i for i, row in enumerate(rows) if row not in of.returned and row not in of.unwanted]
-        return [rows[i] for i in stay], [grads[i] for i in stay]
 
 
 def _dropped(direction: str, graph: int, kind: str, ran: int, expected: int) -> DroppedNodeError:

@@ -31,6 +31,7 @@ from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUs
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.startup_text import estimate_text, memory_table, startup_text
+from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 _log = logging.getLogger("hytrain_fx")
 
@@ -48,7 +49,10 @@ class Tiers:
 
 
 class Resources:
-    """Memory and time of one session: its optimizer states and the engine's ring."""
+    """Memory and time of one session: its optimizer states and the engine's ring.
+
+    streamed   the session's weights that rest on the host, None where none are to
+    """
 
     def __init__(
         self, states: StateStore, table: ParameterTable, engine: Engine, config: Config, clock: StartupClock
@@ -60,6 +64,7 @@ class Resources:
         self._elsewhere_bytes = sum(whole.nbytes - home.nbytes for whole, home in homes)  # of weights that other ranks update
         self._engine = engine
         self._limit_bytes = config.host_memory
+        self.streamed: StreamedWeights | None = None
         self._ring_bytes = partial(ring_bytes_for, table.homes, config)
         self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(table)))
         self._known: tuple[tuple[int, int, int], Tiers] | None = None
@@ -100,7 +105,9 @@ class Resources:
         placement = [of.placement for of in placed]
         ring_bytes = self._ring_bytes(_streams(placed))
         found = estimate_memory(self._sizes(placed), placement, ring_bytes=ring_bytes, pinned=self._device.type == "cuda")
-        return replace(found, weights_bytes=found.weights_bytes + self._elsewhere_bytes)
+        streamed_bytes, slot_bytes = self.streamed.under(placed) if self.streamed is not None else (0, 0)
+        weights_bytes = found.weights_bytes + self._elsewhere_bytes - streamed_bytes
+        return replace(found, weights_bytes=weights_bytes, weight_slots_bytes=slot_bytes)
 
     def announce(self, placed: Sequence[PlacedPiece]) -> None:
         """Say what states will take, before they are allocated or moved."""
@@ -116,16 +123,18 @@ class Resources:
         estimate, tiers = self.estimate(placed), self._tiers(placed)
         on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
         host_bytes = tiers.host_bytes
+        away_bytes, slot_bytes = (self.streamed.away_bytes, self.streamed.units.slot_bytes) if self.streamed is not None else (0, 0)
         return MemoryInUse(
             device_states_bytes=tiers.device_bytes,
             host_bytes=host_bytes,
             ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
-            weights_bytes=sum(size.weight_bytes for size in self._sizes(placed)) + self._elsewhere_bytes,
+            weights_bytes=sum(size.weight_bytes for size in self._sizes(placed)) + self._elsewhere_bytes - away_bytes,
             staging_bytes=estimate.staging_bytes,
             pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
             shadow_bytes=shadow_bytes,
             estimate=estimate,
+            weight_slots_bytes=slot_bytes,
         )
 
     def tiers(self) -> Tiers:

@@ -46,6 +46,7 @@ from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.resources import Resources
 from hytrain_fx.session.shown_clock import ShownClock
+from hytrain_fx.session.streaming import stream_weights
 from hytrain_fx.session.turns import Turns, in_turn
 from hytrain_fx.session.update import OptimizerUpdate
 from hytrain_fx.torch_private.tensors import increment_versions, set_grad, without_torch_function
@@ -63,7 +64,7 @@ class Session:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self.clock = ShownClock()
         self.turns = Turns()
-        self._passes = chosen_passes(config.passes)
+        self._passes = chosen_passes(config.passes, streamed=config.streamed)
         table = build_table(model, optimizer)
         self.ranks = ranks_that_begin_alike(model, config.process_group)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
@@ -105,17 +106,18 @@ class Session:
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
         self.resources.allocate(self.planning.first_placement())
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
-        wants_copies = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
+        copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
-                                 self._outside, wants_copies=wants_copies, is_over=lambda: not self._shut_down.alive)
+                                 self._outside, copies=copied, streams=self.config.streamed, is_over=lambda: not self._shut_down.alive)
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
+        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
-        copies = self.copies if self.engine.takes_copies and wants_copies else None
+        copies = self.copies if self.engine.takes_copies and copied else None
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
-                                    self.eager.reads.in_graph, self._compiling, copies, self._passes, self.config.dump)
+                                    self.eager.reads.in_graph, self._compiling, copies, self.eager.streamed, self._passes, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -130,7 +132,7 @@ class Session:
         settle = settling(self.engine)
         self.turns.keep_whole_in_forks(self.nodes.gathered.before_fork(settle) if self.nodes.gathered else settle)
         # Not a reference to the session: it must not be kept alive by its own end.
-        ends = (self.engine, self.number, os.getpid(), weakref.ref(model), self.copies.restore)
+        ends = (self.engine, self.number, os.getpid(), weakref.ref(model), self.eager.restore)
         self._shut_down = weakref.finalize(model, shut_down, *ends)
 
     # ---- the loop ----
@@ -319,7 +321,7 @@ class Session:
             self.engine.settle(range(self.engine.rows))
             if self.nodes.gathered:
                 self.nodes.gathered.settle()
-            self.copies.fill(self._all_rows)
+            self.eager.fill(self._all_rows)
 
     @in_turn
     def place(self, plan: Plan) -> None:
@@ -331,7 +333,7 @@ class Session:
         wanted = self.planning.units.pieces_of(plan)
         if wanted != self.states.placed:
             self.resources.announce(wanted)
-        with self.held.ours(), without_torch_function():
+        with self.eager.streamed.moving(wanted), self.held.ours(), without_torch_function():
             self.resources.move(wanted)
         self.copies.moved()
         self.eager.follow_placement()
@@ -383,7 +385,7 @@ class Session:
         try:
             if self.nodes.gathered and not self.closed:
                 self.settle()
-            self.copies.restore()
+            self.eager.restore()
             self._shut_down()
         finally:
             self.closed = True

@@ -53,9 +53,10 @@ def _note(s: Startup, phase: Phase) -> str:
 
 def estimate_text(e: MemoryEstimate) -> str:
     """What is about to be taken, in one line."""
+    slots = f", slots for streamed weights {bytes_text(e.weight_slots_bytes)}" if e.weight_slots_bytes else ""
     return (
         f"memory, estimated: device {bytes_text(e.device_bytes)} and activations, which are known after the first steps "
-        f"(weights {bytes_text(e.weights_bytes)}, states {bytes_text(e.device_states_bytes)}, "
+        f"(weights {bytes_text(e.weights_bytes)}{slots}, states {bytes_text(e.device_states_bytes)}, "
         f"gradients up to {bytes_text(e.device_gradients_bytes)}, ring {bytes_text(e.ring_bytes)}, staging {bytes_text(e.staging_bytes)}); "
         f"host {bytes_text(e.host_bytes)} (states {bytes_text(e.host_states_bytes)}, slots {bytes_text(e.host_slots_bytes)}, "
         f"streamed {bytes_text(e.host_streamed_bytes)}), of it pinned {bytes_text(e.pinned_bytes)}"
@@ -64,8 +65,12 @@ def estimate_text(e: MemoryEstimate) -> str:
 
 def memory_table(m: MemoryInUse) -> Table:
     """Estimated beside what is in use, by tier."""
+    streams = m.weight_slots_bytes or (m.estimate is not None and m.estimate.weight_slots_bytes)
+    in_slots = _estimated(m, "weight_slots_bytes"), _figure(m.weight_slots_bytes)
+    slots = ("device: slots for streamed weights", *in_slots, "at least")
     rows = (
         ("device: weights", _estimated(m, "weights_bytes"), _figure(m.weights_bytes), ""),
+        *((slots,) if streams else ()),
         ("device: states resting there", _estimated(m, "device_states_bytes"), _figure(m.device_states_bytes), ""),
         ("device: gradients until their update", _estimated(m, "device_gradients_bytes"), _NONE, "at most"),
         ("device: ring for gradients to the host", _estimated(m, "ring_bytes"), _figure(m.ring_bytes), ""),

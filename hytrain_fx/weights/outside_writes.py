@@ -82,7 +82,8 @@ class OutsideWrites:
                 if row in self._states.copies:  # their fp32 memory is followed as a whole
                     continue
                 if row not in self._watched:
-                    if not self._is_ours(row):
+                    of = self._states.streamed.get(row)
+                    if (of is None or of.has_memory) and not self.is_ours(row):
                         self._engine.drain(self._states.pieces.of(row))
                         self._states.follow_weight(row)
                     self._states.keep_weight(row, True)
@@ -96,7 +97,8 @@ class OutsideWrites:
         for row in self._watched:
             self._watched[row] += 1
 
-    def _is_ours(self, row: int) -> bool:
+    def is_ours(self, row: int) -> bool:
+        """Whether its memory and version are what this library left."""
         parameter = self._table.parameters[row]
         return parameter._version == self._versions[row] and parameter.data_ptr() == self._memory[0][row]
 
@@ -121,7 +123,7 @@ class OutsideWrites:
             self._engine.drain(self._states.pieces.rows(moved))
             with self._held.ours():
                 for row in moved:
-                    if row not in self._states.copies:
+                    if row not in self._states.copies and row not in self._states.streamed:
                         self._states.pieces.set_weight(row, self._table.parameters[row].detach())
                     self._states.follow_memory(row)
             self._memory = now
@@ -155,7 +157,7 @@ class OutsideWrites:
         """
         copies = self._states.copies
         seen = touched if self._table.device.type == "cpu" else ()
-        written = [row for row in copies if copies[row].current and (not self._is_ours(row) or row in self._moved or row in seen)]
+        written = [row for row in copies if copies[row].current and (not self.is_ours(row) or row in self._moved or row in seen)]
         if written:
             self._engine.drain(written)
             for row in written:
@@ -179,7 +181,11 @@ class OutsideWrites:
 
     def _memory_now(self) -> tuple[list[int], list[int], list[torch.dtype]]:
         parameters = self._table.parameters  # three maps: no bytecode is run for a parameter
-        return list(map(torch.Tensor.data_ptr, parameters)), list(map(torch.Tensor.numel, parameters)), list(map(_dtype_of, parameters))
+        addresses = list(map(torch.Tensor.data_ptr, parameters))
+        for row, of in self._states.streamed.items():
+            if not of.has_memory:  # a slot is under it, or nothing
+                addresses[row] = self._memory[0][row]
+        return addresses, list(map(torch.Tensor.numel, parameters)), list(map(_dtype_of, parameters))
 
     def _require_form(self, row: int) -> None:
         found, expected = _Form.of(self._table.parameters[row]), self._forms[row]

@@ -165,7 +165,7 @@ def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: in
 
 
 def planned(rank: int, size: int) -> Found:
-    """Nine steps; the plan is solved from what the stage measures: its profile, what explain says."""
+    """Nine steps; the plan is solved from what the stage measures: profile, text of explain."""
     run = Pipeline("1F1B", True, torch.bfloat16, warmup_steps=2)
     for step in range(9):
         run.backward(step)

@@ -25,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.session.session import Session
+from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
 from . import optimizers
 from .loops import HandAdam
@@ -43,8 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stream=1.0": {"k": 0, "stream": 1.0},
     "stream=0.5": {"k": 1, "stream": 0.5},
     "torch engine": {"k": 1, "engine": "torch"},
+    "weights streamed": {"k": 0, "weights": "streamed"},
+    "weights streamed, solved": {"weights": "streamed", "gpu_states": 0.5, "warmup_steps": 2, "replan_every": 5},
 }
 FOR_ADAM_ALONE = ("stream=1.0", "stream=0.5")
+FOR_BF16_ALONE = ("weights streamed", "weights streamed, solved")
 # Of both sides. With this on, Inductor's fallbacks hand attention to its backward in a layout that
 # its kernel on the CPU misreads, also in the plain loop. And another layout has other last bits.
 INDUCTOR_OPTIONS: dict[str, Any] = {"layout_optimization": False}
@@ -244,7 +248,8 @@ class Side:
         return session_of(self.model)
 
     def compile(self) -> None:
-        """Compile ours, with a new optimizer."""
+        """Compile ours, with a new optimizer. Slots of weights are NaN once they are read."""
+        os.environ[NAN_VARIABLE] = "1"
         made = self.setup.make_optimizer(self.model)
         options = {"options": INDUCTOR_OPTIONS, **OPTIONS[self.setup.options]}
         _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2 if self.setup.ranks == 1 else 1, timeout_s=30.0, **options)

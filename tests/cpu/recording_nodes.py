@@ -70,6 +70,14 @@ class RecordingNodes:
         self._note("wait", rows)
         self.show(rows)
 
+    def fetch(self, rows: Sequence[int]) -> None:
+        self._note("fetch", rows)
+        self.show(rows)
+
+    def let_go(self, rows: Sequence[int]) -> None:
+        self._note("let_go", rows)
+        self.hide(rows)
+
     def hide(self, rows: Sequence[int]) -> None:
         """Poison weights, keeping their values."""
         for row in rows if self._poison else ():

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.capture.units import group_units
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.runtime.native.op_reads import storage_of
 from hytrain_fx.session import eager_reads
 from hytrain_fx.session.eager_access import EagerAccess
 
@@ -360,3 +362,27 @@ def test_a_model_inside_another_watches_its_own() -> None:
             hytrain_fx.close(outer)
             hytrain_fx.close(inner)
     assert_same(results[1], results[0])
+
+
+def test_an_interrupted_look_for_storages_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights are watched in the next forward, not those that were found before a Ctrl+C."""
+    model, read = Deep(), list[int]()
+    parameters = list(model.parameters())
+    reads = eager_reads.EagerReads(parameters, group_units(model, [name for name, _ in model.named_parameters()]),
+                                   lambda rows, elsewhere: None, read.extend)
+    asked = list[int]()
+
+    def interrupted(tensor: Tensor) -> int:
+        asked.append(1)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return storage_of(tensor)
+
+    monkeypatch.setattr(eager_reads, "storage_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reads.begin()
+    reads.begin()
+    model.first(torch.ones(2, WIDTH))
+    model.last(torch.ones(2, WIDTH))
+    reads.end()
+    assert set(read) == set(range(len(parameters)))

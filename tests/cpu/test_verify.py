@@ -13,8 +13,8 @@ from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext
-from hytrain_fx.passes.pipeline import run_passes
-from hytrain_fx.passes.verify import RULES, verify
+from hytrain_fx.passes.pipeline import chosen_passes, run_passes
+from hytrain_fx.passes.verify import RULES, STREAMED_RULES, verify
 from tests.cpu import models
 from tests.cpu.recording_nodes import capture_only, copy_captured
 
@@ -115,7 +115,43 @@ BACKWARD_BREAKS: dict[str, tuple[str, Break]] = {
     "output meta is stale": ("output meta fits the outputs", forget_output_meta),
     "a weight is written": ("a backward graph writes to no weight", write_to_a_weight),
     "a node has another session": ("one session", lambda g, c: set_arg(find(g, ops.RELOAD), 1, 5)),
-    "a wait stands in a backward": ("nodes stand in their kind of graph", lambda g, c: _insert_wait(g, c)),
+    "a wait stands in a backward": ("nodes stand in their kind of graph", lambda g, c: _insert(g, c, ops.WAIT)),
+}
+def fetch_late(graph: fx.Graph, _: CapturedGraph) -> None:
+    """A fetch after the readers of its weights."""
+    graph.output_node().prepend(find(graph, ops.FETCH))
+
+
+def forget_a_holder(graph: fx.Graph, captured: CapturedGraph) -> None:
+    """A fetch does not say that it writes one of the placeholders of its weights."""
+    fetch = find(graph, ops.FETCH)
+    set_arg(fetch, 0, fetch.args[0][:-1])  # type: ignore[index]
+
+
+def let_go_of_a_norm(graph: fx.Graph, captured: CapturedGraph) -> None:
+    """A weight with a pointwise reader is let go of as if its reader stood alone."""
+    let_go = find(graph, ops.LET_GO)
+    named = {row for node in graph.find_nodes(op="call_function", target=ops.LET_GO) for row in node.args[2]}
+    set_arg(let_go, 2, [*let_go.args[2], min(set(captured.weights) - named)])  # type: ignore[misc]
+
+
+def let_go_before_a_reader(graph: fx.Graph, captured: CapturedGraph) -> None:
+    """The last weights are let go of once the first ones have been read."""
+    set_arg(find(graph, ops.LET_GO, -1), 0, find(graph, ops.LET_GO, 0).args[0])
+
+
+STREAMED_BACKWARD_BREAKS: dict[str, tuple[str, Break]] = {
+    "a fetch is deleted": ("one fetch for each weight that a backward reads", lambda g, c: erase(g, find(g, ops.FETCH))),
+    "a fetch is doubled": ("one fetch for each weight that a backward reads", lambda g, c: duplicate(g, find(g, ops.FETCH))),
+    "a fetch forgets a placeholder": ("one fetch for each weight that a backward reads", forget_a_holder),
+    "a fetch comes late": ("a fetch comes before every reader", fetch_late),
+    "a fetch has another session": ("one session", lambda g, c: set_arg(find(g, ops.FETCH), 1, 5)),
+}
+STREAMED_FORWARD_BREAKS: dict[str, tuple[str, Break]] = {
+    "a norm is let go of": ("letting go needs every reader", let_go_of_a_norm),
+    "a weight is let go of before a reader": ("letting go needs every reader", let_go_before_a_reader),
+    "a weight is let go of twice": ("each weight is let go of once", lambda g, c: duplicate(g, find(g, ops.LET_GO))),
+    "a backward's node stands in a forward": ("nodes stand in their kind of graph", lambda g, c: _insert(g, c, ops.FETCH)),
 }
 FORWARD_BREAKS: dict[str, tuple[str, Break]] = {
     "a wait is deleted": ("one wait for each weight read", lambda g, c: erase(g, find(g, ops.WAIT))),
@@ -126,10 +162,10 @@ FORWARD_BREAKS: dict[str, tuple[str, Break]] = {
 }
 
 
-def _insert_wait(graph: fx.Graph, captured: CapturedGraph) -> None:
+def _insert(graph: fx.Graph, captured: CapturedGraph, target: torch._ops.OpOverload) -> None:
     row, weight = next(iter(captured.weights.items()))
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        graph.call_function(ops.WAIT, ([weight], SESSION, [row]))
+        graph.call_function(target, ([weight], SESSION, [row]))
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +173,15 @@ def captured() -> tuple[list[CapturedGraph], tuple[Unit, ...]]:
     """A small GPT's graphs as captured."""
     model, batches = models.gpt()
     return capture_only(model, batches[0])
+
+
+@pytest.fixture
+def streamed(captured: tuple[list[CapturedGraph], tuple[Unit, ...]]) -> dict[GraphKind, PassContext]:
+    """The same, where weights are streamed."""
+    graphs, units = [copy_captured(graph) for graph in captured[0]], captured[1]
+    for graph in graphs:
+        run_passes(graph, session=SESSION, units=units, passes=chosen_passes(None, streamed=True))
+    return {graph.kind: PassContext(graph, units, SESSION) for graph in graphs}
 
 
 @pytest.fixture
@@ -150,7 +195,7 @@ def rewritten(captured: tuple[list[CapturedGraph], tuple[Unit, ...]]) -> dict[Gr
 
 def test_what_the_passes_make_is_accepted(rewritten: dict[GraphKind, PassContext]) -> None:
     """All rules for a kind of graph are asked once all facts are provided, and hold."""
-    asked = {rule for context in rewritten.values() for rule in verify(context.graph.module, context, Fact)}
+    asked = {rule for context in rewritten.values() for rule in verify(context.graph.module, context, _facts(context))}
     assert asked == {rule.name for rule in RULES}
 
 
@@ -166,9 +211,24 @@ def test_a_broken_forward_graph_is_refused(rewritten: dict[GraphKind, PassContex
     _expect(rewritten[GraphKind.FORWARD], *FORWARD_BREAKS[case])
 
 
+@pytest.mark.parametrize("case", STREAMED_BACKWARD_BREAKS)
+def test_a_broken_backward_graph_of_streamed_weights_is_refused(streamed: dict[GraphKind, PassContext], case: str) -> None:
+    """The complaint names the rule."""
+    _expect(streamed[GraphKind.BACKWARD], *STREAMED_BACKWARD_BREAKS[case])
+
+
+@pytest.mark.parametrize("case", STREAMED_FORWARD_BREAKS)
+def test_a_broken_forward_graph_of_streamed_weights_is_refused(streamed: dict[GraphKind, PassContext], case: str) -> None:
+    """The complaint names the rule."""
+    _expect(streamed[GraphKind.FORWARD], *STREAMED_FORWARD_BREAKS[case])
+
+
 def test_every_rule_has_a_broken_graph() -> None:
     """No rule is left untried."""
-    assert {name for name, _ in (*BACKWARD_BREAKS.values(), *FORWARD_BREAKS.values())} == {rule.name for rule in RULES}
+    breaks = (*BACKWARD_BREAKS.values(), *FORWARD_BREAKS.values())
+    assert {name for name, _ in breaks} == {rule.name for rule in RULES}
+    streamed = {name for name, _ in (*STREAMED_BACKWARD_BREAKS.values(), *STREAMED_FORWARD_BREAKS.values())}
+    assert streamed >= {rule.name for rule in STREAMED_RULES}
 
 
 def test_a_rule_is_asked_only_when_its_facts_are_provided(rewritten: dict[GraphKind, PassContext]) -> None:
@@ -178,8 +238,15 @@ def test_a_rule_is_asked_only_when_its_facts_are_provided(rewritten: dict[GraphK
 
 
 def _expect(context: PassContext, rule: str, spoil: Break) -> None:
-    verify(context.graph.module, context, Fact)
+    facts = _facts(context)
+    verify(context.graph.module, context, facts)
     spoil(context.graph.module.graph, context.graph)
-    context.graph.module.graph.lint() if rule != "a wait comes before every reader" else None
+    context.graph.module.graph.lint() if not rule.endswith("comes before every reader") else None
     with pytest.raises(GraphInvariantError, match=f"rule '{rule}' does not hold"):
-        verify(context.graph.module, context, Fact)
+        verify(context.graph.module, context, facts)
+
+
+def _facts(context: PassContext) -> set[Fact]:
+    """All that the passes have given: what streamed weights need is there where a node of it is."""
+    nodes = {node.target for node in context.graph.module.graph.nodes}
+    return set(Fact) - ({Fact.FETCHES_INSERTED, Fact.LET_GO} if not nodes & {ops.FETCH, ops.LET_GO} else set())

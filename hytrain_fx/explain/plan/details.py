@@ -52,8 +52,9 @@ def notes(e: Explained) -> list[str]:
     for name, why in e.not_offloaded.items():
         named.setdefault(why, []).append(name)
     slower = [f"updated without overlap: {shortened(names)}: {why}" for why, names in named.items()]
+    weights = [text for text in (e.copies, e.streamed) if text]
     said = [e.nonfinite] if e.nonfinite else []
-    return [*e.troubles, *e.outside, *said, *slower, *([e.copies] if e.copies else []), *e.optimizer, *e.plan.notes]
+    return [*e.troubles, *e.outside, *said, *slower, *weights, *e.optimizer, *e.plan.notes]
 
 
 def _head(e: Explained) -> Table:

@@ -109,6 +109,8 @@ class Explained:
     early_tried      what timing steps with such updates and without has shown, in a sentence
     stream           as `compile` was told
     copies           how many fp32 weights the device has in 16 bits, in a sentence
+    streamed         how many weights rest on the host, and the device's slots for them, in a
+                     sentence
     nonfinite        how many steps were left out because gradients held NaN or infinities, in a
                      sentence
     outside          what ran outside captured graphs, and what that costs, in sentences
@@ -139,6 +141,7 @@ class Explained:
     early_tried: str | None = None
     stream: Stream = "auto"
     copies: str | None = None
+    streamed: str | None = None
     nonfinite: str | None = None
     outside: tuple[str, ...] = ()
     troubles: tuple[str, ...] = ()

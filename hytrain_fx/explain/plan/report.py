@@ -50,7 +50,7 @@ class Explanation(Explained):
         verdict            the figures of the first lines (`Verdict`), and `lines`
         plan, history      the plan in force; all so far, oldest first
         device, engine     names, where the engine's library comes from, and the CPU workers
-        optimizer, copies, nonfinite, outside, troubles, launch_queue    notes
+        optimizer, copies, streamed, nonfinite, outside, troubles, launch_queue    notes
         planning           what planning does now, since which step, and why
         steps_done         steps so far
         step               the step: predicted, measured
@@ -109,6 +109,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "engine": {"name": e.engine, "library": e.library, "workers": e.workers},
         "optimizer": e.optimizer,
         "copies": e.copies,
+        "streamed": e.streamed,
         "nonfinite": e.nonfinite,
         "outside": e.outside,
         "troubles": e.troubles,

@@ -152,9 +152,10 @@ InFlight Uploader::send_ahead(const Upload& upload, EngineLock& lock) {
 
 InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool recording) {
   const Chunk& chunk = row.chunks[upload.chunk];
-  const int64_t size = row.weight_bytes(), at = chunk.begin * size, bytes = chunk.params() * size;
+  const bool rests_there = row.spec.weight == row.new_weight();  // the half of the master on the host
+  const int64_t size = row.weight_bytes(), at = chunk.begin * size, bytes = rests_there ? 0 : chunk.params() * size;
   EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
-  state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
+  if (!rests_there) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
   return {state_.device->record(Lane::H2D), bytes, before};
 }
 

@@ -26,7 +26,8 @@ SOURCES: Final = (
     "flagged_tail.cpp", "streamed_visits.cpp", "device_updates.cpp", "lander.cpp", "workers.cpp", "uploader.cpp", "grad_offload.cpp",
     "grad_fetches.cpp", "commit.cpp", "waits.cpp", "cpu_device.cpp", "cuda_device.cpp")
 KERNEL_SOURCES: Final = ("kernels_c.cpp",)
-# op_reads.cpp is not among them: it is bound to the C++ interface of one release of torch.
+# op_reads.cpp and storage_memory.cpp are not among them: they are bound to the C++ interface of one
+# release of torch.
 SHIPPED: Final = (SOURCES, KERNEL_SOURCES)
 PREBUILT: Final = Path(__file__).parent / "prebuilt"
 BUILT_HERE: Final = "built here"

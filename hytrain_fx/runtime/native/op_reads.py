@@ -95,15 +95,21 @@ def storage_of(tensor: torch.Tensor) -> int:
 _ON_READ = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
+def torch_build(*libraries: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What compiles and what links C++ that includes torch's headers, against these of its own."""
     torch_folder = Path(torch.__file__).parent
     headers = (torch_folder / "include", torch_folder / "include/torch/csrc/api/include")
     flags = (
         "-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-pthread",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-DTORCH_VERSION=\"{torch.__version__}\"",
         *(part for folder in headers for part in ("-isystem", str(folder))))
-    library = build.load(("op_reads.cpp",), flags=flags, link=(f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"))
+    return flags, (f"-L{torch_folder / 'lib'}", *libraries)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    flags, link = torch_build("-ltorch_cpu", "-lc10")
+    library = build.load(("op_reads.cpp",), flags=flags, link=link)
     library.hytrain_fx_watch_make.restype = ctypes.c_void_p
     library.hytrain_fx_watch_make.argtypes = [_ON_READ]
     for name in ("free", "clear", "on", "off"):

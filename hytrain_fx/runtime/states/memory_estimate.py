@@ -6,6 +6,9 @@
                                                                 that is not half of its master
     STREAM      weight, gradient until its update               states (through the staging area)
 
+A streamed weight (CPU alone) is half of its master on the host, and on the device in a slot that it
+shares with other units.
+
 An fp32 weight of which the device has a bf16 copy (autocast) counts as 16-bit there, its gradient
 and its slot with 4 bytes an element. Its own fp32 memory is the master of a resident row, else
 there only while the loop looks at it, and is not counted.
@@ -80,6 +83,8 @@ class MemoryEstimate:
     host_streamed_bytes       fp32 states of streamed rows
     pinned_bytes              how much of the host's bytes is pinned
     all_states_bytes          states of all rows, were they on the device
+    weight_slots_bytes        slots of the device that streamed weights pass through, at least;
+                              `weights_bytes` is without these weights
     """
 
     weights_bytes: int
@@ -92,11 +97,13 @@ class MemoryEstimate:
     host_streamed_bytes: int
     pinned_bytes: int
     all_states_bytes: int
+    weight_slots_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
         """All on the device except activations."""
-        return self.weights_bytes + self.device_states_bytes + self.device_gradients_bytes + self.ring_bytes + self.staging_bytes
+        weights_bytes = self.weights_bytes + self.weight_slots_bytes
+        return weights_bytes + self.device_states_bytes + self.device_gradients_bytes + self.ring_bytes + self.staging_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -116,6 +123,8 @@ class MemoryInUse:
                          on a guess; no estimate
     device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations
                          included; None on the CPU
+    weight_slots_bytes   slots of the device that streamed weights pass through; `weights_bytes` is
+                         without those whose parameters have no memory of their own now
     estimate             what was estimated for the present placement before it was allocated
     """
 
@@ -128,6 +137,7 @@ class MemoryInUse:
     pinned_bytes: int = 0
     shadow_bytes: int = 0
     estimate: MemoryEstimate | None = None
+    weight_slots_bytes: int = 0
 
 
 def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:

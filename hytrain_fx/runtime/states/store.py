@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from hytrain_fx.errors import StatesError
+from hytrain_fx.errors import EngineError, StatesError
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.states.pieces import flat_memory
+from hytrain_fx.runtime.states.pieces import flat_alias, flat_memory
 from hytrain_fx.runtime.states.placed import PlacedStates
 from hytrain_fx.runtime.states.split_master import copy_states, halved, load_masters, split_into, whole_states
+from hytrain_fx.runtime.states.streamed_homes import StreamedWeight, home_of
+from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -30,10 +33,24 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 class StateStore(PlacedStates):
-    """Reads and writes values, and follows weights that the loop reads and writes."""
+    """Reads and writes values, and follows weights that the loop reads and writes.
+
+    streamed   by parameter whose weight rests on the host
+    on_home    called with a streamed parameter before its home on the host is written here
+    """
+
 
     _half_loaded: BaseException | None = None  # what ended the last loading of states
     _weights_follow = True
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.streamed: dict[int, StreamedWeight] = {}
+        self.on_home: Callable[[int], None] = lambda parameter: None
+
+    def is_whole(self, parameter: int) -> bool:
+        """Whether it may not be cut: as there, or its weight is streamed."""
+        return parameter in self.streamed or super().is_whole(parameter)
 
     # ---- all states together ----
 
@@ -76,6 +93,7 @@ class StateStore(PlacedStates):
 
         A 16-bit weight becomes the master's rounding, until `leave_weights`.
         """
+        self._home_changes(parameter)
         for row in self.pieces.of(parameter):
             piece, states, weight = self.pieces.piece(row), self.in_memory(row), self._weight(row)
             copy_states(values.part(piece.begin, piece.end), states, weight.device)
@@ -83,6 +101,8 @@ class StateStore(PlacedStates):
                 weight.copy_(states.master)
             if row in self.copies and not self.placement[row].rests_on_device:
                 self.copies.updated([row])
+        if parameter in self.streamed and self._weights_follow:
+            self.show_weight(parameter)
 
     def leave_weights(self) -> None:
         """The weights are a plain model's from now on, and states that are written leave them."""
@@ -99,6 +119,46 @@ class StateStore(PlacedStates):
         states = self.in_memory(row)
         self._bring_weight_home(row)
         return whole_states(states, self._weight(row).device)
+
+    # ---- weights that rest on the host ----
+
+    def stream(self, parameter: int) -> None:
+        """From now on the weight of an idle whole parameter that the CPU updates rests on the host.
+
+        The parameter keeps its memory until somebody else takes it.
+        """
+        weight = self._weights[parameter]
+        self.streamed[parameter] = StreamedWeight(weight)
+        self._weights[parameter] = home_of(weight, self._states[parameter])
+        self.pieces.set_weight(parameter, self._weights[parameter])
+
+    def keep_on_device(self, parameter: int) -> None:
+        """Updates of an idle streamed parameter go to its own memory again, which shows the weight.
+
+        Raises EngineError where it does not.
+        """
+        of = self.streamed[parameter]
+        if not of.shows:
+            raise EngineError(f"internal: parameter {parameter} stays on the device without its weight")
+        del self.streamed[parameter]
+        self._weights[parameter] = of.weight
+        self.pieces.set_weight(parameter, of.weight.detach())
+
+    def home(self, parameter: int) -> torch.Tensor:
+        """The weight of a streamed parameter on the host, flat, in the order of its memory."""
+        return self.in_memory(parameter).master
+
+    def show_weight(self, parameter: int) -> None:
+        """Write the weight of a streamed parameter, at rest, into its own memory if it has any."""
+        of = self.streamed[parameter]
+        if of.has_memory:
+            with without_torch_function():
+                flat_alias(of.weight.detach()).copy_(self.home(parameter))
+            of.current = True
+
+    def _home_changes(self, parameter: int) -> None:
+        if parameter in self.streamed:
+            self.on_home(parameter)
 
     # ---- weights that the loop reads and writes ----
 
@@ -163,13 +223,19 @@ class StateStore(PlacedStates):
         """
         if parameter in self.copies:
             return self._follow_copied(parameter)
+        if parameter in self.streamed:
+            if self.streamed[parameter].shows:  # else nothing can have been written
+                self._home_changes(parameter)
+                self._follow_row(parameter, flat_memory(self.streamed[parameter].weight))
+            return None
         for row in self.pieces.of(parameter):
-            self._follow_row(row)
+            self._follow_row(row, self._weight(row))
+        return None
 
-    def _follow_row(self, row: int) -> None:
-        weight, states = self._weight(row), self.in_memory(row)
+    def _follow_row(self, row: int, weight: torch.Tensor) -> None:
+        states = self.in_memory(row)
         if weight.dtype == torch.float32 or self._leaves_weight(row):
-            self._load_master(row)
+            self._load_master(row, weight)
             return
         for begin in range(0, weight.numel(), CHUNK_PARAMS):
             part = slice(begin, begin + CHUNK_PARAMS)
@@ -186,8 +252,13 @@ class StateStore(PlacedStates):
         """Make the weight the master in every element."""
         if parameter in self.copies:
             return self._follow_copied(parameter)
+        if parameter in self.streamed and self.streamed[parameter].shows:
+            self._home_changes(parameter)
+            with without_torch_function():
+                return self._load_master(parameter, flat_memory(self.streamed[parameter].weight))
         for row in self.pieces.of(parameter):
-            self._load_master(row)
+            self._load_master(row, self._weight(row))
+        return None
 
     def follow_memory(self, parameter: int) -> None:
         """An idle parameter has other memory: an fp32 master on the device is that memory."""
@@ -201,9 +272,9 @@ class StateStore(PlacedStates):
                 self._states[row] = replace(self._states[row], master=master)
                 self._tell_engine([row])
 
-    def _load_master(self, row: int) -> None:
+    def _load_master(self, row: int, weight: torch.Tensor) -> None:
         states = self.in_memory(row)
-        load_masters([(states.master, self._weight(row))])
+        load_masters([(states.master, weight)])
         if states.low is not None:
             states.low.zero_()
             states.marked().abs_()

@@ -1,0 +1,74 @@
+"""For weights that rest on the host: where a graph needs them, and where it has read them.
+
+A backward graph fetches a unit's weights before the first node that reads any of them:
+
+    Before:  permute_20 = aten.permute(permute_3, [1, 0]);  mm_8 = aten.mm(tangents_1, permute_20)
+    After:   fetch = hytrain_fx.fetch([permute_3], 0, [3])
+             permute_20 = aten.permute(permute_3, [1, 0]);  mm_8 = aten.mm(tangents_1, permute_20)
+
+`fetch` says that it writes the weights, as `wait` does in a forward graph, and may say so for the
+same reason: it comes before every reader. It names each placeholder that holds a weight or a saved
+view of it, so that no reader of any of them comes first.
+
+A forward graph lets go of them after the last reader, as `release` does in a backward graph:
+
+    Before:  addmm_1 = aten.addmm(primals_6, view_4, permute_1);  view_5 = ...
+    After:   addmm_1 = aten.addmm(primals_6, view_4, permute_1)
+             let_go = hytrain_fx.let_go([addmm_1], 0, [5]);  view_5 = ...
+
+What is saved for the backward is an output, and no reader: the backward fetches it again. Weights
+with a reader that may be inlined (an embedding's) are kept until the graph has run.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import fx
+
+from hytrain_fx.capture import dataflow
+from hytrain_fx.passes.base import Fact, GraphPass, PassContext, graph_pass
+from hytrain_fx.passes.insert_release import NO_READERS
+from hytrain_fx.passes.node_notes import after_last, by_unit, insert, rows_of
+from hytrain_fx.passes.ops import FETCH, LET_GO, WAIT
+
+NO_FORWARD_READERS: Final[frozenset[object]] = frozenset({WAIT, LET_GO, "output"})
+
+
+@graph_pass(gives=Fact.FETCHES_INSERTED, kinds="backward")
+def insert_fetches(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert one `fetch` for each unit whose weights a backward graph reads."""
+    groups = by_unit(fetched_rows(context), context.unit_of)
+    for unit, rows in groups.items():
+        holders = [holder for row in rows for holder in context.graph.holders(row)]
+        with module.graph.inserting_before(min(user for holder in holders for user in holder.users)):
+            insert(module.graph, FETCH, (holders, context.session, list(rows)), unit)
+    return f"fetches {sum(map(len, groups.values()))} weights of {len(groups)} units"
+
+
+def fetched_rows(context: PassContext) -> tuple[int, ...]:
+    """Rows whose weight a backward graph reads."""
+    return tuple(row for row in context.graph.held_rows if dataflow.readers(context.graph.holders(row), NO_READERS))
+
+
+@graph_pass(needs=Fact.WAITS_INSERTED, gives=Fact.LET_GO, kinds=("forward", "inference"))
+def insert_let_go(module: fx.GraphModule, context: PassContext) -> str:
+    """Insert one `let_go` for each unit with rows whose readers can be shown to have run."""
+    graph, order = context.graph, dataflow.Order.of(module.graph)
+    shown = {row: dataflow.standalone_readers([holder], NO_FORWARD_READERS) for row, holder in graph.weights.items()}
+    groups = by_unit([row for row, readers in shown.items() if readers], context.unit_of)
+    for unit, rows in groups.items():
+        readers = order.frontier([reader for row in rows for reader in shown[row] or ()])
+        results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None]
+        with after_last(module.graph, results):
+            insert(module.graph, LET_GO, (results, context.session, list(rows)), unit)
+    return f"lets go of {sum(map(len, groups.values()))} weights of {len(groups)} units before the end"
+
+
+STREAMED_PASSES: Final[tuple[GraphPass, ...]] = (insert_fetches, insert_let_go)
+"""What runs besides `DEFAULT_PASSES` where weights are streamed."""
+
+
+def fetching_rows(module: fx.GraphModule) -> tuple[int, ...]:
+    """The rows whose weights a rewritten graph reads: of its `fetch` nodes, or its `wait` nodes."""
+    return tuple(row for node in module.graph.nodes if node.target in (FETCH, WAIT) for row in rows_of(node))

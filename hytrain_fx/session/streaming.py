@@ -1,0 +1,39 @@
+"""`weights="streamed"`: what it needs, and its beginning."""
+
+from __future__ import annotations
+
+from hytrain_fx.errors import EngineError, UnsupportedError
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.native.storage_memory import can_put
+from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.session.resources import Resources
+from hytrain_fx.weights.streamed_weights import StreamedWeights
+
+
+def stream_weights(streamed: StreamedWeights, states: StateStore, engine: Engine, resources: Resources, ranks: Ranks | None) -> None:
+    """Have the weights of a model that was just compiled rest on the host, where that is wanted.
+
+    Raises UnsupportedError, and changes nothing, where no weight of it can be, or where what it
+    takes is not there.
+    """
+    if not streamed.wanted:
+        return
+    if ranks:
+        raise UnsupportedError('weights="streamed" with several ranks: that is for one process so far; use weights="resident", or '
+                               "process_group=False where this process trains on its own")
+    if not states.may_halve:
+        raise UnsupportedError('weights="streamed" with this optimizer: none of its states has signs to spare, so its bf16 weights are not '
+                               'half of their fp32 masters on the host; that is for AdamW and Adam, use weights="resident"')
+    if not engine.splits_masters:
+        raise UnsupportedError(f'weights="streamed" with the {engine.name} engine: only the native engine has a weight in the half '
+                               'of its master; install a C++ compiler (g++ or clang++), or use weights="resident"')
+    if not streamed.may_be_any():
+        raise UnsupportedError('weights="streamed": no weight of this model can be; expected matrices in bf16 (model.to(torch.bfloat16)), '
+                               "each with memory of its own. fp32 weights stay on the device; autocast may have copies of them there")
+    try:
+        can_put()
+    except EngineError as error:
+        raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
+    streamed.choose()
+    resources.streamed = streamed

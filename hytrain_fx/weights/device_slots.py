@@ -1,0 +1,166 @@
+"""Device memory that streamed weights pass through: slots, and the stream that fills them.
+
+    take        an idle slot of the size, the one that was read longest ago; else a new one
+    filled      a copy on the lane fills it: readers wait for `ready`
+    give        the readers that were launched by now are the last: the next copy waits for `free`
+
+A slot that was given keeps what it has until it is taken for something else. Slots are made when
+they are first needed and stay until the model is closed, so nothing is torn into pieces.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_ALIGN_BYTES = 512
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One part of the device's memory.
+
+    memory    uint8, flat
+    unit      number of the unit whose weights are there, or were; None before the first
+    holds     whether its weights are there, as of the last update
+    ahead     they were brought ahead of need, and nobody has read them
+    ready     when the last copy into it has come; None on the CPU
+    free      when the last reader before that copy has run; None on the CPU
+    """
+
+    memory: torch.Tensor
+    unit: int | None = None
+    holds: bool = False
+    ahead: bool = False
+    ready: torch.cuda.Event | None = None
+    free: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return self.memory.nbytes
+
+
+class CopyLane:
+    """A stream beside the one that computes. On the CPU copies are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def current(self, *after: torch.cuda.Event | None) -> Iterator[None]:
+        """It is the current stream meanwhile, and waits for these events first."""
+        with torch.cuda.stream(self._stream):
+            for event in after:
+                wait_for(event, self._device)
+            yield
+
+    def point(self) -> torch.cuda.Event | None:
+        """When all that is on the lane by now has run."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def present(self) -> torch.cuda.Event | None:
+        """When all that is on the current stream by now has run."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+
+def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """The current stream waits for the event."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+class SlotPool:
+    """The slots of one session.
+
+    of_a_size   so many are made of each size before one that was filled ahead of need is taken
+                from its unit
+    """
+
+    def __init__(self, device: torch.device, of_a_size: int) -> None:
+        self.slots: list[Slot] = []
+        self.of_a_size = of_a_size
+        self._device = device
+        self._idle: list[Slot] = []  # given longest ago first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.nbytes for slot in self.slots)
+
+    def take(self, nbytes: int) -> Slot:
+        """A slot of at least that size, for what is needed now. Raises torch.OutOfMemoryError."""
+        wanted = slot_bytes(nbytes)
+        slot = self._take_idle(wanted) or self._made_within_limit(wanted) or self._take_filled_ahead(wanted)
+        slot = slot or self._make(wanted)
+        slot.ahead = False
+        return slot
+
+    def take_ahead(self, nbytes: int) -> Slot | None:
+        """The same for what is brought ahead of need; None where that would take more memory."""
+        wanted = slot_bytes(nbytes)
+        return self._take_idle(wanted) or self._made_within_limit(wanted)
+
+    def use(self, slot: Slot) -> None:
+        """Its weights are still there and are about to be read."""
+        slot.ahead = False
+        if slot in self._idle:
+            self._idle.remove(slot)
+
+    def give(self, slot: Slot) -> None:
+        """Nobody who comes from now on reads it, until it is taken or used again."""
+        slot.ahead = False
+        self._idle.append(slot)
+
+    def is_idle(self, slot: Slot) -> bool:
+        """Whether it was given, and not taken or used since."""
+        return slot in self._idle
+
+    def clear(self) -> None:
+        """Let go of all memory; storages that still have a part of it keep it alive."""
+        self.slots.clear()
+        self._idle.clear()
+
+    def _take_idle(self, wanted: int) -> Slot | None:
+        exact = next((slot for slot in self._idle if slot.nbytes == wanted), None)
+        full = self._count(wanted) >= self.of_a_size
+        found = exact or (min((s for s in self._idle if s.nbytes > wanted), key=lambda s: s.nbytes, default=None) if full else None)
+        if found is not None:
+            self._idle.remove(found)
+        return found
+
+    def _made_within_limit(self, wanted: int) -> Slot | None:
+        return self._make(wanted) if self._count(wanted) < self.of_a_size else None
+
+    def _take_filled_ahead(self, wanted: int) -> Slot | None:
+        return next((slot for slot in reversed(self.slots) if slot.ahead and slot.nbytes >= wanted), None)
+
+    def _count(self, wanted: int) -> int:
+        return Counter(slot.nbytes for slot in self.slots)[wanted]
+
+    def _make(self, wanted: int) -> Slot:
+        memory = torch.empty(wanted, dtype=torch.uint8, device=self._device)
+        slot = Slot(memory)
+        if self._device.type == "cuda":  # what had this memory before may still be read on the stream that it comes from
+            slot.free = torch.cuda.current_stream(self._device).record_event()
+        self.slots.append(slot)
+        return slot
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Bytes of a slot for so many bytes of weights."""
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def places_in_slot(sizes: list[int]) -> tuple[list[int], int]:
+    """Where in a slot weights of these sizes go, each aligned; and how many bytes they take."""
+    begins, end = [], 0
+    for nbytes in sizes:
+        begins.append(end)
+        end += slot_bytes(nbytes)
+    return begins, end

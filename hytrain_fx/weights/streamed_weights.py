@@ -1,0 +1,221 @@
+"""Weights that rest on the host: which they are, and how the loop finds them.
+
+    choose       whole bf16 matrices that the CPU updates; their homes are on the host from now on
+    (graphs)     find them in slots of the device (fetched_units.py)
+    fill         the loop looks at a weight: the parameter gets memory of its own
+    keep         code outside graphs reads it in a forward: it keeps that memory
+    a training forward begins      the memory is given back where nobody holds it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import nn
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.figures import bytes_text
+from hytrain_fx.ir.plan import PlacedPiece, Placement
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.runtime.states.streamed_homes import may_stream
+from hytrain_fx.torch_private.autograd import accumulator
+from hytrain_fx.torch_private.tensors import without_torch_function
+from hytrain_fx.torch_private.trace import is_held_alone
+from hytrain_fx.weights.fetched_units import FetchedUnits
+from hytrain_fx.weights.held import HeldWeights
+from hytrain_fx.weights.outside_writes import OutsideWrites
+
+
+class StreamedWeights:
+    """Those of one session.
+
+    wanted   whether there are to be any
+    units    as graphs read them
+    """
+
+    def __init__(
+        self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites, held: HeldWeights, units: FetchedUnits,
+        *, wanted: bool,
+    ) -> None:
+        self.wanted = wanted
+        self.units = units
+        self._table = table
+        self._engine = engine
+        self._states = states
+        self._writes = writes
+        self._held = held
+        self._of = states.streamed
+        self._kept: set[int] = set()  # rows that stay on the device, because code outside graphs reads them
+
+    # ---- which weights ----
+
+    @whole()
+    def choose(self) -> None:
+        """Stream every weight that may be and is not: whole ones in bf16 that the CPU updates.
+
+        All rows are at rest, and written weights are followed.
+        """
+        with torch.no_grad(), without_torch_function(), self._held.ours():
+            self._states.on_home = self.units.home_changes
+            new = list(filter(self._may_begin, range(len(self._table))))
+            if new:
+                self.units.drop_slots()
+                for row in new:
+                    self._states.stream(row)
+                self.units.arrange()
+
+    @contextmanager
+    def moving(self, placed: Sequence[PlacedPiece]) -> Iterator[None]:
+        """Around a move of states to where `placed` has them: weights follow, there and back."""
+        if not self.wanted:
+            yield
+            return
+        self._before_move(placed)
+        try:
+            yield
+        finally:
+            self.choose()
+
+    @whole()
+    def _before_move(self, placed: Sequence[PlacedPiece]) -> None:
+        """Weights of rows that will not be whole on the CPU are to stay on the device."""
+        leaving = sorted(self._of.keys() - self._whole_on_cpu(placed))
+        if not leaving:
+            return
+        self.fill(leaving)
+        self.units.drop_slots()
+        with torch.no_grad(), without_torch_function(), self._held.ours():
+            for row in leaving:
+                self._states.keep_on_device(row)
+            self.units.arrange()
+
+    @staticmethod
+    def _whole_on_cpu(placed: Sequence[PlacedPiece]) -> set[int]:
+        pieces = Counter(of.piece.parameter for of in placed)
+        return {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}
+
+    def may_be_any(self) -> bool:
+        """Whether any weight of the model may be streamed, wherever it is updated."""
+        return any(map(self._fits, range(len(self._table))))
+
+    def _may_begin(self, row: int) -> bool:
+        if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
+            return False
+        return self._states[row].low is not None and may_stream(self._table.parameters[row])
+
+    # ---- what the loop reads and writes ----
+
+    def enter_forward(self, touched: Collection[int]) -> None:
+        """Before a training forward: give back memory that nobody holds.
+
+        Not what was written, or may have been, and is not the master yet: `step()` follows it.
+        """
+        if not self._of or not torch.is_grad_enabled():
+            return
+        seen = touched if self._table.device.type == "cpu" else ()
+        with torch.no_grad(), without_torch_function():
+            there = [row for row, of in self._of.items() if of.has_memory and row not in self._kept and row not in seen]
+            alone = [row for row in there if self._writes.is_ours(row) and self._is_alone(self._table.parameters[row])]
+            if alone and self._table.device.type == "cuda":
+                torch.cuda.synchronize(self._table.device)  # a stream of the loop's own may still read it
+            with whole(), self.units.lock:
+                for row in alone:
+                    self._of[row].has_memory = False
+                    self.units.lost(row)
+                    take_memory(self._table.parameters[row])
+
+    @staticmethod
+    def _is_alone(parameter: nn.Parameter) -> bool:
+        return may_stream(parameter) and is_held_alone(parameter, accumulator(parameter) if parameter.requires_grad else None)
+
+    @whole()
+    def fill(self, rows: Iterable[int]) -> None:
+        """Have these parameters show the weight of the last update in memory of their own."""
+        behind = [row for row in rows if row in self._of and not self._of[row].shows]
+        if not behind:
+            return
+        with torch.no_grad(), without_torch_function():
+            self._engine.settle(behind)
+            with self.units.lock:
+                for row in behind:
+                    self._fill(row)
+            self._writes.note_all(behind)
+
+    def _fill(self, row: int) -> None:
+        of, parameter = self._of[row], self._table.parameters[row]
+        if of.has_memory:
+            self._states.show_weight(row)
+            return
+        memory = torch.empty(self.units.nbytes(row), dtype=torch.uint8, device=parameter.device)
+        memory.view(torch.bfloat16).copy_(self._states.home(row))  # it is there when this returns: another thread may read it at once
+        put_memory(parameter, memory, 0, memory.nbytes)
+        of.has_memory = of.current = True
+
+    def keep(self, rows: Iterable[int]) -> None:
+        """Code outside graphs reads these weights, now or in its backward: they stay here."""
+        rows = list(rows)
+        self._kept.update(rows)
+        self.fill(rows)
+
+    def keep_all(self) -> None:
+        """Code that nobody can watch may read any weight from now on."""
+        self.keep(tuple(self._of))
+
+    def may_lose_memory(self, row: int) -> bool:
+        """Whether the parameter's memory may go before the next training forward."""
+        return row in self._of and row not in self._kept
+
+    def restore(self) -> None:
+        """Give every parameter its memory and weight, for good.
+
+        Also where the engine has failed.
+        """
+        if not self._of:
+            return
+        with suppress(EngineError):
+            self._engine.drain(list(self._of))
+        with torch.no_grad(), without_torch_function(), self.units.lock:
+            for row in self._of:
+                if not self._of[row].shows:
+                    self._fill(row)
+            self._kept.update(self._of)
+            self.units.drop_slots()
+
+    # ---- telling of it ----
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the weights whose parameters have no memory of their own now."""
+        return sum(self.units.nbytes(row) for row, of in self._of.items() if not of.has_memory)
+
+    def under(self, placed: Sequence[PlacedPiece]) -> tuple[int, int]:
+        """Bytes of the weights that rest on the host alone where states are placed so.
+
+        And those of the slots that they take on the device once every unit was fetched.
+        """
+        rows = [row for row in self._whole_on_cpu(placed) - self._kept if row in self._of or self._fits(row)]
+        return sum(map(self.units.nbytes, rows)), self.units.slot_bytes_for(rows)
+
+    def _fits(self, row: int) -> bool:
+        with without_torch_function():
+            return may_stream(self._table.parameters[row])
+
+    def in_words(self) -> str | None:
+        """How many weights are streamed, and how much of them; None where none are."""
+        if not self._of:
+            return None
+        streamed = [row for row in self._of if row not in self._kept]
+        params, everything = sum(self._table.parameters[row].numel() for row in streamed), sum(p.numel() for p in self._table.parameters)
+        stay = sorted(self._kept.intersection(self._of))
+        kept = (f"; {len(stay)} more stay on the device, as code outside graphs reads them: "
+                f"{self._table.names[stay[0]]}" + (", ..." if len(stay) > 1 else "")) if stay else ""
+        nbytes = sum(map(self.units.nbytes, streamed))
+        return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
+                f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}")

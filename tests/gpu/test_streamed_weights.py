@@ -1,0 +1,81 @@
+"""Weights that rest on the host, on a GPU: bits of resident weights, and memory of the slots."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
+from hytrain_fx.config import Weights
+from hytrain_fx.weights.fetched_units import NAN_VARIABLE, UNITS_AHEAD
+
+from .feed_forward import ADAMW, STEPS, batches, build, deterministic, loss_of
+
+__all__ = ["deterministic"]  # the fixture, for this file too
+
+
+def train(model: Any, optimizer: Any, *, clip: float | None, parts: int = 1) -> list[float]:
+    """Some steps of the plain loop, with micro-batches, then an evaluation."""
+    losses, data = [], batches()
+    for _ in range(STEPS):
+        for _ in range(parts):
+            loss = loss_of(model, next(data))
+            loss.backward()
+        if clip is not None:
+            losses.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(loss_of(model, next(data)).item())
+    return losses
+
+
+def run(weights: Weights, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    torch._dynamo.reset()
+    model = build(torch.bfloat16)
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), weights=weights, k=0, stream=0.0)
+    losses = train(model, optimizer, **options)
+    if weights == "streamed":
+        slots = session_of(model).nodes.fetched
+        assert slots.bytes_fetched > 0
+        assert slots.slot_bytes > 0
+        hytrain_fx.explain(model)
+    hytrain_fx.close(model)
+    found = [p.detach().clone() for p in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    return losses, found
+
+
+@pytest.mark.parametrize("nan", [False, True], ids=["slots keep what they have", "slots are NaN once read"])
+@pytest.mark.parametrize("options", [{"clip": None}, {"clip": 0.1}, {"clip": 0.1, "parts": 2}], ids=str)
+def test_streamed_weights_have_the_bits_of_resident_ones(options: dict[str, Any], nan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, norms and weights, with copies that run beside the kernels."""
+    if nan:
+        monkeypatch.setenv(NAN_VARIABLE, "1")
+    losses, expected = run("resident", **options)
+    found_losses, found = run("streamed", **options)
+    assert found_losses == losses
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_device_has_slots_for_three_layers() -> None:
+    """Of a deep model the device keeps no matrix from step to step, and few in slots."""
+    torch._dynamo.reset()
+    width, layers = 1024, 16
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))).to("cuda", torch.bfloat16)
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), weights="streamed")
+    for _ in range(3):
+        model(torch.randn(32, width, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = hytrain_fx.explain(model).memory
+    assert memory.weights_bytes == 2 * width * layers  # the biases
+    assert memory.weight_slots_bytes == (UNITS_AHEAD + 1) * 2 * width * width
+    hytrain_fx.close(model)
