@@ -108,8 +108,8 @@ class EagerAccess:
         row = self._table.row_of[id(parameter)]
         if self._turns.is_elsewhere:
             self._turns.read()
-            self.copies.before_eager_code()  # from now on all fp32 memory stays: the next read may come while a graph runs
-            self.streamed.keep([row])
+            self.copies.before_eager_code()  # from now on all memory stays: the next read may come while a graph runs
+            self.streamed.keep_all()
             self._settle([row])
         else:
             with self._marks.held("read"):

@@ -49,7 +49,6 @@ class EagerReads:
         self._watch: OperatorReads | None = None
         self._cannot = False
         self._rows_of: dict[int, list[int]] = {}  # by storage
-        self._unwatched: list[int] = []  # storages
         self._waited: set[int] = set()  # units, in this forward
         self._stream: object = None
         self.is_on = False
@@ -68,8 +67,7 @@ class EagerReads:
             return False
         if not self._rows_of:
             self._find_storages(watch)
-        watch.add(self._unwatched)
-        self._unwatched.clear()
+        watch.add(list(self._rows_of))  # all: an interrupt may have come between one that was read and the note of it
         self._waited.clear()
         self._stream = self._current_stream()
         watch.begin()
@@ -105,11 +103,9 @@ class EagerReads:
             for row, parameter in enumerate(self._parameters):
                 found.setdefault(storage_of(parameter), []).append(row)
         watch.clear()
-        self._unwatched = list(found)
         self._rows_of = found  # last: after an interrupt before, all are looked for again
 
     def _told(self, storage: int) -> None:
-        self._unwatched.append(storage)
         rows = self._rows_of[storage]
         for unit in dict.fromkeys(self._unit_of[row] for row in rows):
             if unit not in self._waited:

@@ -166,7 +166,7 @@ class StreamedWeights:
 
     def keep_all(self) -> None:
         """Code that nobody can watch may read any weight from now on."""
-        self.keep(tuple(self._of))
+        self.keep(range(len(self._table)))
 
     def may_lose_memory(self, row: int) -> bool:
         """Whether the parameter's memory may go before the next training forward."""
