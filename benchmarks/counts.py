@@ -117,14 +117,14 @@ def counts_table(found: Mapping[str, tuple[Counts, Units]]) -> str:
 def _waits(session: Session) -> Iterator[list[Sequence[int]]]:
     """The rows of each wait for new weights meanwhile."""
     nodes: Any = session.nodes
-    wait, found = nodes.wait, list[Sequence[int]]()
+    wait, found = nodes.wait_outside, list[Sequence[int]]()  # which a graph's own nodes wait by, too
 
     def noted(rows: Sequence[int]) -> None:
         found.append(rows)
         wait(rows)
 
-    nodes.wait = noted
+    nodes.wait_outside = noted
     try:
         yield found
     finally:
-        del nodes.wait
+        del nodes.wait_outside
