@@ -65,7 +65,6 @@ class EagerAccess:
         outside: OutsideCalls,
         *,
         copies: bool,
-        streams: bool,
         is_over: Callable[[], bool],
     ) -> None:
         self.touched: set[int] = set()
@@ -74,7 +73,7 @@ class EagerAccess:
         self.writes = OutsideWrites(table, engine, states, held)
         on_change = nodes.gradients.groups.forget
         self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
-        self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched, wanted=streams)
+        self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched)
         self._table = table
         self._engine = engine
         self._states = states

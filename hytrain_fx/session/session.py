@@ -97,7 +97,8 @@ class Session:
         self.states = self.update.make_states(self.engine, self.units)
         self._probe = self.update.make_probe(self.engine)
         self.resources = Resources(self.states, self.table, self.engine, self.config, self.clock)
-        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units)
+        self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units,
+                                  streams=self.config.streamed)
         self.builder = self.update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
@@ -109,7 +110,7 @@ class Session:
         copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
-                                 self._outside, copies=copied, streams=self.config.streamed, is_over=lambda: not self._shut_down.alive)
+                                 self._outside, copies=copied, is_over=lambda: not self._shut_down.alive)
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies

@@ -74,12 +74,14 @@ class _Run:
 class FetchedUnits:
     """Those of one session.
 
+    wanted           whether weights may be streamed at all: graphs of others are not looked at
     ahead            units brought ahead of need
     bytes_fetched    copied to slots, since the session began
     lock             held while memory under a parameter changes
     """
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, units: Sequence[Unit]) -> None:
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, units: Sequence[Unit], wanted: bool) -> None:
+        self.wanted = wanted
         self.ahead = UNITS_AHEAD
         self.bytes_fetched = 0
         self.lock = threading.RLock()
@@ -146,6 +148,9 @@ class FetchedUnits:
 
         Raises DroppedNodeError where it has not fetched them all.
         """
+        if not self.wanted:
+            yield
+            return
         outer, run = getattr(self._runs, "now", None), _Run()
         self._runs.now = run
         try:
@@ -162,6 +167,8 @@ class FetchedUnits:
 
     def fetch(self, rows: Sequence[int]) -> None:
         """What is launched from now on finds these weights on the device."""
+        if not self.wanted:
+            return
         run: _Run | None = getattr(self._runs, "now", None)
         if run is None:
             raise EngineError("internal: weights were fetched outside a compiled graph")

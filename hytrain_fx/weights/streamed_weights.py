@@ -42,9 +42,8 @@ class StreamedWeights:
 
     def __init__(
         self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites, held: HeldWeights, units: FetchedUnits,
-        *, wanted: bool,
     ) -> None:
-        self.wanted = wanted
+        self.wanted = units.wanted
         self.units = units
         self._table = table
         self._engine = engine
