@@ -28,8 +28,8 @@ from torch import fx
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.passes.base import Fact, GraphPass, PassContext, graph_pass
-from hytrain_fx.passes.insert_release import NO_READERS
-from hytrain_fx.passes.node_notes import after_last, by_unit, insert, rows_of
+from hytrain_fx.passes.insert_release import NO_READERS, insert_after_readers
+from hytrain_fx.passes.node_notes import by_unit, insert, rows_of
 from hytrain_fx.passes.ops import FETCH, LET_GO, WAIT
 
 NO_FORWARD_READERS: Final[frozenset[object]] = frozenset({WAIT, LET_GO, "output"})
@@ -54,15 +54,10 @@ def fetched_rows(context: PassContext) -> tuple[int, ...]:
 @graph_pass(needs=Fact.WAITS_INSERTED, gives=Fact.LET_GO, kinds=("forward", "inference"))
 def insert_let_go(module: fx.GraphModule, context: PassContext) -> str:
     """Insert one `let_go` for each unit with rows whose readers can be shown to have run."""
-    graph, order = context.graph, dataflow.Order.of(module.graph)
-    shown = {row: dataflow.standalone_readers([holder], NO_FORWARD_READERS) for row, holder in graph.weights.items()}
-    groups = by_unit([row for row, readers in shown.items() if readers], context.unit_of)
-    for unit, rows in groups.items():
-        readers = order.frontier([reader for row in rows for reader in shown[row] or ()])
-        results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None]
-        with after_last(module.graph, results):
-            insert(module.graph, LET_GO, (results, context.session, list(rows)), unit)
-    return f"lets go of {sum(map(len, groups.values()))} weights of {len(groups)} units before the end"
+    found = {row: dataflow.standalone_readers([holder], NO_FORWARD_READERS) for row, holder in context.graph.weights.items()}
+    shown = {row: readers for row, readers in found.items() if readers}
+    units = insert_after_readers(module, context, LET_GO, shown, {})
+    return f"lets go of {len(shown)} weights of {units} units before the end"
 
 
 STREAMED_PASSES: Final[tuple[GraphPass, ...]] = (insert_fetches, insert_let_go)

@@ -13,6 +13,9 @@ inlined reader (a norm's weight) is left to `backward_end`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from torch import fx
 
 from hytrain_fx.capture import dataflow
@@ -28,18 +31,28 @@ NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END, FETCH})
 def insert_release(module: fx.GraphModule, context: PassContext) -> str:
     """Insert one `release` for each unit with rows that can be released before the end."""
     tokens = {note(node).unit: node for node in module.graph.find_nodes(op="call_function", target=GRAD_OFFLOAD)}
-    order = dataflow.Order.of(module.graph)
     rows = released_rows(context)
-    shown = {row: dataflow.standalone_readers(context.graph.holders(row), NO_READERS) for row in rows}
-    released = 0
-    for unit, group in by_unit([row for row in rows if shown[row] is not None], context.unit_of).items():
-        readers = order.frontier([reader for row in group for reader in shown[row] or ()])
-        results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None]
-        results = results or [tokens[unit]]
+    found = {row: dataflow.standalone_readers(context.graph.holders(row), NO_READERS) for row in rows}
+    shown = {row: readers for row, readers in found.items() if readers is not None}
+    insert_after_readers(module, context, RELEASE, shown, tokens)
+    return f"{len(shown)} of {len(rows)} rows are released before the end of the backward"
+
+
+def insert_after_readers(
+    module: fx.GraphModule, context: PassContext, target: Any, shown: Mapping[int, Sequence[fx.Node]], otherwise: Mapping[int | None, Any]
+) -> int:
+    """Insert one call of `target` for each unit, which takes its readers' results; how many.
+
+    shown        by row: its readers
+    otherwise    by unit: what the call takes where no reader of its rows has a result
+    """
+    order, groups = dataflow.Order.of(module.graph), by_unit(list(shown), context.unit_of)
+    for unit, rows in groups.items():
+        readers = order.frontier([reader for row in rows for reader in shown[row]])
+        results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None] or [otherwise[unit]]
         with after_last(module.graph, results):
-            insert(module.graph, RELEASE, (results, context.session, list(group)), unit)
-        released += len(group)
-    return f"{released} of {len(rows)} rows are released before the end of the backward"
+            insert(module.graph, target, (results, context.session, list(rows)), unit)
+    return len(groups)
 
 
 def released_rows(context: PassContext) -> tuple[int, ...]:
