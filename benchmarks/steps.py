@@ -58,7 +58,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autocast", action="store_true", help="fp32 parameters under bf16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--device-memory", type=float, default=None, metavar="GB", help="torch may take no more of the GPU (10^9 bytes)")
-    parser.add_argument("--host-memory", type=float, default=None, metavar="GB", help="ours: states take at most 85 % of it (10^9 bytes); "
+    parser.add_argument("--host-memory", type=float, default=None, metavar="GB", help="ours: states take at most 85 %% of it (10^9 bytes); "
                         "table, rows and largest also end a row whose processes hold more")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of hytrain_fx.compile")
 

@@ -41,7 +41,7 @@ from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.torch_private import compiling, tensors
-from hytrain_fx.torch_private.options import mode_options
+from hytrain_fx.torch_private.options import graph_options
 from hytrain_fx.torch_private.trace import traced_form
 
 R = TypeVar("R")
@@ -126,7 +126,7 @@ class Capture(Generic[R]):
         """
         if (place := compiling.graph_break_after(gm)) is not None:
             self.breaks[place] = None
-        patches = {**(mode_options(mode) if mode else {}), **(options or {})}
+        patches = graph_options(mode, options)
         _refuse_cudagraphs(patches.get("triton.cudagraphs", False))
         # torch keeps what it is given here as long as the code lives. A model that was dropped must
         # not live on because of it.

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import distributed, nn
@@ -37,11 +37,15 @@ Found = dict[str, Any]
 Work = Callable[[int, int], Any]
 
 
+ONE_GPU: Final = "cpu:gloo,cuda:gloo"
+"""Backend of ranks that share a GPU: NCCL takes one rank for each."""
+
+
 def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backend: str = "gloo") -> list[Any]:
     """What `work(rank, size)` gives on each of `size` ranks, or its error's text, by rank.
 
     timeout_s   of the group
-    backend     "nccl": each rank has a GPU
+    backend     "nccl": each rank has a GPU; ONE_GPU: all ranks have the same
     """
     ranks = begun(work, size, folder, timeout_s, backend)
     end_s = time.monotonic() + 240.0
@@ -69,12 +73,13 @@ def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = 
 def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    on_gpu: Any = nullcontext()  # on the CPU no mode is on: under one, torch does not capture Tensor.unflatten
+    if backend in ("nccl", ONE_GPU):
+        on_gpu = torch.device("cuda", rank if backend == "nccl" else 0)
+        torch.cuda.set_device(on_gpu)
     try:
         distributed.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-        # On the CPU no mode is on: under one, torch does not capture Tensor.unflatten.
-        with graphs_interpreted(), device_here() if backend == "nccl" else nullcontext():
+        with graphs_interpreted(), on_gpu:
             found = work(rank, size)
     except Exception as error:
         traceback.print_exc()
@@ -85,8 +90,7 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
 
 def device_here() -> torch.device:
     """Where this rank trains, or a process without ranks."""
-    on_gpu = distributed.is_initialized() and distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.get_default_device()
 
 
 def require_bits_by_hand(ranks: Sequence[Mapping[str, Sequence[Found]]], noted: str) -> None:

@@ -197,6 +197,15 @@ def test_what_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in told.err
 
 
+@pytest.mark.parametrize("name", [name for name, *_ in command_line.COMMANDS])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A per cent sign is a format to argparse, which raises only when the text is shown."""
+    with pytest.raises(SystemExit) as left:
+        command_line.main([name, "--help"])
+    assert left.value.code == 0
+    assert f"benchmarks {name}" in capsys.readouterr().out
+
+
 def test_contention_measures_updates_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Without copies it needs no GPU; with them and no GPU it says so."""
     assert command_line.main(["contention", "--threads", "1,2", "--seconds", "0.1", "--params", "100000", "--skip-copies"]) == 0

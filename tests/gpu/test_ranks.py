@@ -1,4 +1,7 @@
-"""Two processes with a GPU each train one model over NCCL: the loops of tests/cpu/test_ranks.py."""
+"""Two processes train one model on GPUs: the loops of tests/cpu/test_ranks.py.
+
+Over NCCL with a GPU each; over gloo with one GPU between them.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +16,35 @@ import torch
 
 from ..cpu import owner_loops, rank_loops, shard_loops
 from ..cpu.loops import assert_same
-from ..cpu.rank_loops import LOOPS, require_bits_by_hand, started
+from ..cpu.rank_loops import LOOPS, ONE_GPU, require_bits_by_hand, started
 from ..cpu.test_rank_timeline import Recorded, recorded, require_order, require_whole_lane
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+BACKENDS = [pytest.param("nccl", marks=two_gpus), ONE_GPU]
 
 
-def test_two_ranks_have_the_bits_of_averaging_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_have_the_bits_of_averaging_by_hand(backend: str, tmp_path: Path) -> None:
     """As on CPUs: every loop and placement, with one rank slow."""
-    first, second = started(partial(rank_loops.every_loop, LOOPS), 2, tmp_path, backend="nccl")
+    first, second = started(partial(rank_loops.every_loop, LOOPS), 2, tmp_path, backend=backend)
     assert len(first) == len(LOOPS), first
     require_bits_by_hand((first, second), "losses")
     for loop in first:
         assert all(map(torch.equal, first[loop][1]["states"], second[loop][1]["states"]))
 
 
-def test_ranks_have_plans_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_have_plans_of_their_own(backend: str, tmp_path: Path) -> None:
     """Whatever the plan of each of them, weights and states have the same bits."""
-    ranks = started(rank_loops.two_plans, 2, tmp_path, backend="nccl")
+    ranks = started(rank_loops.two_plans, 2, tmp_path, backend=backend)
     for found in ranks:
         for of in found:
             assert_same(of["weights"], ranks[0][0]["weights"])
             assert all(map(torch.equal, of["states"], ranks[0][0]["states"]))
 
 
+@two_gpus
 def test_the_example_ends_with_equal_weights() -> None:
     """As its text says, started by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -48,13 +55,15 @@ def test_the_example_ends_with_equal_weights() -> None:
     assert "2 ranks: all ranks have the same weights" in run.stdout
 
 
-def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_loop_has_the_bits_of_whole_gradients(backend: str, tmp_path: Path) -> None:
     """Reads, edits, clips, sums: each rank's states move at every step, and one rank is slow."""
-    first, second = started(shard_loops.every_loop, 2, tmp_path, backend="nccl")
+    first, second = started(shard_loops.every_loop, 2, tmp_path, backend=backend)
     assert len(first) == 2 * len(shard_loops.LOOPS), first
     require_bits_by_hand((first, second), "seen")
 
 
+@two_gpus
 @pytest.mark.parametrize("name", owner_loops.KINDS)
 def test_owners_have_the_bits_of_averaging_by_hand(name: str, tmp_path: Path) -> None:
     """Every state on the device, where an optimizer without a kernel has the plain loop's bits."""
@@ -62,13 +71,15 @@ def test_owners_have_the_bits_of_averaging_by_hand(name: str, tmp_path: Path) ->
     require_bits_by_hand(ranks, "seen")
 
 
-def test_owners_keep_ranks_alike_whatever_the_plans(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_owners_keep_ranks_alike_whatever_the_plans(backend: str, tmp_path: Path) -> None:
     """Some states on the host of one rank, and on the device of the other."""
-    first, second = started(owner_loops.four, 2, tmp_path, backend="nccl")
+    first, second = started(owner_loops.four, 2, tmp_path, backend=backend)
     assert first["seen"] == second["seen"]
     assert_same(first["weights"], second["weights"])
 
 
+@two_gpus
 def test_recorded_steps_show_what_goes_from_rank_to_rank(tmp_path: Path) -> None:
     """As on CPUs. Bars lie inside the steps of the device's lane, and none overlaps another."""
     for found in started(recorded, 2, tmp_path, backend="nccl"):
