@@ -109,10 +109,10 @@ class EagerAccess:
             self._turns.read()
             self.copies.before_eager_code()  # from now on all memory stays: the next read may come while a graph runs
             self.streamed.keep_all()
-            self._settle([row])
+            self.settle([row])
         else:
             with self._marks.held("read"):
-                self._settle([row])
+                self.settle([row])
         self.fill([row])
 
     def fill(self, rows: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ class EagerAccess:
         self.copies.fill(rows)
         self.streamed.fill(rows)
 
-    def _settle(self, rows: Sequence[int]) -> None:
+    def settle(self, rows: Sequence[int]) -> None:
         """Return when the new weights of these rows are there, whoever reads them."""
         self._engine.settle(self._states.pieces.rows(rows))
         if self._nodes.gathered:
@@ -252,7 +252,7 @@ class EagerAccess:
         `elsewhere`: on another stream than the forward's.
         """
         if elsewhere:  # what follows makes only this stream wait
-            self._settle(rows)
+            self.settle(rows)
         self._nodes.wait_outside(rows)
 
     @whole()
