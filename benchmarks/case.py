@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 OWN_MODES = ("floor", "all_gpu", "reference", "ours")
-PEER_MODES = ("zero_offload", "torchao")
+PEER_MODES = ("zero_offload", "torchao", "zero_infinity", "fsdp2_offload")
 MODES = OWN_MODES + PEER_MODES
 TITLES = {"floor": "forward and backward alone", "all_gpu": "PyTorch, all on the GPU", "reference": "PyTorch, all on the GPU, foreach",
-          "ours": "hytrain_fx", "zero_offload": "DeepSpeed ZeRO-Offload", "torchao": "torchao CPU offload"}
+          "ours": "hytrain_fx", "zero_offload": "DeepSpeed ZeRO-Offload", "torchao": "torchao CPU offload",
+          "zero_infinity": "DeepSpeed ZeRO-Infinity, all on the CPU", "fsdp2_offload": "FSDP2, all on the CPU"}
+_DEEPSPEED = ("zero_offload", "zero_infinity")
+_FP32_ONLY = ("torchao", "fsdp2_offload")  # their optimizers keep no masters beside 16-bit parameters
 
 
 NEVER_REACHED = 1e9  # by a norm
@@ -64,15 +67,15 @@ class Case:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise CannotRun(f"found mode {self.mode!r}, expected one of {', '.join(MODES)}")
-        if self.mode == "zero_offload" and self.autocast:
-            raise CannotRun("zero_offload trains bf16 parameters with fp32 masters; leave --autocast out")
-        if self.mode == "torchao" and not self.autocast:
-            object.__setattr__(self, "autocast", True)  # its optimizer keeps no masters beside 16-bit parameters
+        if self.mode in _DEEPSPEED and self.autocast:
+            raise CannotRun(f"{self.mode} trains bf16 parameters with fp32 masters; leave --autocast out")
+        if self.mode in _FP32_ONLY and not self.autocast:
+            object.__setattr__(self, "autocast", True)
         if self.mode == "torchao" and self.clip is not None:
             raise CannotRun("torchao's CPUOffloadOptimizer updates before the norm of all gradients is known; leave --clip out")
         if min(self.micro_batches, self.scaled_every) < 1:
             raise CannotRun(f"found {self.micro_batches} micro-batches, one step in {self.scaled_every} scaled; expected at least 1")
-        if self.scaled_every != 1 and (self.clip is None or self.mode == "zero_offload"):
+        if self.scaled_every != 1 and (self.clip is None or self.mode in _DEEPSPEED):
             raise CannotRun("--scaled-every is for --clip in a loop that calls clip_grad_norm_")
         if not all(gb is None or gb > 0 for gb in (self.device_memory_gb, self.host_memory_gb)):
             raise CannotRun(f"found caps of {self.device_memory_gb} and {self.host_memory_gb} GB, expected more than 0")

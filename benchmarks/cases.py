@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from benchmarks.case import PEER_MODES, CannotRun, Case, unique
 
 ON_HOST = ("gpu_states=0.0",)  # every state in host memory
+ON_CPU = ("k=0",)  # every update by the CPU
+STREAMED = (*ON_CPU, "weights=streamed")  # and every matrix in host memory
 QUARTER = ("gpu_states=0.25",)  # a quarter of the states on the device
 
 
@@ -72,6 +74,17 @@ def _sets() -> dict[str, CaseSet]:
     largest = [replace(case, size="10b") for case in (floor, all_gpu, ours)]
     sets["10b"] = CaseSet("10 G parameters, 8 k tokens, where all-GPU does not fit in 143 GB", tuple(largest), (
         Claim("of the floor", largest[2], largest[0], 1.5, 1.25),))
+    by_cpu, streamed = (replace(ours, batch=8, options=options) for options in (ON_CPU, STREAMED))
+    sets["3b-streamed"] = CaseSet("3.1 G parameters, 16 k tokens, weights on the host too", (by_cpu, streamed), (
+        Claim("of weights on the device", streamed, by_cpu, 1.10, 1.03),))
+    capped = [replace(of, batch=8, device_memory_gb=24.0, checkpointing=True) for of in
+              (streamed, Case("zero_infinity", "3b"), Case("fsdp2_offload", "3b"))]
+    sets["3b-24gb"] = CaseSet("3.1 G parameters, 16 k tokens, 24 GB of the GPU", tuple(capped), (
+        Claim("faster than ZeRO-Infinity", capped[0], capped[1], 3.0, 5.0, faster=True),
+        Claim("faster than FSDP2", capped[0], capped[2], 3.0, 5.0, faster=True)))
+    seven, uncapped = replace(capped[0], size="7b"), Case("floor", "7b", 8)
+    sets["7b-24gb"] = CaseSet("6.7 G parameters, 16 k tokens, 24 GB of the GPU", (seven, uncapped, replace(uncapped, checkpointing=True)), (
+        Claim("of the floor of a whole GPU, without recompute", seven, uncapped, 1.35, 1.10),))
     tiny = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]
     sets["smoke"] = CaseSet("a tiny model, on any machine: shows that the commands run, not how fast anything is", tuple(tiny))
     return sets

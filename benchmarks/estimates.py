@@ -10,6 +10,9 @@ search begins, by bytes a parameter:
                                                             as DeepSpeed's documentation says
     torchao         4 + 2: fp32 weights, bf16 copies for    16: the same
                     the backward
+    zero_infinity   gathered weights and gradients of a     18: 16-bit weights too
+                    few layers
+    fsdp2_offload   the same, in fp32                       16: fp32 weights, moments, gradients
 
 https://deepspeed.readthedocs.io/en/latest/memory.html (ZeRO-2, offload).
 """
@@ -140,6 +143,10 @@ def _of_others(case: Case, shape: ModelShape) -> Estimate:
     if case.mode == "torchao":
         kept_bytes = activation_bytes(shape, tokens, case.checkpointing)
         return Estimate(kept_bytes + (FP32_BYTES + HALF_BYTES) * shape.params, OTHERS_HOST_BYTES * shape.params)
+    if case.mode in ("zero_infinity", "fsdp2_offload"):
+        layer_bytes = FP32_BYTES * max(unit.params for unit in shape.units)
+        host_bytes = OTHERS_HOST_BYTES + (HALF_BYTES if case.mode == "zero_infinity" else 0)
+        return Estimate(activation_bytes(shape, tokens, case.checkpointing) + 3 * layer_bytes, host_bytes * shape.params)
     whole = footprint(shape, tokens, units, case.checkpointing)
     if case.mode == "floor":
         return Estimate(whole.device_bytes - whole.gpu_states_bytes, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,23 +15,23 @@ from torch import nn
 
 from benchmarks.case import CannotRun, Case
 from benchmarks.models import Batch, blocks, loss_of, trained
-from benchmarks.trainer import precision, require
+from benchmarks.trainer import backward_of, precision, require
 from hytrain_fx.forecast.bench.loops import ADAMW, Trainer, synchronize
 
 ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-def zero_offload(case: Case, model: nn.Module, device: torch.device, stage: int = 2) -> Trainer[Batch]:
+def zero_offload(case: Case, model: nn.Module, device: torch.device, stage: int = 2, weights_too: bool = False) -> Trainer[Batch]:
     """DeepSpeed ZeRO with the optimizer on the CPU, bf16 parameters, compiled.
 
     One process, or one of those that torchrun has started.
     """
-    for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
-        os.environ.setdefault(name, value)
+    _be_a_rank()
     deepspeed = require("deepspeed", "deepspeed", case.mode)
     if device.type != "cuda":
-        raise CannotRun("mode zero_offload needs a CUDA device: without one DeepSpeed trains on the CPU, with nothing to offload")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=zero_offload_config(case, stage))
+        raise CannotRun(f"mode {case.mode} needs a CUDA device: without one DeepSpeed trains on the CPU, with nothing to offload")
+    config = zero_offload_config(case, stage, weights_too)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=config)
     engine.compile()
 
     def step(batch: Batch) -> torch.Tensor:
@@ -43,6 +44,12 @@ def zero_offload(case: Case, model: nn.Module, device: torch.device, stage: int 
     return Trainer(step, synchronize, lambda: {"package": f"deepspeed {deepspeed.__version__}"})
 
 
+def _be_a_rank() -> None:
+    """The only one, where torchrun has not said another."""
+    for name, value in (ONE_PROCESS | {"MASTER_PORT": str(_free_port())}).items():
+        os.environ.setdefault(name, value)
+
+
 def _free_port() -> int:
     """Another row may be running beside this one."""
     with socket.socket() as found:
@@ -51,8 +58,11 @@ def _free_port() -> int:
     return port
 
 
-def zero_offload_config(case: Case, stage: int = 2) -> dict[str, Any]:
-    """DeepSpeed's configuration, the same on each GPU. With stage 3 weights are sharded, too."""
+def zero_offload_config(case: Case, stage: int = 2, weights_too: bool = False) -> dict[str, Any]:
+    """DeepSpeed's configuration, the same on each GPU. With stage 3 weights are sharded, too.
+
+    weights_too   they are on the CPU as well
+    """
     adamw = {name: list(value) if isinstance(value, tuple) else value for name, value in ADAMW.items()}
     return {
         "train_micro_batch_size_per_gpu": case.batch,
@@ -62,6 +72,7 @@ def zero_offload_config(case: Case, stage: int = 2) -> dict[str, Any]:
         "zero_optimization": {
             "stage": stage,
             "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            **({"offload_param": {"device": "cpu", "pin_memory": True}} if weights_too else {}),
             "overlap_comm": True,
             "contiguous_gradients": True,
         },
@@ -94,3 +105,32 @@ def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch
         return loss.detach()
 
     return Trainer(step, synchronize, lambda: {"package": f"torchao {require('torchao', 'torchao', case.mode).__version__}"})
+
+
+def fsdp2(case: Case, model: nn.Module, device: torch.device, offload: bool) -> Trainer[Batch]:
+    """FSDP2 with each block compiled and a unit of its own; fp32 parameters, bf16 compute.
+
+    One process, or one of those that torchrun has started.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    if not torch.distributed.is_initialized():
+        _be_a_rank()
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
+    if offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for block in blocks(case.size, model):
+        block.compile()
+        fully_shard(block, **policy)
+    fully_shard(model, **policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    backward = backward_of(replace(case, mode="floor", autocast=False), model, device)  # its policy casts
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss = backward(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Trainer(step, synchronize)

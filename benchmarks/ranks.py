@@ -39,12 +39,12 @@ from benchmarks import peers
 from benchmarks.case import CannotRun, Case
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
-from benchmarks.models import Batch, batches, blocks, build
+from benchmarks.models import Batch, batches, build
 from benchmarks.runner import environment
 from benchmarks.timeline import drawn
 from benchmarks.trainer import backward_of
 from hytrain_fx.forecast.bench import loops
-from hytrain_fx.forecast.bench.loops import ADAMW, Trainer
+from hytrain_fx.forecast.bench.loops import Trainer
 from hytrain_fx.forecast.bench.memory import memory
 from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
 from hytrain_fx.forecast.bench.windows import CALM_STEPS, OUR_WARMUP_STEPS, timed
@@ -210,29 +210,7 @@ def _trainer(name: str, case: Case, model: nn.Module, device: torch.device) -> T
     if name in ZERO_STAGES:
         return peers.zero_offload(case, model, device, ZERO_STAGES[name])
     if name.startswith("fsdp2"):
-        return _fsdp2(case, model, device, offload=name == "fsdp2_offload")
+        return peers.fsdp2(case, model, device, offload=name == "fsdp2_offload")
     ddp = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
     backward = backward_of(case, ddp, device)
     return loops.floor(ddp, backward) if name == "floor" else loops.on_device(ddp, backward, fused=True)
-
-
-def _fsdp2(case: Case, model: nn.Module, device: torch.device, offload: bool) -> Trainer[Batch]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    policy: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
-    if offload:
-        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in blocks(case.size, model):
-        block.compile()
-        fully_shard(block, **policy)
-    fully_shard(model, **policy)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    backward = backward_of(case, model, device)
-
-    def step(batch: Batch) -> torch.Tensor:
-        loss = backward(batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return Trainer(step, loops.synchronize)

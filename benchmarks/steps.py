@@ -7,7 +7,8 @@ drain; three windows, median and spread. Modes: `floor` (compiled forward and ba
 optimizer), `all_gpu` (fp32 masters and fused AdamW on the device), `reference` (as all_gpu, with
 AdamW(foreach=True), whose bits are ours), `ours`; peers, where they are installed: `zero_offload`
 (DeepSpeed ZeRO-2 with CPU offload, compiled), `torchao` (CPUOffloadOptimizer, blocks compiled, fp32
-parameters under autocast).
+parameters under autocast); with weights on the CPU too `zero_infinity` (DeepSpeed ZeRO-3) and
+`fsdp2_offload` (fully_shard with CPUOffloadPolicy, blocks compiled, fp32 parameters).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from hytrain_fx.runtime.energy import meter_of
 
 TRAINERS: Mapping[str, Callable[[Case, nn.Module, torch.device], Trainer[Batch]]] = {
     "floor": own_modes.floor, "all_gpu": own_modes.all_gpu, "reference": own_modes.reference, "ours": own_modes.ours,
-    "zero_offload": peers.zero_offload, "torchao": peers.torchao,
+    "zero_offload": peers.zero_offload, "torchao": peers.torchao, "zero_infinity": partial(peers.zero_offload, stage=3, weights_too=True),
+    "fsdp2_offload": partial(peers.fsdp2, offload=True),
 }
 LOOKS = ("trace", "timeline", "recording", "explain")  # after the windows
 OWN_OPTIONS = (*LOOKS, "barrier")
