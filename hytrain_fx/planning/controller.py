@@ -60,6 +60,7 @@ class Event(StrEnum):
     LOOK = "what a move has brought is to be seen"
     LENGTHS = "steps have another length"
     DISCIPLINE = "updates begin otherwise than the plan was solved for"
+    ROOM = "memory ran out, and may be free again"
     DOUBTED = "steps take longer than all states on the device would"
     DOUBT_CONFIRMED = "so they do with times measured again"
     ENDS = "enough steps have told when their updates end"
@@ -97,6 +98,7 @@ _Next = tuple[State, Action]
 _WATCHED: dict[Event, _Next] = {
     Event.LOOK: (State.MEASURING, Action.BEGIN),
     Event.LENGTHS: (State.MEASURING, Action.BEGIN),
+    Event.ROOM: (State.ASKED, Action.NOTHING),
     Event.DISCIPLINE: (State.ASKED, Action.NOTHING),
     Event.DOUBTED: (State.ASKED, Action.NOTHING),
     Event.CONTRADICTED: (State.ASKED, Action.NOTHING),

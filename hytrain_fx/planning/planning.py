@@ -78,8 +78,8 @@ class Planning:
         self.units = ModelUnits(table, registered, states)
         self._sizes = StateSizes(table, states)
         self._moves = MoveCosts(self._sizes, states)
-        self._solver = Solver(config, table.device, self.units, self._sizes, can_stream=engine.can_stream)
-        self.controller = Controller(config.replan_every if self._solver.solves else 0, config.warmup_steps)
+        self.solver = Solver(config, table.device, self.units, self._sizes, can_stream=engine.can_stream)
+        self.controller = Controller(config.replan_every if self.solver.solves else 0, config.warmup_steps)
         self.aside = Aside()
         self.history: list[Plan] = []
         self.profile: Profile | None = None
@@ -92,9 +92,8 @@ class Planning:
         self._stream_trial = StreamTrial()
         self._last = FinishedStep()
         self._due: _Due | None = None
-        self._guard = GUARD
+        self.guard = GUARD
         self._saw_streaming = False  # in the steps that the profile was made from
-        self._all_on_device: tuple[Profile, Plan | None] | None = None  # the plan for a profile
         self._before_trial: Plan | None = None
 
     # ---- what the session asks ----
@@ -131,18 +130,13 @@ class Planning:
     @property
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
-        # On a GPU step() is reached early in the backward, although a norm is known at its end. A
-        # CPU has run the backward by then.
-        awaits, early = self._last.awaits_factors, self._last.early_updates
-        commits_early = self._table.device.type == "cuda" and not awaits
-        return Discipline(barrier="before_forward" if self._marks.broken else "none",
-                          commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
-                          early_weights=awaits, runs_ahead=commits_early and not early and self._balancing.runs_ahead)
+        on_gpu = self._table.device.type == "cuda"
+        return self._last.discipline(on_gpu=on_gpu, broken=self._marks.broken, runs_ahead=self._balancing.runs_ahead)
 
     def first_placement(self) -> tuple[PlacedPiece, ...]:
         """Where states rest until times are measured. Raises as `first_plan` does."""
         self.history.append(first_plan(self._config, self.units, self._sizes, self._engine,
-                                       device_bytes=total_bytes(self._table.device), streams=self._solver.may_stream))
+                                       device_bytes=total_bytes(self._table.device), streams=self.solver.may_stream))
         return self.units.pieces_of(self.plan)
 
     # ---- after a step ----
@@ -155,18 +149,18 @@ class Planning:
                 self._after_step()
             except Exception as error:
                 if self._due is None:  # else the next forward decides
-                    self._do(self.controller.hear(Event.FAILED, f"measuring a step failed ({type(error).__name__})"))
+                    self.do(self.controller.hear(Event.FAILED, f"measuring a step failed ({type(error).__name__})"))
                 raise
 
     def _after_step(self) -> None:
         self.captured_steps += self._marks.captured
         if self.recording:  # what was measured before is lost, and is measured again later
-            self._do(self.controller.hear(Event.LOST, "steps were recorded meanwhile"))
+            self.do(self.controller.hear(Event.LOST, "steps were recorded meanwhile"))
             return
         if self._reader.is_reading:
             self._reader.step_ended()
         if self._due is None:
-            self._do(self.controller.saw(self._report()))
+            self.do(self.controller.saw(self._report()))
 
     @property
     def _can_measure(self) -> bool:
@@ -188,7 +182,7 @@ class Planning:
             can_measure=self._can_measure,
             complete=complete,
             lost=self._marks.steps == 0,
-            order_known=done == 1 and self._config.plan is None and not self._solver.solves,
+            order_known=done == 1 and self._config.plan is None and not self.solver.solves,
             follows_ends=follows,
             ends_seen=self._balancing.fresh,
             predicted_us=self.plan.predicted.get("step_us"),
@@ -199,21 +193,20 @@ class Planning:
     def _follows_ends(self) -> bool:
         """Whether the streamed share follows what running steps show."""
         is_open = self.controller.state is not State.FIXED and not self._stream_trial.kept
-        return is_open and self._solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
+        return is_open and self.solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
 
     def _all_on_device_us(self) -> float | None:
         """Predicted for all states on the device, where steps are compared with it.
 
         None on a CPU, whose steps are too uneven.
         """
-        if self.profile is None or self._table.device.type != "cuda" or not self._solver.solves or not self._config.replan_every:
+        if self.profile is None or self._table.device.type != "cuda" or not self.solver.solves or not self._config.replan_every:
             return None
-        if self._all_on_device is None or self._all_on_device[0] is not self.profile:
-            self._all_on_device = (self.profile, self._solver.all_on_device(self.profile, self._guard, self.discipline))
-        of_all = self._all_on_device[1]
+        of_all = self.solver.all_on_device(self.profile, self.guard, self.discipline)
         return None if of_all is None or of_all.rows == self.plan.rows else of_all.predicted["step_us"]
 
-    def _do(self, decision: Decision) -> None:
+    def do(self, decision: Decision) -> None:
+        """What the controller has decided."""
         match decision.action:
             case Action.BEGIN:
                 self._reader.begin()
@@ -223,15 +216,15 @@ class Planning:
             case Action.SOLVE:
                 self._due = _Due(Event.MOVED)
             case Action.RENEW:
-                self._due = _Due(Event.PLACED, self._solver.given(None, self.plan, self.discipline))
+                self._due = _Due(Event.PLACED, self.solver.given(None, self.plan, self.discipline))
             case Action.BALANCE:
                 self._balance()
             case Action.TRY:
-                assert self._all_on_device is not None
+                assert self.profile is not None
                 self._before_trial = self.plan
-                self._want(self._all_on_device[1], decision.why)
+                self.want(self.solver.all_on_device(self.profile, self.guard, self.discipline), decision.why)
             case Action.BACK:
-                self._want(self._before_trial, decision.why)
+                self.want(self._before_trial, decision.why)
             case _:
                 pass
         if decision.event in (Event.PAID, Event.VAIN):
@@ -239,7 +232,8 @@ class Planning:
         if decision.event in _NOTED and decision.why not in self.plan.notes:
             self.history[-1] = replace(self.plan, notes=(*self.plan.notes, decision.why))
 
-    def _want(self, plan: Plan | None, why: str) -> None:
+    def want(self, plan: Plan | None, why: str) -> None:
+        """Put the plan in force before the next forward that finds no gradient in place."""
         assert plan is not None
         self._due = _Due(Event.PLACED, replace(plan, notes=(*plan.notes, why)))
 
@@ -254,7 +248,7 @@ class Planning:
             self._try_streaming()
             return
         if self.profile is not None:
-            better = self._solver.predicted(self.profile, better, self.discipline)
+            better = self.solver.predicted(self.profile, better, self.discipline)
             if self._saw_streaming:
                 present_us, better_us = self._predict(self.profile, self.plan)["step_us"], better.predicted["step_us"]
                 if not repays(present_us, better_us, self._moves.switch_us):
@@ -267,7 +261,7 @@ class Planning:
     def _try_streaming(self) -> None:
         if self._table.device.type != "cuda" or self._last.tries:  # a CPU's steps are too uneven
             return
-        predict = partial(self._solver.predicted, discipline=self.discipline)
+        predict = partial(self.solver.predicted, discipline=self.discipline)
         found = self._stream_trial.plan(self.plan, self.units(), self._last.steps_us, predict)
         if found is not None and self.controller.hear(Event.UNTRIED, found.notes[-1]).action is Action.PLACE:
             self._before_trial, self._due = self.plan, _Due(Event.PLACED, found)
@@ -286,7 +280,7 @@ class Planning:
             except BaseException as error:
                 solves, unmeasured = self._due is not None and self._due.plan is None, self.profile is None
                 failed = Event.UNMEASURED if solves and unmeasured else Event.FAILED
-                self._do(self.controller.hear(failed, f"making a plan failed ({type(error).__name__})"))
+                self.do(self.controller.hear(failed, f"making a plan failed ({type(error).__name__})"))
                 raise
             finally:
                 self._due = None
@@ -303,7 +297,7 @@ class Planning:
         begin_s = time.perf_counter()
         profile = self.profile = self._measured(device_update_us_per_param)
         read_s = time.perf_counter()
-        new = self._solve(profile) if self._solver.solves else self._solver.given(profile, self.plan, self.discipline)
+        new = self._solve(profile) if self.solver.solves else self.solver.given(profile, self.plan, self.discipline)
         self.read_us, self.solve_us = (read_s - begin_s) * 1e6, (time.perf_counter() - read_s) * 1e6
         return new
 
@@ -315,8 +309,8 @@ class Planning:
                             self._engine.workers, device, is_stage=self._config.pipeline is not None)
         self._saw_streaming = streamed_share(self.plan) > 0.0
         probes = Probes(device_update_us_per_param, partial(stream_us_per_param, units, device))
-        profile = build_profile(measured, probes, self.profile, streams=self._solver.may_stream)
-        self._guard = planning_guard(cpu_steps_us(measured))
+        profile = build_profile(measured, probes, self.profile, streams=self.solver.may_stream)
+        self.guard = planning_guard(cpu_steps_us(measured))
         self._stream_trial.measured(profile, streaming=self._saw_streaming)
         return profile
 
@@ -325,11 +319,11 @@ class Planning:
         discipline = self.discipline
         try:
             share_stays = (self._follows_ends or self._stream_trial.kept) and self.controller.solved_for is not None
-            if share_stays and self._solver.keeps_k(profile, self._guard, discipline, self.plan.k):
+            if share_stays and self.solver.keeps_k(profile, self.guard, discipline, self.plan.k):
                 self._stay(profile, f"k={self.plan.k} is still solved")
                 return None
             self.controller.solved_for = discipline
-            new = self._solver.solved(profile, self._guard, discipline)
+            new = self.solver.solved(profile, self.guard, discipline)
         except PlanError as error:
             if self.awaits_times:
                 raise
@@ -342,7 +336,7 @@ class Planning:
 
         Then the prediction for that one is renewed.
         """
-        present = self._solver.predicted(profile, self.plan, self.discipline)
+        present = self.solver.predicted(profile, self.plan, self.discipline)
         wanted, hope = self.units.pieces_of(new), self.controller.hope
         steps_us = self._last.steps_us[-self._config.warmup_steps :]
         self.verdict = judge(expected_us(present, hope), expected_us(new, hope), steps_us, self._moves.cost_us(profile, wanted))
@@ -354,7 +348,7 @@ class Planning:
     def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:
         """The plan in force stays; what is said of it now follows from `profile`."""
         present, why = self.plan, f"{_AGAIN} {self._last.steps_done} steps: {why}"
-        inputs = inputs_of(profile, self._guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
+        inputs = inputs_of(profile, self.guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
         notes = (*(note for note in present.notes if not note.startswith(_AGAIN)), why)
         if predicted is None:
             predicted = self._predict(profile, present)
@@ -362,7 +356,7 @@ class Planning:
         self.controller.hear(Event.STAYED, why)
 
     def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:
-        return self._solver.predict(profile, plan, self.discipline)
+        return self.solver.predict(profile, plan, self.discipline)
 
     @contextmanager
     def putting_in_force(self, new: Plan) -> Iterator[None]:

@@ -25,7 +25,10 @@ from hytrain_fx.runtime.states.store import StateStore
 
 
 class Solver:
-    """Solves for one model on one device, as `config` asks."""
+    """Solves for one model on one device, as `config` asks.
+
+    most_bytes   states may take no more of the device, as memory ran out; None: what is free
+    """
 
     def __init__(self, config: Config, device: torch.device, units: ModelUnits, sizes: StateSizes, *, can_stream: bool) -> None:
         self._config = config
@@ -33,6 +36,8 @@ class Solver:
         self._units = units
         self._sizes = sizes
         self._can_stream = can_stream
+        self.most_bytes: int | None = None
+        self._of_all: tuple[Profile, Plan | None] | None = None  # all on the device, for a profile
 
     @property
     def solves(self) -> bool:
@@ -43,6 +48,11 @@ class Solver:
     def solves_share(self) -> bool:
         """Whether the streamed share is."""
         return self.solves and self._config.stream == "auto"
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether a plan with fewer states on the device may be put in force."""
+        return self.solves and self._config.gpu_states == "auto"
 
     @property
     def may_stream(self) -> bool:
@@ -79,7 +89,12 @@ class Solver:
         return streamed_k(profile, **self._within(profile, guard, discipline)) == k
 
     def all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
-        """All states on the device, None where they do not fit."""
+        """All states on the device, None where they do not fit. Solved once for a profile."""
+        if self._of_all is None or self._of_all[0] is not profile:
+            self._of_all = (profile, self._all_on_device(profile, guard, discipline))
+        return self._of_all[1]
+
+    def _all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
         try:
             made = solve(profile, k=len(profile.units), **self._within(profile, guard, discipline))
         except PlanError:
@@ -99,6 +114,8 @@ class Solver:
         config, sizes = self._config, self._sizes
         all_states = profile.params * sizes.device_bytes_per_param()
         budget = device_budget_bytes(config.gpu_states, self._device, all_states, sizes.resident_device_bytes())
+        if self.most_bytes is not None:
+            budget = min(budget, self.most_bytes)
         return {
             "budget_bytes": max(int(budget) - (sizes.wider_bytes() if self.may_stream else 0), 0),
             "budget_counts_streamed": config.gpu_states == "auto",

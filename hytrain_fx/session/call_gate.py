@@ -89,8 +89,15 @@ class CallGate:
 
     def enter(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method of this entry."""
+        pressure = self.session.pressure
         with self.session.turns.calls:
-            return self._in_turn(entry, args, kwargs)
+            while True:
+                begun = pressure.before_call()
+                try:
+                    return self._in_turn(entry, args, kwargs)
+                except torch.OutOfMemoryError as error:  # it holds what the call has made until this handler is left
+                    if not pressure.repeats(begun, error):
+                        raise
 
     def _in_turn(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.session.closed:  # while another thread was about to call the model

@@ -42,6 +42,7 @@ from hytrain_fx.session.eager_access import EagerAccess
 from hytrain_fx.session.finite_steps import FiniteSteps
 from hytrain_fx.session.foresight import Foresight, Speculate
 from hytrain_fx.session.graphs import SessionGraphs
+from hytrain_fx.session.memory_pressure import MemoryPressure
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.resources import Resources
@@ -78,7 +79,7 @@ class Session:
         self.step_us: deque[float] = deque(maxlen=31)  # wall time between calls of step(), newest last
         self.steps_done = 0
         self.in_step_us = 0.0  # how long the last call of step() took
-        self._depth = 0
+        self.depth = 0
         self._last_step_s: float | None = None
         self.closed = False
         self.held = HeldWeights(self.table.parameters, self.table.names)
@@ -117,8 +118,10 @@ class Session:
         stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and copied else None
+        self.pressure = MemoryPressure(self)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
-                                    self.eager.reads.in_graph, self._compiling, copies, self.eager.streamed, self._passes, self.config.dump)
+                                    self.eager.reads.in_graph, self.pressure.noticed, self._compiling, copies, self.eager.streamed,
+                                    self._passes, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)
@@ -141,8 +144,8 @@ class Session:
     @in_turn
     def enter_forward(self) -> None:
         """Before the compiled call."""
-        if self._depth > 0:
-            self._depth += 1
+        if self.depth > 0:
+            self.depth += 1
             return
         self.finite_steps.raise_told(wait=False)
         if self.turns.must_settle:
@@ -161,7 +164,7 @@ class Session:
         if not self.capture.graphs:
             self.clock.open(Phase.COMPILE_FORWARD)  # tracing comes before anything of ours is called
         self.plain.begin()
-        self._depth = 1  # not before: after an error in here the next forward is an outer one again
+        self.depth = 1  # not before: after an error in here the next forward is an outer one again
 
     def _follow_plan(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot).
@@ -190,8 +193,8 @@ class Session:
     @in_turn
     def leave_forward(self) -> None:
         """After the compiled call."""
-        self._depth -= 1
-        if self._depth == 0:
+        self.depth -= 1
+        if self.depth == 0:
             try:
                 self.clock.close(Phase.COMPILE_FORWARD)
                 self.marks.mark(Mark.FORWARD_END)
@@ -208,7 +211,7 @@ class Session:
     def step(self, skip: torch.Tensor | None = None) -> None:
         """`_step` in its turn: no other thread is in the compiled call."""
         with self.turns.calls, self.turns.state:
-            if self._depth > 0:
+            if self.depth > 0:
                 raise UnsupportedError("optimizer.step() was called inside the compiled call of the model; have its forward, or the method "
                                        "that was compiled, return the loss, and call backward() and step() in the loop")
             self._step(skip)

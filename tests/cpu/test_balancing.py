@@ -283,7 +283,7 @@ def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
         return {"step_us": 2e9 if streamed_share(plan) == pytest.approx(0.5, abs=0.01) else 2e9 - gain_us}
 
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
-    monkeypatch.setattr(planning._solver, "predict", predict)
+    monkeypatch.setattr(planning.solver, "predict", predict)
     twins.restart()
     put_in_force(twins, half_streamed(twins))
     for name, value in {"profile": object(), "_saw_streaming": True}.items():
@@ -326,7 +326,7 @@ def test_a_refusal_counts_once_times_were_measured_again(twins: Twins, monkeypat
         planning.controller.hear(Event.STAYED)
 
     monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(9e6, 3e6))
-    monkeypatch.setattr(planning._solver, "predict", predict)
+    monkeypatch.setattr(planning.solver, "predict", predict)
     twins.restart()
     put_in_force(twins, half_streamed(twins))
     for name, value in {"_measured": measuring(twins, object(), lambda: measured.append(twins.session.steps_done)), "_solve": solve,
@@ -364,7 +364,7 @@ def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise(twins: 
     monkeypatch.setattr("hytrain_fx.planning.solving.solve", solve)
     monkeypatch.setattr("hytrain_fx.planning.solving.streamed_k", lambda profile, **within: 0)
     monkeypatch.setattr("hytrain_fx.planning.planning.inputs_of", lambda profile, guard: {})
-    monkeypatch.setattr(planning._solver, "predict", lambda profile, plan, discipline: {"step_us": 1e12})
+    monkeypatch.setattr(planning.solver, "predict", lambda profile, plan, discipline: {"step_us": 1e12})
     profile = SimpleNamespace(params=1, device="cpu")
     monkeypatch.setattr(planning._moves, "cost_us", lambda profile, wanted: 0.0)
     for name, value in {"_measured": measuring(twins, profile, lambda: None), "profile": profile}.items():
