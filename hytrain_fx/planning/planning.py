@@ -87,7 +87,7 @@ class Planning:
         self.read_us = self.solve_us = 0.0
         self.recording = False
         self.captured_steps = 0
-        self._reader = StepReader(engine, marks)
+        self._reader = StepReader(engine, marks, self.units.time_fetches)
         self._balancing = Balancing()
         self._stream_trial = StreamTrial()
         self._last = FinishedStep()
@@ -137,7 +137,8 @@ class Planning:
         commits_early = self._table.device.type == "cuda" and not awaits
         return Discipline(barrier="before_forward" if self._marks.broken else "none",
                           commit_at="backward_start" if commits_early else "backward_end", early_updates=early,
-                          early_weights=awaits, runs_ahead=commits_early and not early and self._balancing.runs_ahead)
+                          early_weights=awaits, runs_ahead=commits_early and not early and self._balancing.runs_ahead,
+                          units_ahead=self.units.ahead)
 
     def first_placement(self) -> tuple[PlacedPiece, ...]:
         """Where states rest until times are measured. Raises as `first_plan` does."""
@@ -315,7 +316,7 @@ class Planning:
                             self._engine.workers, device, is_stage=self._config.pipeline is not None)
         self._saw_streaming = streamed_share(self.plan) > 0.0
         probes = Probes(device_update_us_per_param, partial(stream_us_per_param, units, device))
-        profile = build_profile(measured, probes, self.profile, streams=self._solver.may_stream)
+        profile = self.units.with_fetches(build_profile(measured, probes, self.profile, streams=self._solver.may_stream))
         self._guard = planning_guard(cpu_steps_us(measured))
         self._stream_trial.measured(profile, streaming=self._saw_streaming)
         return profile
