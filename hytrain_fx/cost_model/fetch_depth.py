@@ -1,12 +1,13 @@
 """How many units ahead of need weights are fetched from the host.
 
 Fewer units ahead take less of the device's memory; more hide longer copies, and copies that come
-late. The simulator is asked for one depth after the other.
+late. The simulator is asked for the most that fit, and from none on for the fewest that do as well;
+in coarse pieces, as the launching thread waits for the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass, replace
 
 from hytrain_fx.cost_model.discipline import Discipline
@@ -17,10 +18,11 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import Profile
 
 MOST_AHEAD = 8
-"""The most units ahead that are tried: each is played, which takes 10 to 60 ms."""
+"""The most units ahead that are tried."""
 SLOWER = 1.25
 """Fetches are taken to last so many times as long as measured: a copy that is late holds the device
 up, one that is early costs nothing but memory."""
+_CHUNKS = 240  # of a model that is played for this
 _CLOSE = 1.01  # to the least exposed time
 _NOTHING = 0.001  # of the step: exposed times closer than this are the same
 
@@ -31,7 +33,7 @@ class FetchDepth:
 
     ahead            units brought ahead of need
     exposed_us       how long the device then waits for fetches in a step, predicted
-    least_us         the same with the best depth that fits
+    least_us         the same with the most units that fit
     slots_bytes      device memory of the slots
     limit_bytes      what they may take; None = no limit
     capped           a depth that is better does not fit
@@ -53,7 +55,7 @@ class FetchDepth:
 
 
 def fetch_depth(profile: Profile, plan: Plan, discipline: Discipline, limit_bytes: int | None = None) -> FetchDepth | None:
-    """The fewest units ahead that expose no more than 1% more than the best depth that fits.
+    """The fewest units ahead that expose at most 1% more than as many as fit, up to MOST_AHEAD.
 
     limit_bytes    device memory of the slots; None = no limit. With none ahead they take what they
                    must.
@@ -64,22 +66,20 @@ def fetch_depth(profile: Profile, plan: Plan, discipline: Discipline, limit_byte
     if not nbytes:
         return None
     slower = replace(profile, units=tuple(replace(u, fetch_us=SLOWER * u.fetch_us) for u in profile.units))
+    if discipline.chunk_params is not None:
+        discipline = replace(discipline, chunk_params=max(discipline.chunk_params, profile.params // _CHUNKS))
+
+    @functools.cache
+    def exposed_us(ahead: int) -> tuple[float, float]:
+        """And what of it is nothing."""
+        schedule = simulate(slower, plan, replace(discipline, units_ahead=ahead))
+        return exposed_fetch_us(schedule), _NOTHING * schedule.makespan_us
+
     sizes = {ahead: weight_slots_bytes(nbytes, ahead) for ahead in range(min(MOST_AHEAD, len(nbytes) - 1) + 1)}
     fit = [ahead for ahead, size in sizes.items() if not ahead or limit_bytes is None or size <= limit_bytes]
-    found = dict(_played(slower, plan, discipline, list(sizes)))
-    least_us = min(found[ahead][0] for ahead in fit)
-    ahead = next(ahead for ahead in fit if found[ahead][0] <= _enough_us(least_us, found[ahead][1]))
-    capped = min(us for us, _ in found.values()) < least_us - _NOTHING * found[ahead][1]
-    exposed_us = exposed_fetch_us(simulate(profile, plan, replace(discipline, units_ahead=ahead)))
-    return FetchDepth(ahead, exposed_us, least_us, sizes[ahead], limit_bytes, capped)
-
-
-def _enough_us(least_us: float, step_us: float) -> float:
-    return max(_CLOSE * least_us, least_us + _NOTHING * step_us)
-
-
-def _played(profile: Profile, plan: Plan, discipline: Discipline, depths: list[int]) -> Iterator[tuple[int, tuple[float, float]]]:
-    """Each depth with the exposed time and the step."""
-    for ahead in depths:
-        schedule = simulate(profile, plan, replace(discipline, units_ahead=ahead))
-        yield ahead, (exposed_fetch_us(schedule), schedule.makespan_us)
+    least_us, nothing_us = exposed_us(fit[-1])
+    enough_us = max(_CLOSE * least_us, least_us + nothing_us)
+    ahead = next(ahead for ahead in fit if exposed_us(ahead)[0] <= enough_us)
+    capped = exposed_us(max(sizes))[0] < least_us - nothing_us
+    waits_us = exposed_fetch_us(simulate(profile, plan, replace(discipline, units_ahead=ahead)))
+    return FetchDepth(ahead, waits_us, least_us, sizes[ahead], limit_bytes, capped)
