@@ -25,7 +25,7 @@ from hytrain_fx.explain.plan.explained import THE_CPU, Measured
 from hytrain_fx.explain.plan.report import Explanation
 from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.recording import Recording
-from hytrain_fx.explain.timeline.timeline import Timeline, collective_spans, device_spans, from_records, from_schedule
+from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, lane_spans
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.launch_queue import length_asked_for
@@ -313,10 +313,10 @@ def session_of(model: nn.Module) -> Session:
 
 def _recorded(session: Session, names: tuple[str, ...], begin_us: float) -> Timeline:
     session.marks.settle()
-    timed = session.ranks.times.take() if session.ranks else ()
+    timed = session.nodes.fetched.times.take()
     clock_us = session.marks.clock.reading()
     device, launched = session.marks.finished(clock_us), session.marks.launched()
-    spans = (*device_spans(device), *launch_spans(launched), *collective_spans(timed, clock_us, session.nodes.unit_of))
+    spans = (*device_spans(device), *launch_spans(launched), *lane_spans(timed, clock_us, session.nodes.unit_of))
     launches = step_launches(device, launched)
     return from_records(session.engine.take_records(), spans, session.unit_of_rows, names, begin_us=begin_us, launches=launches)
 

@@ -76,9 +76,9 @@ class Config:
                    "streamed", in pinned host memory as half of their masters, which takes no more
                    of it. Then the device has a window of them: each is brought before a graph reads
                    it, in the forward and in the backward, and its place is used again. Vectors and
-                   weights that are updated on the device stay there: so "auto" of `gpu_states` and
-                   `stream` is 0 then. Native engine, AdamW or Adam, one process, no updates before
-                   step() (`speculate`)
+                   weights that are updated on the device stay there: "auto" of `gpu_states` counts
+                   them with their states, k=0 keeps all others away. Native engine, AdamW or Adam,
+                   one process, no updates before step() (`speculate`)
     process_group  ranks that train together, each on its own batches: gradients are averaged, each
                    rank updates its shard of every matrix and keeps that shard's states, and weights
                    and buffers begin as those of its first rank. None = the default group of
@@ -160,7 +160,7 @@ class Config:
         _require(not (self.streamed and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
                  'no C++ wrapper with weights="streamed": only Python wrappers were seen to ask for a weight\'s memory at each launch')
         if self.streamed:
-            self._follow_streamed()
+            object.__setattr__(self, "speculate", False)
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
         _require(self.passes is None or isinstance(self.passes, list | tuple), "passes", self.passes,
@@ -170,16 +170,6 @@ class Config:
                  "None, or a folder as a str or a Path")
         _require(self.dynamic is None or isinstance(self.dynamic, bool), "dynamic", self.dynamic, "None, True or False")
         self._check_inductor()
-
-    def _follow_streamed(self) -> None:
-        """What "auto" means where weights are streamed.
-
-        Memory that they leave free is not to be filled with states, which would bring them back.
-        """
-        object.__setattr__(self, "speculate", False)
-        for name in ("gpu_states", "stream") if self.plan is None else ():
-            if getattr(self, name) == "auto":
-                object.__setattr__(self, name, 0.0)
 
     @property
     def streamed(self) -> bool:

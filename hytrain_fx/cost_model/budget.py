@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.profile import COLLECTIVE_TIMES, STREAM_TIMES, Profile
+from hytrain_fx.ir.profile import COLLECTIVE_TIMES, FETCH_TIMES, STREAM_TIMES, Profile
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 
@@ -30,7 +30,8 @@ class Budget:
     host_state_bytes      per parameter updated by the CPU or streamed, slot not counted
     counts_streamed       whether gradients and staging slots of streamed parameters come out of
                           `device_bytes` too: they do where that is what the device has free, not
-                          where it is a bound on resident states
+                          where it is a bound on resident states. So do weights that rest on the
+                          host only as long as the CPU updates them
     staged_bytes          per parameter that a staging slot has room for; None = `host_state_bytes`
 
     Raises PlanError for negative figures.
@@ -51,7 +52,8 @@ class Budget:
     def most_units(self, profile: Profile, share: float, discipline: Discipline) -> int:
         """k_mem: how many leading units rest on the device.
 
-        Next to them are the gradients and staging slots of a streamed share of the others.
+        Next to them are the gradients and staging slots of a streamed share of the others, and the
+        weights of both that would else rest on the host.
 
         -1 where the streamed share does not even fit without a unit there.
         """
@@ -59,8 +61,10 @@ class Budget:
             return len(profile.units)
         share = share if self.counts_streamed else 0.0
         staging = self.staging_bytes(profile, discipline) if share else 0.0
-        streamed = share * sum(u.grad_bytes for u in profile.units) + staging
-        used = accumulate((self.device_state_bytes * u.params - share * u.grad_bytes for u in profile.units), initial=streamed)
+        weights = {u.index: u.fetch_bytes if self.counts_streamed else 0 for u in profile.units}
+        streamed = share * sum(u.grad_bytes + weights[u.index] for u in profile.units) + staging
+        used = accumulate((self.device_state_bytes * u.params + weights[u.index] - share * (u.grad_bytes + weights[u.index])
+                           for u in profile.units), initial=streamed)
         return max((k for k, nbytes in enumerate(used) if nbytes <= self.device_bytes), default=-1)
 
     def least_units(self, profile: Profile, share: float) -> int:
@@ -102,6 +106,8 @@ def inputs_of(profile: Profile, guard: float) -> dict[str, float]:
     inputs |= {f"t_{name}": us for name in ("between_us", "bubble_us") if (us := getattr(profile, name))}
     if profile.can_stream:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
+    if profile.fetches:
+        inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in FETCH_TIMES}
     if profile.has_collectives:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in COLLECTIVE_TIMES}
         inputs |= {"node_ranks": float(profile.node_ranks), "skew": profile.skew}

@@ -8,7 +8,8 @@ computing), and for its task's gate (`gates`: tasks that must be over first).
 
 Of the pieces that a lane could run the one of the lowest rank goes first: the runtime's order,
 lowest layer first. Streamed updates run next to computing on their own stream, resident ones
-fill the device's waits; states that go home let gradients pass.
+fill the device's waits; states that go home let gradients pass. Fetches of weights, which the
+device is about to need, pass all other copies.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hytrain_fx.ir.task_graph import Cut, Resource, TaskGraph, TaskId, TaskKind
+from hytrain_fx.ir.task_graph import FETCHES, Cut, Resource, TaskGraph, TaskId, TaskKind
 
 LANES = tuple(Resource)
 # Who goes first on a lane.
-_STREAMED_UPDATE, _COMPUTE, _COPY, _LATE = -1, 0, 1, 2
+_STREAMED_UPDATE, _FETCH, _COMPUTE, _COPY, _LATE = -1, 0, 0, 1, 2
 _COMPUTES = (TaskKind.BACKWARD, TaskKind.FORWARD)
 
 
@@ -144,4 +145,6 @@ def _rank(made: CompiledGraph, graph: TaskGraph) -> None:
 def _urgency(kind: TaskKind, cut: Cut) -> int:
     if kind is TaskKind.GPU_UPDATE and cut.streamed:
         return _STREAMED_UPDATE
+    if kind in FETCHES:
+        return _FETCH
     return _LATE if kind is TaskKind.STREAM_OUT else _COPY

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
+from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS, UNITS_AHEAD
 
 Barrier = Literal["none", "before_forward", "zero_offload"]
 CommitAt = Literal["backward_start", "backward_end"]
@@ -34,6 +34,8 @@ class Discipline:
                     profile's time
     runs_ahead      the launching thread does not wait for updates, only for gradients to be on the
                     host: the step is committed when that and the profile's `launching_us` are over
+    units_ahead     units whose weights are fetched from the host before the device needs them; for
+                    each size of a unit the device has one slot more
     """
 
     barrier: Barrier = "none"
@@ -44,3 +46,4 @@ class Discipline:
     early_updates: bool = False
     early_weights: bool = False
     runs_ahead: bool = False
+    units_ahead: int = UNITS_AHEAD

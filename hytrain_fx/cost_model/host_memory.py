@@ -8,6 +8,10 @@
     sum                         30                                         36
     streamed                    10 states read, 10 written: 20             24
 
+A weight that rests on the host does not go to the device once, after its update, but before each
+forward and each backward: 2 bytes more, 32 in all. Its home is the half of the master that the
+update has written already.
+
 A 16-bit weight is half of its fp32 master (runtime/states/split_master.py) where its states allow
 it (ir/states.py), else 2 bytes more move; fp16 parameters, whose masters are whole, count as bf16
 ones.
@@ -16,13 +20,17 @@ ones.
 from __future__ import annotations
 
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.ir.task_graph import FETCHES, TaskKind
 
 
 def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
     """What one task of the whole unit reads and writes in host memory."""
-    if kind in (TaskKind.D2H, TaskKind.H2D):
+    if kind is TaskKind.D2H:
         return unit.grad_bytes
+    if kind is TaskKind.H2D:
+        return unit.reloaded_share * unit.grad_bytes
+    if kind in FETCHES:
+        return unit.fetch_bytes
     if kind in (TaskKind.STREAM_IN, TaskKind.STREAM_OUT):
         return unit.stream_bytes
     if kind is TaskKind.CPU_UPDATE:
@@ -32,7 +40,7 @@ def traffic_bytes(unit: UnitProfile, kind: TaskKind) -> float:
 
 def cpu_bytes(unit: UnitProfile) -> float:
     """All that an update of the unit by the CPU moves, with its copies."""
-    return sum(traffic_bytes(unit, kind) for kind in (TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D))
+    return sum(traffic_bytes(unit, kind) for kind in (TaskKind.D2H, TaskKind.CPU_UPDATE, TaskKind.H2D, *FETCHES))
 
 
 def streamed_bytes(unit: UnitProfile) -> float:

@@ -22,6 +22,7 @@ from typing import Literal, get_args
 from hytrain_fx.cost_model.budget import Budget, budget_inputs, inputs_of
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
+from hytrain_fx.cost_model.fetches import fetch_figures
 from hytrain_fx.cost_model.host_memory import bytes_per_us
 from hytrain_fx.cost_model.pieces import with_more_on_device
 from hytrain_fx.cost_model.reasons import (
@@ -332,13 +333,11 @@ def predict(
 
     `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a
     slot for their gradients (in) and new weights (out). `stream_bytes` cross the link in each
-    direction in a step. Where the profile knows the bandwidth of host memory, the share of it that
-    is left is predicted too.
+    direction in a step. Of the bandwidth of host memory, where it is known, the share is predicted
+    that is left; of weights that rest on the host, `fetch_figures`.
     """
-    step = steady_step(profile, plan, discipline or Discipline())
-    graph, schedule = step.graph, step.schedule
-    on_host = plan.numel(Placement.CPU) + plan.numel(Placement.STREAM)
-    rate = bytes_per_us(profile)
+    step = steady_step(profile, plan, discipline := discipline or Discipline())
+    graph, schedule, rate = step.graph, step.schedule, bytes_per_us(profile)
     return {
         "step_us": schedule.makespan_us,
         "compute_us": profile.compute_us,
@@ -351,8 +350,9 @@ def predict(
         "h2d_idle_share": schedule.idle_share(Resource.H2D),
         **({"collectives_idle_share": schedule.idle_share(Resource.COLLECTIVES)} if profile.has_collectives else {}),
         **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - graph.host_bytes / rate / schedule.makespan_us)}),
+        **fetch_figures(profile, plan, discipline.units_ahead, schedule),
         "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
-        "host_bytes": host_state_bytes_per_param * on_host + graph.total("bytes", TaskKind.D2H),
+        "host_bytes": host_state_bytes_per_param * (profile.params - plan.numel(Placement.GPU)) + graph.total("bytes", TaskKind.D2H),
         "stream_bytes": graph.total("bytes", TaskKind.STREAM_IN),
     }
 

@@ -6,8 +6,9 @@ Each share is cut into chunks, a chunk goes copy out -> update -> copy back, and
 to a more urgent unit between chunks. The device computes whenever it can and fills its waits with
 its own updates. A streamed chunk waits for a staging slot; whenever one is free it goes to the
 lowest unit whose gradient is there, else to the highest unit not yet loaded. Copies of streamed
-states share the link with gradients and new weights, which go first. Where the bandwidth of the
-host's memory is known, CPU updates and copies that run at once share it.
+states share the link with gradients and new weights, which go first. So do fetches of weights that
+rest on the host, before all others. Where the bandwidth of the host's memory is known, CPU updates
+and copies that run at once share it.
 
 Several ranks that take equally long are one that has an equal part of the host's memory. Where one
 is slower, it and the others of its host are played together: they share the memory, and each
@@ -33,7 +34,7 @@ from hytrain_fx.cost_model.host_memory import bytes_per_us
 from hytrain_fx.cost_model.play import Run, play, play_together
 from hytrain_fx.cost_model.step_graph import check_streaming, step_graph
 from hytrain_fx.ir.plan import Plan, validate
-from hytrain_fx.ir.profile import STREAM_TIMES, TIMES, Profile
+from hytrain_fx.ir.profile import FETCH_TIMES, STREAM_TIMES, TIMES, Profile
 from hytrain_fx.ir.schedule import Interval, Schedule
 from hytrain_fx.ir.task_graph import Resource, TaskGraph, TaskKind, Unit
 
@@ -94,7 +95,8 @@ def _played_step(profile: Profile, plan: Plan, discipline: Discipline, units: Se
 
 def slowed(profile: Profile) -> Profile:
     """The profile of the slowest rank: all that it does itself takes `skew` times as long."""
-    units = tuple(replace(u, **{name: profile.skew * getattr(u, name) for name in (*TIMES, *STREAM_TIMES)}) for u in profile.units)
+    names = (*TIMES, *STREAM_TIMES, *FETCH_TIMES)
+    units = tuple(replace(u, **{name: profile.skew * getattr(u, name) for name in names}) for u in profile.units)
     return replace(profile, units=units, commit_us=profile.skew * profile.commit_us, launching_us=profile.skew * profile.launching_us)
 
 

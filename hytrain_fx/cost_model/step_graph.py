@@ -11,6 +11,9 @@ Besides the edges that every step has, the discipline adds its own:
 
 Where several ranks train, a gradient is there after its reduce-scatter, and a new weight after its
 all-gather. The collectives run one after the other, in one order on all ranks.
+
+Weights that rest on the host are fetched before each forward and backward (fetches.py), and not
+sent after an update: fetch_forward(l) waits for the update instead.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from typing import Any
 import networkx as nx
 
 from hytrain_fx.cost_model.discipline import CommitAt, Discipline
+from hytrain_fx.cost_model.fetches import fetched_bytes, fetched_shares, fetches
 from hytrain_fx.cost_model.host_memory import traffic_bytes
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
+from hytrain_fx.ir.task_graph import FETCHES, RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
 
 # At most so many chunks, of streamed shares and others, and pieces of computing are played: a plan
 # must be predicted in milliseconds.
@@ -43,7 +47,7 @@ _WAYS = {
     Placement.STREAM: (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE, TaskKind.STREAM_OUT),
 }
 
-_TIME_OF = {kind: f"{kind}_us" for kind in TaskKind}
+_TIME_OF = {kind: "fetch_us" if kind in FETCHES else f"{kind}_us" for kind in TaskKind}
 
 
 def step_graph(profile: Profile, plan: Plan, discipline: Discipline, units: Sequence[Unit] = ()) -> TaskGraph:
@@ -60,7 +64,7 @@ def unmeasured(units: Sequence[Unit]) -> Profile:
     It serves the graph of a plan before anything is measured.
     """
     profiled = (UnitProfile(u.index, u.name, u.params, u.grad_bytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, param_numels=u.param_numels,
-                            traffic=u.traffic, grain_params=u.grain_params) for u in units)
+                            traffic=u.traffic, grain_params=u.grain_params, fetched_params=u.fetched_params) for u in units)
     return Profile(tuple(profiled), device="", host="")
 
 
@@ -89,6 +93,8 @@ class _Commit:
 class _Builder:
     def __init__(self, profile: Profile, plan: Plan, discipline: Discipline) -> None:
         self._profile, self._discipline = profile, discipline
+        self._fetched_shares = fetched_shares(profile, plan)
+        self._fetches = fetches(fetched_bytes(profile, plan), discipline.units_ahead)
         self._rows: dict[int, list[PlanRow]] = defaultdict(list)
         for row in plan.rows:
             self._rows[row.unit].append(row)
@@ -117,6 +123,7 @@ class _Builder:
             self._add_collectives()
         for profiled in self._profile.units:
             self._add_updates(profiled)
+        self._add_fetches()
         if self._discipline.barrier == "zero_offload":
             self._one_after_the_other()
         else:
@@ -153,6 +160,22 @@ class _Builder:
         for unit in units:
             self._edge(TaskId(TaskKind.BACKWARD, unit.index), TaskId(TaskKind.REDUCE_SCATTER, unit.index))
 
+    def _add_fetches(self) -> None:
+        """One after the other, each into a slot that is free, a forward's after the update."""
+        for fetch in self._fetches:
+            kind, unit = fetch.task.kind, self._profile.units[fetch.task.unit]
+            share = self._fetched_shares[unit.index]
+            us, nbytes = share * _task_us(unit, kind), share * unit.fetch_bytes
+            self._dag.add_node(fetch.task, resource=RESOURCE_OF[kind], cuts=(Cut(0, 1, us, nbytes),), us=us,
+                               params=round(share * unit.fetched_params), bytes=nbytes, flops=0.0)
+            self._edge(fetch.task, fetch.before)
+            if fetch.after is not None:
+                self._edge(fetch.after, fetch.task)
+            if kind is TaskKind.FETCH_FORWARD:
+                self._edge(TaskId(TaskKind.CPU_UPDATE, unit.index), fetch.task)
+        for before, after in itertools.pairwise(self._fetches):
+            self._edge(before.task, after.task)
+
     def _add_updates(self, unit: UnitProfile) -> None:
         """The tasks of all its shares, their own edges, and the wait of its next use."""
         cuts: dict[TaskKind, list[Cut]] = defaultdict(list)
@@ -161,13 +184,13 @@ class _Builder:
             chunk_params = self._chunk_params[row.placement]
             pieces = math.ceil(row.numel / chunk_params) if chunk_params else 1
             share = row.numel / unit.params / pieces
-            for kind in _WAYS[row.placement]:
-                cuts[kind].append(Cut(row.begin, pieces, _task_us(unit, kind) * share, share * traffic_bytes(unit, kind),
+            for kind in self._way(unit, row.placement):
+                cuts[kind].append(Cut(row.begin, pieces, _update_us(unit, kind) * share, share * traffic_bytes(unit, kind),
                                       row.placement.visits_device))
                 numel[kind] += row.numel
         for kind, own in cuts.items():
             share = numel[kind] / unit.params
-            self._dag.add_node(TaskId(kind, unit.index), resource=RESOURCE_OF[kind], cuts=tuple(own), us=share * _task_us(unit, kind),
+            self._dag.add_node(TaskId(kind, unit.index), resource=RESOURCE_OF[kind], cuts=tuple(own), us=share * _update_us(unit, kind),
                                params=numel[kind], bytes=share * _moved_bytes(unit, kind), flops=0.0)
         wait = TaskId(TaskKind.WAIT, unit.index)
         self._dag.add_node(wait, resource=RESOURCE_OF[TaskKind.WAIT], cuts=(), us=0.0, params=unit.params, bytes=0.0, flops=0.0)
@@ -178,11 +201,16 @@ class _Builder:
             self._edge(read_by, wait)
         gradient = TaskId(made_by, 0 if self._discipline.barrier == "zero_offload" else unit.index)
         for placement in dict.fromkeys(row.placement for row in self._rows[unit.index]):
-            way = [TaskId(kind, unit.index) for kind in _WAYS[placement]]
+            way = [TaskId(kind, unit.index) for kind in self._way(unit, placement)]
             for before, after in itertools.pairwise(way):
                 self._edge(before, after, by_piece=True)
             self._edge(gradient, way[1] if placement.visits_device else way[0])
             self._edge(way[1] if placement.visits_device else way[-1], read_by)
+
+    @staticmethod
+    def _way(unit: UnitProfile, placement: Placement) -> tuple[TaskKind, ...]:
+        """Its tasks; a weight that rests on the host is not sent."""
+        return tuple(kind for kind in _WAYS[placement] if kind is not TaskKind.H2D or unit.reloaded_share)
 
     # ---- What the discipline adds ----
 
@@ -227,11 +255,16 @@ class _Builder:
 
 def _bare(unit: UnitProfile) -> Unit:
     return Unit(unit.index, unit.name, unit.params, (), unit.grad_bytes, param_numels=unit.param_numels, traffic=unit.traffic,
-                grain_params=unit.grain_params)
+                grain_params=unit.grain_params, fetched_params=unit.fetched_params)
 
 
 def _task_us(unit: UnitProfile, kind: TaskKind) -> float:
     return float(getattr(unit, _TIME_OF[kind]))
+
+
+def _update_us(unit: UnitProfile, kind: TaskKind) -> float:
+    """What one of its update's tasks takes; only weights that rest on the device are sent."""
+    return _task_us(unit, kind) * (unit.reloaded_share if kind is TaskKind.H2D else 1.0)
 
 
 def _moved_bytes(unit: UnitProfile, kind: TaskKind) -> float:

@@ -32,6 +32,8 @@ With several ranks all costs are those of one rank's shards, and the bandwidth i
 A gradient is there after its reduce-scatter, and a forward begins after its all-gather: each window
 is shorter by both (`lost_us`).
 
+A weight that rests on the host is fetched between its update and the forward: that is its h2d.
+
 All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a
 given k.
 """
@@ -208,7 +210,7 @@ def windows_of(
     lengths["cpu"] = lengths["d2h" if early_updates else "h2d"]
     costs = {"d2h": tuple(u.d2h_us for u in units),
              "cpu": tuple(guard * u.cpu_update_us for u in units),
-             "h2d": tuple(u.h2d_us for u in units)}
+             "h2d": tuple(u.reloaded_share * u.h2d_us + u.fetch_us for u in units)}
     chunk = [1.0 if chunk_params is None else min(1.0, chunk_params / u.params) for u in units]
     pipeline = [sum(cost[u.index] for cost in costs.values()) for u in units]
     windows = {q: tuple(w - share * (whole - own) for w, share, whole, own in zip(lengths[q], chunk, pipeline, costs[q], strict=True))

@@ -53,7 +53,7 @@ def capacities(
         def layers_fit(layers: int, way: str = way) -> bool:
             return fits(way, sized(layers), device, tokens, recompute, ranks)
 
-        layers = _largest(layers_fit, MOST_LAYERS) if shape.layers else None
+        layers = most_layers(layers_fit) if shape.layers else None
         params = None if layers is None else sized(layers).params if layers else 0
         found.append(Capacity(way, layers, params, sequence * _largest(sequences_fit, MOST_SEQUENCES)))
     return tuple(found)
@@ -73,6 +73,11 @@ def fits(way: str, shape: ModelShape, device: DeviceSpec, tokens: int, recompute
     # asks for, or all, which need no ring.
     least = bisect_left(range(n), True, key=lambda k: placed(k).host_fits(device))
     return placed(least).fits(device) or placed(n).fits(device)
+
+
+def most_layers(holds: Callable[[int], bool]) -> int:
+    """The most layers that hold, up to MOST_LAYERS; 0 = none."""
+    return _largest(holds, MOST_LAYERS)
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:

@@ -239,4 +239,6 @@ def _unit_profile(
         stream_in_us=1e6 * stream_bytes / device.h2d_bytes_per_s,
         stream_out_us=1e6 * stream_bytes / device.d2h_bytes_per_s,
         traffic=shape.traffic,
-        reduce_scatter_us=collective_us, all_gather_us=collective_us)
+        reduce_scatter_us=collective_us, all_gather_us=collective_us,
+        fetched_params=params if shape.weights == "streamed" else 0,
+        fetch_us=1e6 * HALF_BYTES * params / device.h2d_bytes_per_s if shape.weights == "streamed" else 0.0)

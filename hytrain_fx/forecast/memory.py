@@ -14,6 +14,9 @@ are fp32, and so are slots.
 
 With moments in bf16 states take 8 bytes instead of 12. The staging slots stay as they are: their
 arrays are fp32.
+
+Streamed weights: those that the CPU updates are half of their masters on the host, and share a few
+slots on the device.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from hytrain_fx.cost_model.fetches import weight_slots_bytes
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
-from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, TRANSIT_BYTES
+from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, HALF_BYTES, STAGING_SLOTS, TRANSIT_BYTES, UNITS_AHEAD
 from hytrain_fx.ir.states import ADAMW_DEFAULT, STATE_BYTES_PER_PARAM
 
 WEIGHT_BYTES = GRAD_BYTES = SLOT_BYTES = HALF_BYTES
@@ -113,7 +117,9 @@ def footprint(
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), shards)
     in_transit = (ring_bytes(shape, streamed_params > 0, ranks) if by_cpu else 0) + bucket_bytes(shape, ranks)
-    return Footprint(WEIGHT_BYTES * shape.params, gradients + in_transit, state_bytes * on_device + staging_bytes,
+    weights = WEIGHT_BYTES * shape.params if shape.weights == "resident" else (
+        WEIGHT_BYTES * (on_device + streamed_params) + _slots_bytes(shape, k, streamed_params / max(on_host, 1)))
+    return Footprint(weights, gradients + in_transit, state_bytes * on_device + staging_bytes,
                      activations + _recomputed_bytes(shape, tokens, recompute), state_bytes * on_host * ranks.gpus,
                      slot_bytes * by_cpu * ranks.gpus)
 
@@ -126,7 +132,9 @@ def states_budget_bytes(
     The gradients of as many leading units as fit there fit, too.
     """
     limit = DEVICE_SHARE * device.memory_bytes
-    of_states = [0, *accumulate(shape.state_bytes_per_param * shard for shard in unit_shards(shape, ranks))]
+    # streamed weights come back to the device with their states
+    with_weights = shape.state_bytes_per_param + (WEIGHT_BYTES if shape.weights == "streamed" else 0)
+    of_states = [0, *accumulate(with_weights * shard for shard in unit_shards(shape, ranks))]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
     # worst case all of them.
     limit -= (_grad_bytes(shape) - GRAD_BYTES) * ranks.shard(shape.params)
@@ -136,6 +144,11 @@ def states_budget_bytes(
         return 0
     budget = of_states[k] + left[k]
     return int(budget if k + 1 == len(left) else min(budget, of_states[k + 1] - 1))
+
+
+def _slots_bytes(shape: ModelShape, k: int, streamed_share: float) -> int:
+    """Slots for the weights of units from `k` on, less what is on the device with its states."""
+    return weight_slots_bytes({u.index: round(WEIGHT_BYTES * (1 - streamed_share) * u.params) for u in shape.units[k:]}, UNITS_AHEAD)
 
 
 def unit_shards(shape: ModelShape, ranks: Ranks) -> list[int]:
@@ -179,11 +192,12 @@ def _fullest(
 
 def largest_params(
     device: DeviceSpec, activations_bytes: int, autocast: bool = False, ranks: Ranks = ONE_RANK,
-    state_bytes: int = STATE_BYTES_PER_PARAM,
+    state_bytes: int = STATE_BYTES_PER_PARAM, streamed: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """The most parameters each way of placing states holds next to so many bytes of activations.
 
-    What gradients travel through is left out. `state_bytes` are master and states of a parameter.
+    What gradients and streamed weights travel through is left out. `state_bytes` are master and
+    states of a parameter; `streamed` weights that the CPU updates rest on the host.
 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on
     the device.
@@ -192,9 +206,10 @@ def largest_params(
     on_host_bytes = state_bytes + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES)
     host_params = ranks.nodes * HOST_SHARE * device.host_memory_bytes / on_host_bytes
     resident_bytes = WEIGHT_BYTES + ((AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + state_bytes) / ranks.count
-    on_host = min(host_params, device_bytes / WEIGHT_BYTES)
+    there_bytes = 0 if streamed else WEIGHT_BYTES  # on the device, of what the CPU updates
+    on_host = min(host_params, device_bytes / there_bytes) if there_bytes else host_params * (device_bytes > 0)
     return {
         "device": device_bytes / resident_bytes,
         "host": on_host,
-        "split": on_host + max(device_bytes - WEIGHT_BYTES * on_host, 0.0) / resident_bytes,
+        "split": on_host + max(device_bytes - there_bytes * on_host, 0.0) / resident_bytes,
     }

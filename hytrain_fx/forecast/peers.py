@@ -1,4 +1,4 @@
-"""Ways to train on several GPUs beside this library, on paper.
+"""Ways to train on several GPUs, or a model larger than one, beside this library, on paper.
 
 They are models of the ideas, with the rates, kernels and units of the report's case. Forward,
 backward and collectives are passed through unit by unit; what comes after is added. So they are
@@ -10,6 +10,7 @@ what each schedule allows, and shorter than what its code takes.
     FSDP2, offload                    two units whole         16/M: fp32 weights, gradients, moments
     ZeRO-2, offload                   2                       14/M
     ZeRO-3, offload                   2/R, two units whole    16/M: states, fp32 gradients
+    ZeRO-Infinity, CPU                two units whole         20/M: 16-bit weights and gradients too
     pipeline                          16/R                    -
 
 They keep fp32 moments, whatever this library's rest in.
@@ -56,6 +57,12 @@ def peers_of(case: Case, rows: Sequence[Row]) -> tuple[Peer, ...]:
     """All ways, ours among them; `rows` are what the case's systems take."""
     paper = _Paper(case)
     return (*_played(case, rows), paper.ddp(), paper.fsdp(), paper.fsdp_offload(), paper.zero_3_offload(), paper.pipeline())
+
+
+def offloaded_peers(case: Case) -> tuple[Peer, ...]:
+    """Ways of others to train on one GPU with all weights and states on the host."""
+    paper = _Paper(case)
+    return paper.zero_infinity(), paper.fsdp_offload()
 
 
 def _played(case: Case, rows: Sequence[Row]) -> Iterator[Peer]:
@@ -146,6 +153,13 @@ class _Paper:
         return self._peer("ZeRO-3, CPU offload", step_us, HALF_BYTES / self._ranks.count, _FP32_BYTES,
                           "gradients go beside the backward; then AdamW by the CPU with a 16-bit copy, then that goes back. "
                           "DeepSpeed's own kernels take longer", self._whole_bytes)
+
+    def zero_infinity(self) -> Peer:
+        """Everything on the host, in its memory."""
+        step_us = self._gathered_us(HALF_BYTES, HALF_BYTES) + self._host_update_us(_FP32_UPDATE_BYTES + HALF_BYTES)
+        return self._peer("ZeRO-Infinity, weights and states on the CPU", step_us, 0.0, _FP32_BYTES + 2 * HALF_BYTES,
+                          "16-bit weights come before each forward and backward, one unit ahead, gradients go beside the backward; then "
+                          "AdamW by the CPU with a 16-bit copy. DeepSpeed's own kernels take longer", self._whole_bytes)
 
     def pipeline(self) -> Peer:
         """As many stages as ranks, 1F1B, the same tokens for each GPU."""

@@ -26,6 +26,7 @@ LOOKS = {
     TaskKind.GPU_UPDATE: ("update on the GPU", "#e45756"), TaskKind.H2D: ("new weights", "#b279a2"),
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
     TaskKind.RECEIVE: ("waiting for another stage", "#d7d7d7"),
+    TaskKind.FETCH_FORWARD: ("weights, for the forward", "#ff9da6"), TaskKind.FETCH_BACKWARD: ("weights, for the backward", "#d6a5c9"),
     TaskKind.REDUCE_SCATTER: ("reduce-scatter", "#bab0ac"), TaskKind.ALL_GATHER: ("all-gather", "#79706e"),
 }
 TIERS = {

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hytrain_fx.config import Moments
+from hytrain_fx.config import Moments, Weights
 from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.errors import ConfigError, PlanError
@@ -25,6 +25,7 @@ from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.peers import Peer, peers_of
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import Counted, ModelShape
+from hytrain_fx.forecast.streamed_weights import StreamedWeights, streamed_weights
 from hytrain_fx.forecast.sweep import Sweep, sweep_of
 from hytrain_fx.forecast.systems import OURS, SYSTEMS, Case, Row
 from hytrain_fx.ir.plan import Plan
@@ -45,7 +46,8 @@ class Report:
     With several `ranks` each has a micro-batch of `tokens`; plan, profile and budget are of one of
     them, and `peers` has other ways to train on several GPUs.
 
-    With `moments` "bf16" AdamW's two states rest in 16 bits in all ways that are this library's.
+    With `moments` "bf16" AdamW's two states rest in 16 bits in all ways that are this library's,
+    and with `streamed` the weights that the CPU updates rest on the host.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Report:
     ranks: Ranks = ONE_RANK
     peers: tuple[Peer, ...] = ()
     moments: Moments = "fp32"
+    streamed: StreamedWeights | None = None
 
     @property
     def machine(self) -> str:
@@ -86,10 +89,11 @@ class Report:
         return next(row for row in self.rows if row.system == OURS)
 
     def to_json(self) -> str:
-        """All figures as JSON text; `moments` is among them where they are not fp32."""
+        """All figures as JSON text; `moments` where they are not fp32, `streamed` where it is."""
         figures = asdict(self)
-        if self.moments == "fp32":
-            del figures["moments"]
+        for name, usual in (("moments", "fp32"), ("streamed", None)):
+            if figures[name] == usual:
+                del figures[name]
         return json.dumps(figures, indent=1)
 
 
@@ -105,6 +109,7 @@ def report(
     autocast: bool = False,
     ranks: Ranks = ONE_RANK,
     moments: Moments | None = None,
+    weights: Weights = "resident",
     tell: Tell = untold,
 ) -> Report:
     """Compare the systems for one micro-batch of `tokens` tokens on each GPU.
@@ -120,21 +125,24 @@ def report(
     ranks         how many GPUs of how many machines train it; a host of fewer GPUs is enlarged
     moments       in what AdamW's two states rest, "fp32" or "bf16" (`compile(..., moments=)`);
                   None: as the shape says
+    weights       where 16-bit weights rest that the CPU updates (`compile(..., weights=)`)
     tell          is told how far the sweep is
 
     Raises ConfigError and PlanError as `case_of` does.
     """
     case = case_of(model, device, tokens, sequence=sequence, recompute=recompute, budget_bytes=budget_bytes, autocast=autocast, ranks=ranks,
-                   moments=moments)
+                   moments=moments, weights=weights)
     shape, spec, sequence, profile = case.shape, case.device, case.sequence, case.profile
     plans = {system.name: case.plan_of(system) for system in SYSTEMS}
     rows = tuple(case.row_of(system, plans[system.name]) for system in SYSTEMS)
     return Report(
         shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, case.budget_bytes,
         profile.forward_us + profile.backward_us, rows, _hidden_from_tokens(case),
-        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks, shape.state_bytes_per_param),
+        largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks, shape.state_bytes_per_param,
+                       shape.weights == "streamed"),
         capacities(shape, spec, tokens, sequence, recompute, ranks), _equal_layers(profile), changes(case), plans[OURS], profile,
-        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else (), shape.moments)
+        sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else (), shape.moments,
+        streamed_weights(case) if shape.weights == "streamed" else None)
 
 
 def case_of(
@@ -148,19 +156,26 @@ def case_of(
     autocast: bool = False,
     ranks: Ranks = ONE_RANK,
     moments: Moments | None = None,
+    weights: Weights = "resident",
 ) -> Case:
     """The case that `report` is about; its arguments are those of `report`.
 
-    Raises ConfigError for an unknown model or device and for autocast with several ranks, PlanError
-    for a negative budget, UnsupportedError for other `moments`.
+    Raises ConfigError for an unknown model or device, for autocast with several ranks and for
+    streamed weights with either, PlanError for a negative budget, UnsupportedError for other
+    `moments`.
     """
+    if weights == "streamed" and (autocast or ranks.count > 1):
+        of = "of fp32 under autocast" if autocast else f"on {ranks.words}"
+        raise ConfigError(f"found streamed weights {of}, expected 16-bit weights and one GPU: no others rest on the host")
     if autocast and ranks.count > 1:
         raise ConfigError(f"found autocast on {ranks.words}, expected 16-bit weights or one GPU: of sharded parameters no 16-bit copies "
                           "are made")
     shape = model if isinstance(model, ModelShape) else find_model(model)
     if autocast:
         shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
-    shape = replace(shape, moments=moments or shape.moments)
+    shape = replace(shape, moments=moments or shape.moments, weights=weights)
+    if weights == "streamed":
+        shape = replace(shape, name=f"{shape.name}, weights on the host")
     if shape.moments != "fp32":
         shape = replace(shape, name=f"{shape.name}, moments in {shape.moments}")
     spec = (device if isinstance(device, DeviceSpec) else find_device(device)).in_machine_of(ranks)

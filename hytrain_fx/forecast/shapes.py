@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hytrain_fx.config import Moments
+from hytrain_fx.config import Moments, Weights
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.named_files import json_object, read_text
 from hytrain_fx.ir.states import ADAMW, MOMENTS, StateTable, StateTraffic
@@ -52,7 +52,8 @@ class ModelShape:
 
     `autocast`: its weights are fp32 and run under autocast, so that the device has 16-bit copies of
     them. `counted` is what a micro-batch has many of: of images and recordings samples. `moments`
-    is the dtype in which AdamW's two states rest: "fp32" or "bf16".
+    is the dtype in which AdamW's two states rest: "fp32" or "bf16". `weights` says where 16-bit
+    weights rest whose updates the CPU does: "resident", on the device, or "streamed", on the host.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ModelShape:
     autocast: bool = False
     counted: Counted = "tokens"
     moments: Moments = "fp32"
+    weights: Weights = "resident"
 
     @property
     def states(self) -> StateTable:

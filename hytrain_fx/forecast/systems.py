@@ -14,7 +14,8 @@ what differs is the schedule.
     windows                   each layer's forward waits for its own update
 
 With moments in bf16 only systems whose layers wait each for its own update have them: those are
-this library's. The others keep fp32 ones.
+this library's. The others keep fp32 ones. It is the same with streamed weights: the others' are all
+on the device.
 """
 
 from __future__ import annotations
@@ -141,12 +142,12 @@ class Case:
         return max(CHUNK_PARAMS, self.profile.params // _COARSE_CHUNKS) if self.coarse else CHUNK_PARAMS
 
     def seen_by(self, system: System) -> Case:
-        """The case as the system has it: one of others keeps fp32 moments."""
-        return self if system.is_ours or self.shape.moments == "fp32" else self._fp32
+        """The case as the system has it: others keep fp32 moments and all weights on the device."""
+        return self if system.is_ours else self._of_others
 
     @functools.cached_property
-    def _fp32(self) -> Case:
-        return self.remade(shape=replace(self.shape, moments="fp32"))
+    def _of_others(self) -> Case:
+        return self.remade(shape=replace(self.shape, moments="fp32", weights="resident"))
 
     def plan_of(self, system: System) -> Plan:
         """The system's plan, solved once.
@@ -201,6 +202,8 @@ class Case:
         if self.shape.moments != "fp32":
             notes.append(f"made for compile(..., moments=\"{self.shape.moments}\"): {self.shape.state_bytes_per_param} bytes of master and "
                          f"states a parameter. With fp32 moments they are {STATE_BYTES_PER_PARAM}, and this placement takes more memory")
+        if self.shape.weights == "streamed":
+            notes.append("made for compile(..., weights=\"streamed\"): the weights that the CPU updates rest on the host")
         return replace(made, notes=tuple(notes))
 
     def _discipline(self, system: System) -> Discipline:

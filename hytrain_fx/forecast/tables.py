@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hytrain_fx.forecast.capacity import WAYS
 from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE
+from hytrain_fx.forecast.peers import Peer
 from hytrain_fx.forecast.report import Report
+from hytrain_fx.forecast.streamed_weights import GPU_GB, HOST_GB, PUBLISHED, OfMachine, StreamedWeights, free_text
 from hytrain_fx.forecast.sweep import Point
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
 from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
@@ -29,6 +31,8 @@ def tables(report: Report) -> Iterator[Table]:
     yield steps_table(report)
     if report.peers:
         yield peers_table(report)
+    if report.streamed:
+        yield from streamed_tables(report, report.streamed)
     yield changes_table(report)
     yield idle_table(report)
     yield memory_table(report)
@@ -60,11 +64,39 @@ def _per_s(report: Report, tokens: int, step_us: float) -> str:
 
 def peers_table(report: Report) -> Table:
     """Other ways to train on several GPUs, and what each keeps where."""
+    return _ways_table(f"Ways to train on {report.ranks.words}", report.peers, (
+        "Calculated with the same rates and kernels for all. The largest model has these activations beside it.",))
+
+
+def _ways_table(title: str, ways: Iterable[Peer], remarks: tuple[str, ...]) -> Table:
     heads = ("system", "step", "a GPU's memory", "a host's memory", "fits", "largest model, parameters", "how it was calculated")
     rows = tuple((p.system, time_text(p.step_us), bytes_text(p.device_bytes), bytes_text(p.host_bytes), "yes" if p.fits else "no",
-                  count_text(p.most_params), p.how) for p in report.peers)
-    return Table(f"Ways to train on {report.ranks.words}", heads, rows, (
-        "Calculated with the same rates and kernels for all. The largest model has these activations beside it.",), words=(0, 6))
+                  count_text(p.most_params), p.how) for p in ways)
+    return Table(title, heads, rows, remarks, words=(0, 6))
+
+
+def streamed_tables(report: Report, found: StreamedWeights) -> Iterator[Table]:
+    """What weights on the host cost by tokens, other ways, and the largest model by machine."""
+    heads: tuple[str, ...] = (f"{report.counted} in a micro-batch", "forward and backward", "weights on the GPU", "weights on the host",
+                              "times as long", "the GPU stands still while weights come")
+    rows: tuple[tuple[str, ...], ...] = tuple((str(p.tokens), time_text(p.compute_us), time_text(p.resident_us), time_text(p.streamed_us),
+                  f"{p.streamed_us / p.resident_us:.3f}", time_text(p.fetch_stall_us)) for p in found.by_tokens)
+    yield Table("Step by where weights rest, all updates by the CPU", heads, rows, (free_text(found, report.counted),))
+    yield _ways_table("Ways to train a model larger than the GPU", found.ways, (
+        "Calculated with the same rates and kernels for all. This library's largest model has more of the same layers, with their "
+        "activations; the others' has these activations beside it.", *PUBLISHED))
+    heads = ("GPU's memory", *(f"host of {gb} GB" for gb in HOST_GB))
+    sizes = {(of.gpu_gb, of.host_gb): of for of in found.machines}
+    rows = tuple((f"{gpu} GB", *(_sizes_text(sizes[gpu, host]) for host in HOST_GB)) for gpu in GPU_GB)
+    yield Table("Largest model by machine, all updates by the CPU", heads, rows, (
+        f"Parameters with weights on the host, and in brackets with weights on the GPU: more of these layers, at {report.tokens} "
+        f"{report.counted}, activations recomputed.",))
+
+
+def _sizes_text(of: OfMachine) -> str:
+    if of.streamed_params is None or of.resident_params is None:
+        return "-"
+    return f"{count_text(of.streamed_params)} ({count_text(of.resident_params)})"
 
 
 def idle_table(report: Report) -> Table:

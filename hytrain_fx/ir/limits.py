@@ -39,6 +39,9 @@ STAGING_SLOTS: Final = 6
 # leaves room for fragments below the 1 GB that training may add to a GPU's peak.
 TRANSIT_BYTES: Final = 640_000_000
 
+# Units whose weights are brought from the host ahead of need, until times are measured.
+UNITS_AHEAD: Final = 2
+
 # ---- Bytes of a parameter ----
 
 HALF_BYTES: Final = 2  # bf16, fp16

@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
 
 TIMES = ("forward_us", "backward_us", "cpu_update_us", "gpu_update_us", "d2h_us", "h2d_us")
 STREAM_TIMES = ("stream_in_us", "stream_out_us")
 STEP_TIMES = ("commit_us", "launching_us", "between_us", "bubble_us")  # of no unit
 COLLECTIVE_TIMES = ("reduce_scatter_us", "all_gather_us")
+FETCH_TIMES = ("fetch_us",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class UnitProfile:
                      parameters are placed whole
     reduce_scatter_us    of the unit's gradients among all ranks, which leaves each its shards'
     all_gather_us    of the unit's new weights
+    fetched_params   elements whose weights rest on the host as long as the CPU updates them, in 16
+                     bits; each forward and each backward brings them to the device
+    fetch_us         copy of all of them to the device
     """
 
     index: int
@@ -59,6 +64,8 @@ class UnitProfile:
     grain_params: int = 0
     reduce_scatter_us: float = 0.0
     all_gather_us: float = 0.0
+    fetched_params: int = 0
+    fetch_us: float = 0.0
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.grad_bytes <= 0:
@@ -69,7 +76,9 @@ class UnitProfile:
                             f"{sum(self.param_numels)}; expected the same")
         if self.grain_params < 0:
             raise PlanError(f"unit {self.index} ({self.name}) has grain_params={self.grain_params}, expected a number of elements >= 0")
-        for name in (*TIMES, *STREAM_TIMES, *COLLECTIVE_TIMES):
+        if not 0 <= self.fetched_params <= self.params:
+            raise PlanError(f"unit {self.index} ({self.name}) has fetched_params={self.fetched_params}, expected 0..{self.params}")
+        for name in (*TIMES, *STREAM_TIMES, *COLLECTIVE_TIMES, *FETCH_TIMES):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"unit {self.index} ({self.name}) has {name}={value}, expected a finite time >= 0")
@@ -78,6 +87,19 @@ class UnitProfile:
     def stream_bytes(self) -> int:
         """Bytes of its states that cross the link each way when it is streamed."""
         return self.traffic.streamed_bytes(self.params, self.grad_bytes)
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Bytes of the weights that one fetch brings."""
+        return HALF_BYTES * self.fetched_params
+
+    @property
+    def reloaded_share(self) -> float:
+        """Share 0..1 of its new weights that go to the device when the CPU has updated them.
+
+        The others rest on the host.
+        """
+        return 1.0 - self.fetched_params / self.params
 
     @property
     def alpha(self) -> float:
@@ -195,6 +217,11 @@ class Profile:
     def has_collectives(self) -> bool:
         """Whether several ranks train the model."""
         return self.node_ranks > 1 or any(u.reduce_scatter_us or u.all_gather_us for u in self.units)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether weights rest on the host, wherever the CPU updates them."""
+        return any(u.fetched_params for u in self.units)
 
     @property
     def can_stream(self) -> bool:

@@ -8,6 +8,9 @@
     several ranks   backward(l) -> reduce_scatter(l) -> what the gradient goes to above
                     what the new weight comes from above -> all_gather(l) -> wait(l)
                     reduce_scatter(n-1) -> ... -> reduce_scatter(0) -> all_gather(0) -> ...
+    weights on the host    cpu_update(l) -> fetch_forward(l) -> forward(l)
+                    fetch_backward(l) -> backward(l);  one fetch after the other, each when the
+                    layer whose slot it takes has computed
 
 A layer's number is its LID. Large tasks run in pieces, so that a more urgent layer may pass
 between them: a `Cut` says how many pieces and how long each, an edge `by_piece` that a piece waits
@@ -41,6 +44,12 @@ class TaskKind(enum.StrEnum):
     RECEIVE = "receive"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
+    FETCH_BACKWARD = "fetch_backward"
+    FETCH_FORWARD = "fetch_forward"
+
+
+FETCHES = (TaskKind.FETCH_BACKWARD, TaskKind.FETCH_FORWARD)
+"""Weights that rest on the host come before a layer computes. They share the link with reloads."""
 
 
 class Resource(enum.StrEnum):
@@ -66,6 +75,8 @@ RESOURCE_OF = {
     TaskKind.RECEIVE: Resource.COLLECTIVES,
     TaskKind.REDUCE_SCATTER: Resource.COLLECTIVES,
     TaskKind.ALL_GATHER: Resource.COLLECTIVES,
+    TaskKind.FETCH_BACKWARD: Resource.H2D,
+    TaskKind.FETCH_FORWARD: Resource.H2D,
 }
 
 
@@ -76,6 +87,7 @@ class Unit:
 
     grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 =
                    parameters are placed whole
+    fetched_params    elements whose weights rest on the host as long as the CPU updates them
     """
 
     index: int
@@ -88,6 +100,7 @@ class Unit:
     param_numels: tuple[int, ...] = ()
     traffic: StateTraffic = ADAMW_TRAFFIC
     grain_params: int = 0
+    fetched_params: int = 0
 
     @property
     def stream_bytes(self) -> int:

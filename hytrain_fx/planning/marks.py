@@ -39,11 +39,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 
 from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.planning.unit_times import FETCH, HELD, UnitTimes
 from hytrain_fx.runtime.device_clock import At, ClockUs, DeviceClock, elapsed_us
 from hytrain_fx.torch_private.tensors import current_stream_of
 
@@ -51,13 +52,6 @@ A = TypeVar("A")  # a time, or an event that has one
 _KEPT_STEPS = 9
 MOST_MARKS = 1 << 13
 """Marks kept of one step. Beyond that, whole micro-batches in the middle are forgotten."""
-HELD: Final = {"graph break": "all weights, before code that is not one graph", "read": "a weight that the loop reads or writes"}
-"""What the library makes the loop wait for, and where.
-
-The unit of HELD_BEGIN is the position in this table.
-"""
-
-
 class Mark(Enum):
     """What was reached."""
 
@@ -73,23 +67,6 @@ class Mark(Enum):
     LEFT_OUT = "left_out"
     STEP_BEGIN = "step_begin"  # of the launching thread only
     STEP_END = "step_end"
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTimes:
-    """Microseconds of one step by unit.
-
-    `held_us` is the part of the stalls in which the library held the loop up outside gates,
-    `between_us` what lies between the first forward and the last backward: other micro-batches.
-    `apart_us` lies between a step's last backward and the next step's first forward.
-    """
-
-    forward_us: tuple[float, ...]
-    backward_us: tuple[float, ...]
-    stall_us: tuple[float, ...]
-    held_us: float = 0.0
-    between_us: float = 0.0
-    apart_us: float = 0.0
 
 
 _WAIT_BEGINS, _WAIT_ENDS = (Mark.WAIT_BEGIN, Mark.HELD_BEGIN), (Mark.WAIT_END, Mark.HELD_END)
@@ -255,11 +232,7 @@ class StepMarks:
 
     def _is_through(self, step: _Step) -> bool:
         """Whether the device is through with a finished step."""
-        last = step.marks[-1][2]
-        if not isinstance(last, torch.cuda.Event):
-            return True
-        with torch.cuda.device(self._device):  # torch asks the thread's own device: it would make a context there
-            return bool(last.query())
+        return self.clock.is_reached(step.marks[-1][2])
 
     def _reached(self) -> list[_Step]:
         """The finished steps that the device is through with, oldest first.
@@ -319,8 +292,10 @@ class StepMarks:
         apart = [elapsed_us(step.marks[-1][2], after.marks[0][2]) for step, after in itertools.pairwise(reached)]
         forward, backward, stall = (tuple(map(statistics.median, zip(*(getattr(s, name) for s in steps), strict=True)))
                                     for name in ("forward_us", "backward_us", "stall_us"))
-        held_us, between_us = (statistics.median(getattr(s, name) for s in steps) for name in ("held_us", "between_us"))
-        return UnitTimes(forward, backward, stall, held_us, between_us, statistics.median(apart) if apart else 0.0)
+        held_us, fetch_stall_us, between_us = (statistics.median(getattr(s, name) for s in steps)
+                                               for name in ("held_us", "fetch_stall_us", "between_us"))
+        apart_us = statistics.median(apart) if apart else 0.0
+        return UnitTimes(forward, backward, stall, held_us, between_us, apart_us, fetch_stall_us)
 
 
 def between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[TaskKind, int] | None:
@@ -369,8 +344,12 @@ def _unit_times(step: _Step, units: int) -> UnitTimes:
     for kind, unit, begin, end in itertools.chain(stretches(first), stretches(last)):
         us[kind][unit] += elapsed_us(begin, end)
     between_us = elapsed_us(first[-1][2], last[0][2]) if last else 0.0
-    held_us = _between_us(first, (Mark.HELD_BEGIN,), (Mark.HELD_END,))
-    return UnitTimes(tuple(us[TaskKind.FORWARD]), tuple(us[TaskKind.BACKWARD]), tuple(us[TaskKind.WAIT]), held_us, between_us)
+    ends = ((Mark.HELD_BEGIN,), (Mark.HELD_END,))
+    held_us = _between_us([mark for mark in first if mark[1] != FETCH], *ends)
+    # the last micro-batch's backward fetches too
+    fetch_stall_us = _between_us([mark for mark in (*first, *last) if mark[1] == FETCH], *ends)
+    forward_us, backward_us, stall_us = map(tuple, us.values())
+    return UnitTimes(forward_us, backward_us, stall_us, held_us, between_us, fetch_stall_us=fetch_stall_us)
 
 
 def first_and_last(marks: Sequence[tuple[Mark, int, A]]) -> tuple[Sequence[tuple[Mark, int, A]], Sequence[tuple[Mark, int, A]]]:

@@ -13,9 +13,12 @@ from typing import Any
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit as RegisteredUnit
-from hytrain_fx.ir.limits import CHUNK_PARAMS
+from hytrain_fx.ir.limits import CHUNK_PARAMS, UNITS_AHEAD
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement, Plan, pieces_of_unit, validate
+from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import Unit
+from hytrain_fx.planning.weight_window import WeightWindow, with_fetches
+from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 from hytrain_fx.runtime.states.store import StateStore
 
 
@@ -24,9 +27,11 @@ class ModelUnits:
 
     capture    the model's graphs, from when they can be captured on: the forward's order and the
                operations come from them
+    window     of weights that may rest on the host, where they do
     """
 
     capture: Capture[Any] | None = None
+    window: WeightWindow | None = None
 
     def __init__(self, table: ParameterTable, registered: Sequence[RegisteredUnit], states: StateStore) -> None:
         self._table = table
@@ -47,6 +52,29 @@ class ModelUnits:
         """The index of the unit of each row of the engine that is in use."""
         found = {parameter: unit.index for unit in self() for parameter in self.rows_of(unit)}
         return {row: found[self._states.pieces.parameter(row)] for row in self._states.placement}
+
+    # ---- weights that rest on the host ----
+
+    @property
+    def ahead(self) -> int:
+        """Units whose weights are brought ahead of need."""
+        return UNITS_AHEAD if self.window is None else self.window.ahead
+
+    def time_fetches(self, on: bool) -> None:
+        """Keep when units are brought, from now on, or not."""
+        if self.window is not None:
+            self.window.times.record(on)
+
+    def with_fetches(self, profile: Profile) -> Profile:
+        """The profile of the steps just measured, with the times of fetches."""
+        if self.window is None:
+            return profile
+        return with_fetches(profile, self.window.times.take_reached(), self.of_rows(), self._link_us_per_byte)
+
+    def _link_us_per_byte(self) -> float:
+        return full_duplex_us_per_byte(self._table.device)[0]
+
+    # ---- their places ----
 
     def pieces_of(self, plan: Plan) -> tuple[PlacedPiece, ...]:
         """The pieces that the plan makes of all parameters, in the parameters' order.
@@ -88,6 +116,7 @@ class ModelUnits:
             grain_params=0 if any(map(self._states.is_whole, unit.rows)) else CHUNK_PARAMS,
             grad_bytes=max(sum(map(self._states.travelling_bytes, unit.rows)), 1),
             traffic=self._states.traffic(unit.rows),
+            fetched_params=0 if self.window is None else self.window.streamed_params(unit.rows),
             forward_flops=flops["forward"],
             backward_flops=flops["backward"],
         )

@@ -87,7 +87,7 @@ class Planning:
         self.read_us = self.solve_us = 0.0
         self.recording = False
         self.captured_steps = 0
-        self._reader = StepReader(engine, marks)
+        self._reader = StepReader(engine, marks, self.units.time_fetches)
         self._balancing = Balancing()
         self._stream_trial = StreamTrial()
         self._last = FinishedStep()
@@ -131,7 +131,8 @@ class Planning:
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
         on_gpu = self._table.device.type == "cuda"
-        return self._last.discipline(on_gpu=on_gpu, broken=self._marks.broken, runs_ahead=self._balancing.runs_ahead)
+        return self._last.discipline(on_gpu=on_gpu, broken=self._marks.broken, runs_ahead=self._balancing.runs_ahead,
+                                     units_ahead=self.units.ahead)
 
     def first_placement(self) -> tuple[PlacedPiece, ...]:
         """Where states rest until times are measured. Raises as `first_plan` does."""
@@ -309,7 +310,7 @@ class Planning:
                             self._engine.workers, device, is_stage=self._config.pipeline is not None)
         self._saw_streaming = streamed_share(self.plan) > 0.0
         probes = Probes(device_update_us_per_param, partial(stream_us_per_param, units, device))
-        profile = build_profile(measured, probes, self.profile, streams=self.solver.may_stream)
+        profile = self.units.with_fetches(build_profile(measured, probes, self.profile, streams=self.solver.may_stream))
         self.guard = planning_guard(cpu_steps_us(measured))
         self._stream_trial.measured(profile, streaming=self._saw_streaming)
         return profile

@@ -70,9 +70,10 @@ class StepReader:
     Outside of that the engine keeps no records, which cost memory.
     """
 
-    def __init__(self, engine: Engine, marks: StepMarks) -> None:
+    def __init__(self, engine: Engine, marks: StepMarks, time_fetches: Callable[[bool], None]) -> None:
         self._engine = engine
         self._marks = marks
+        self._time_fetches = time_fetches  # or not any more
         self._ends_us: list[float] = []
         self._records: list[TaskRecord] = []
         self._launching_us: list[float] = []
@@ -92,6 +93,7 @@ class StepReader:
         self._engine.take_records()  # of earlier steps
         self._marks.clear()
         self._engine.record(True)
+        self._time_fetches(True)
         self._records, self._launching_us = [], []
         self._ends_us = [time.perf_counter() * 1e6]
 
@@ -105,6 +107,7 @@ class StepReader:
     def end(self) -> None:
         """No more steps; what was read stays until it is taken."""
         self._engine.record(False)
+        self._time_fetches(False)
 
     def forget(self) -> None:
         """What was read is of no use: the records belong to somebody else."""
@@ -183,7 +186,7 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
     cpu, gpu, d2h, h2d, stream_in, stream_out = _stages(measured, probes, before, streams)
     profiles = tuple(
         UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i],
-                    stream_in[i], stream_out[i], u.param_numels, u.traffic, u.grain_params)
+                    stream_in[i], stream_out[i], u.param_numels, u.traffic, u.grain_params, fetched_params=u.fetched_params)
         for i, u in enumerate(units)
     )
     cuda = measured.device.type == "cuda"

@@ -13,9 +13,11 @@ import torch
 
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.fetch_depth import fetch_depth
 from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.first_plan import fixed_plan, given_share
@@ -70,16 +72,41 @@ class Solver:
         if profile is None:
             return fixed_plan(self._config, self._units())
         if self._config.plan is not None:
-            return self.predicted(profile, in_force, discipline)
+            return self._looking_ahead(profile, self.predicted(profile, in_force, discipline), discipline)
         share = given_share(self._config)
-        return solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
+        made = solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
+        return self._looking_ahead(profile, made, discipline)
 
     def solved(self, profile: Profile, guard: float, discipline: Discipline) -> Plan:
         """The best plan, by the rule asked for. Raises PlanError where memory holds none."""
         config = self._config
         stream: Stream = config.stream if config.stream == "auto" else given_share(config)
-        return solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0,
-                     **self._within(profile, guard, discipline))
+        made = solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0, **self._within(profile, guard, discipline))
+        return self._looking_ahead(profile, made, discipline)
+
+    def _looking_ahead(self, profile: Profile, made: Plan, discipline: Discipline) -> Plan:
+        """The plan with its prediction, once as many units are brought ahead as are best for it.
+
+        Not on a CPU, where the launching thread copies itself.
+        """
+        window = self._units.window
+        depth = None if window is None or self._device.type == "cpu" else fetch_depth(profile, made, discipline, self._slots_bytes(made))
+        if window is None or depth is None:
+            return made
+        window.follow(depth)
+        return self.predicted(profile, made, replace(discipline, units_ahead=depth.ahead))
+
+    def _slots_bytes(self, made: Plan) -> int:
+        """What slots of weights may take on the device: theirs now, and what the plan leaves."""
+        share = {unit.index: unit.fetched_params / unit.params for unit in self._units()}
+        taken = sum((self._sizes.device_bytes_per_param() + HALF_BYTES * share[row.unit]) * row.numel
+                    for row in made.rows if row.placement.rests_on_device)
+        free = device_budget_bytes("auto", self._device, 0.0, self._resident_bytes())
+        return max(int(free - taken), 0) + (self._units.window.slot_bytes if self._units.window else 0)
+
+    def _resident_bytes(self) -> int:
+        """What rests on the device: states, their gradients, weights that came back with them."""
+        return self._sizes.resident_device_bytes() + (self._units.window.back_bytes() if self._units.window else 0)
 
     def keeps_k(self, profile: Profile, guard: float, discipline: Discipline, k: int) -> bool:
         """Whether k would be solved again: then a balanced share stays too.
@@ -113,7 +140,7 @@ class Solver:
         """What a plan is solved within: memory, and how the runtime works."""
         config, sizes = self._config, self._sizes
         all_states = profile.params * sizes.device_bytes_per_param()
-        budget = device_budget_bytes(config.gpu_states, self._device, all_states, sizes.resident_device_bytes())
+        budget = device_budget_bytes(config.gpu_states, self._device, all_states, self._resident_bytes())
         if self.most_bytes is not None:
             budget = min(budget, self.most_bytes)
         return {

@@ -47,11 +47,12 @@ class FinishedStep:
     awaits_factors: bool = False
     tries: bool = False
 
-    def discipline(self, *, on_gpu: bool, broken: bool, runs_ahead: bool) -> Discipline:
+    def discipline(self, *, on_gpu: bool, broken: bool, runs_ahead: bool, units_ahead: int) -> Discipline:
         """How the runtime orders and gates updates, for predictions.
 
         broken       whether a step waits for all weights at a graph break
         runs_ahead   whether the CPU's updates end before streamed ones
+        units_ahead  how many units of streamed weights are brought ahead of need
 
         On a GPU step() is reached early in the backward, although a norm is known at its end. A CPU
         has run the backward by then.
@@ -59,7 +60,7 @@ class FinishedStep:
         commits_early = on_gpu and not self.awaits_factors
         return Discipline(barrier="before_forward" if broken else "none", commit_at="backward_start" if commits_early else "backward_end",
                           early_updates=self.early_updates, early_weights=self.awaits_factors,
-                          runs_ahead=commits_early and not self.early_updates and runs_ahead)
+                          runs_ahead=commits_early and not self.early_updates and runs_ahead, units_ahead=units_ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,13 @@ class DeviceClock:
             with torch.cuda.device(self._device):  # torch asks the thread's own device: it would make a context there
                 at.synchronize()
 
+    def is_reached(self, at: At) -> bool:
+        """Whether the device has reached it."""
+        if isinstance(at, torch.cuda.Event):
+            with torch.cuda.device(self._device):  # as above
+                return bool(at.query())
+        return True
+
 
 def elapsed_us(begin: At, end: At) -> float:
     """Microseconds from one moment to another of the same device. Both must have been reached."""

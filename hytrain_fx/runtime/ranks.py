@@ -33,7 +33,7 @@ from torch import distributed, nn
 
 from hytrain_fx.errors import ConfigError, RankError
 from hytrain_fx.ir.task_graph import TaskKind
-from hytrain_fx.runtime.collective_times import CollectiveTimes
+from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.own_states import leaves, map_leaves
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
@@ -101,7 +101,7 @@ class Ranks:
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-        self.times = CollectiveTimes(device)
+        self.times = LaneTimes(device)
         self._device = device
         # Collectives of the loop's own, on the group that it gave, may come between ours at another
         # place on each rank (async_save's come at any time). So ours have a group to themselves.

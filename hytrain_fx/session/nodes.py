@@ -55,7 +55,7 @@ class SessionNodes:
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
-        self.fetched = FetchedUnits(table, engine, states, units, streams)  # of streamed weights
+        self.fetched = FetchedUnits(table, engine, states, units, lambda: marks.held("fetch"), ranks.times if ranks else None, streams)
         self._engine = engine
         self._states = states
         self._marks = marks

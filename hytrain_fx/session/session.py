@@ -115,7 +115,7 @@ class Session:
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
-        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks)
+        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and copied else None
         self.pressure = MemoryPressure(self)
@@ -284,8 +284,7 @@ class Session:
         """Keep what runs when. Meanwhile no plan is made: the engine's records are the caller's."""
         self.planning.recording = on
         self.engine.record(on)
-        if self.ranks:
-            self.ranks.times.record(on)
+        self.nodes.fetched.times.record(on)
 
     def speculate(self, how: Speculate, runs_behind: bool) -> None:
         """Begin to learn, from nothing, whether updates may begin before `step()`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hytrain_fx.errors import EngineError, UnsupportedError
+from hytrain_fx.planning.planning import Planning
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.native.storage_memory import can_put
 from hytrain_fx.runtime.ranks import Ranks
@@ -11,7 +12,9 @@ from hytrain_fx.session.resources import Resources
 from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
-def stream_weights(streamed: StreamedWeights, states: StateStore, engine: Engine, resources: Resources, ranks: Ranks | None) -> None:
+def stream_weights(
+    streamed: StreamedWeights, states: StateStore, engine: Engine, resources: Resources, ranks: Ranks | None, planning: Planning
+) -> None:
     """Have the weights of a model that was just compiled rest on the host, where that is wanted.
 
     Raises UnsupportedError, and changes nothing, where no weight of it can be, or where what it
@@ -36,4 +39,4 @@ def stream_weights(streamed: StreamedWeights, states: StateStore, engine: Engine
     except EngineError as error:
         raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
     streamed.choose()
-    resources.streamed = streamed
+    resources.streamed = planning.units.window = streamed

@@ -27,7 +27,7 @@ class Slot:
     memory    uint8, flat
     unit      number of the unit whose weights are there, or were; None before the first
     holds     whether its weights are there, as of the last update
-    ahead     they were brought ahead of need, and nobody has read them
+    ahead     they were brought or kept ahead of need, and nobody has read them since
     ready     when the last copy into it has come; None on the CPU
     free      when the last reader before that copy has run; None on the CPU
     """
@@ -111,6 +111,12 @@ class SlotPool:
         slot.ahead = False
         if slot in self._idle:
             self._idle.remove(slot)
+
+    def keep(self, slot: Slot) -> None:
+        """Its weights are still there and are needed soon: it counts as filled ahead of need."""
+        if slot in self._idle:
+            self._idle.remove(slot)
+            slot.ahead = True
 
     def give(self, slot: Slot) -> None:
         """Nobody who comes from now on reads it, until it is taken or used again."""

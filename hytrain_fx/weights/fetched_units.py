@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,8 +26,11 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import DroppedNodeError, EngineError
+from hytrain_fx.ir.limits import UNITS_AHEAD
+from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
@@ -35,8 +38,6 @@ from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.device_slots import CopyLane, Slot, SlotPool, places_in_slot, wait_for
 from hytrain_fx.weights.fetch_order import FetchOrder
 
-UNITS_AHEAD: Final = 2
-"""Units brought ahead of need."""
 NAN_VARIABLE: Final = "HYTRAIN_FX_NAN_SLOTS"
 """Set in the environment: a slot is filled with NaN once it has been read. Late readers show so."""
 
@@ -77,17 +78,23 @@ class FetchedUnits:
     wanted           whether weights may be streamed at all: graphs of others are not looked at
     ahead            units brought ahead of need
     bytes_fetched    copied to slots, since the session began
+    times            when units were copied, in a recording; with ranks theirs
     lock             held while memory under a parameter changes
     """
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, units: Sequence[Unit], wanted: bool) -> None:
+    def __init__(
+        self, table: ParameterTable, engine: Engine, states: StateStore, units: Sequence[Unit],
+        held: Callable[[], AbstractContextManager[None]], times: LaneTimes | None, wanted: bool,
+    ) -> None:  # fmt: skip
         self.wanted = wanted
         self.ahead = UNITS_AHEAD
         self.bytes_fetched = 0
+        self.times = times or LaneTimes(table.device)
         self.lock = threading.RLock()
         self._table = table
         self._engine = engine
         self._states = states
+        self._held = held  # around what a graph waits for
         self._of = states.streamed
         self._unit_of = unit_of_rows(units)
         self._units: dict[int, _Streamed] = {}
@@ -138,6 +145,16 @@ class FetchedUnits:
         slots = Counter(places_in_slot(of_unit)[1] for of_unit in sizes.values())
         return sum(nbytes * min(count, self._pool.of_a_size) for nbytes, count in slots.items())
 
+    def look_ahead(self, units: int) -> None:
+        """Bring so many units ahead of need from now on, in one slot more of each size.
+
+        Where that is fewer than before, slots are made anew. No graph runs.
+        """
+        with self.lock:
+            if units < self.ahead:
+                self.drop_slots()
+            self.ahead, self._pool.of_a_size = units, units + 1
+
     # ---- while graphs run ----
 
     @contextmanager
@@ -174,7 +191,7 @@ class FetchedUnits:
             raise EngineError("internal: weights were fetched outside a compiled graph")
         run.fetched.update(rows)
         mine = [row for row in rows if row in self._of]
-        with self.lock, torch.no_grad(), without_torch_function():
+        with self._held() if mine else nullcontext(), self.lock, torch.no_grad(), without_torch_function():
             for number in dict.fromkeys(self._unit_of[row] for row in mine):
                 unit = self._units[number]
                 self._bring(unit)
@@ -226,7 +243,10 @@ class FetchedUnits:
             if unit is None:  # it was streamed in the last step
                 continue
             away, behind = self._missing(unit)
-            if not away or behind or unit.uses or (unit.slot is not None and unit.slot.holds):
+            if not away or behind or unit.uses:
+                continue
+            if unit.slot is not None and unit.slot.holds:
+                self._pool.keep(unit.slot)
                 continue
             if not unit.updated and not self._engine.issued(list(unit.rows)):
                 return
@@ -259,18 +279,21 @@ class FetchedUnits:
     def _copy(self, unit: _Streamed, away: Sequence[int], behind: Sequence[int]) -> None:
         """Put copies of these rows on the lane: into the slot, or into memory of their own."""
         slot, present = unit.slot, self._lane.present() if behind else None
+        kind = TaskKind.FETCH_BACKWARD if unit.updated else TaskKind.FETCH_FORWARD
         with self._lane.current(present, slot.free if slot is not None else None):
             if not unit.updated:
                 self._engine.wait(list(unit.rows))
                 unit.updated = True
-            for row in away:
-                assert slot is not None
-                begin, nbytes = unit.rows[row], self.nbytes(row)
-                slot.memory[begin : begin + nbytes].view(torch.bfloat16).copy_(self._states.home(row), non_blocking=True)
-                self.bytes_fetched += nbytes
-            for row in behind:
-                flat_alias(self._table.parameters[row].detach()).copy_(self._states.home(row), non_blocking=True)
-                self._of[row].current = True
+            nbytes = sum(map(self.nbytes, away))
+            with self.times.around(kind, next(iter(unit.rows)), nbytes + sum(map(self.nbytes, behind))):
+                for row in away:
+                    assert slot is not None
+                    begin, end = unit.rows[row], unit.rows[row] + self.nbytes(row)
+                    slot.memory[begin:end].view(torch.bfloat16).copy_(self._states.home(row), non_blocking=True)
+                for row in behind:
+                    flat_alias(self._table.parameters[row].detach()).copy_(self._states.home(row), non_blocking=True)
+                    self._of[row].current = True
+            self.bytes_fetched += nbytes
             unit.copied, unit.covered = self._lane.point(), False
         for row in away:
             assert slot is not None

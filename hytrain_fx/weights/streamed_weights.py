@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.cost_model.fetch_depth import FetchDepth
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.ir.plan import PlacedPiece, Placement
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.states.streamed_homes import may_stream
@@ -38,7 +40,10 @@ class StreamedWeights:
 
     wanted   whether there are to be any
     units    as graphs read them
+    depth    how many are brought ahead of need and why, once that is solved
     """
+
+    depth: FetchDepth | None = None
 
     def __init__(
         self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites, held: HeldWeights, units: FetchedUnits,
@@ -187,6 +192,40 @@ class StreamedWeights:
             self._kept.update(self._of)
             self.units.drop_slots()
 
+    # ---- as planning sees them (`planning.weight_window.WeightWindow`) ----
+
+    @property
+    def ahead(self) -> int:
+        """Units brought ahead of need."""
+        return self.units.ahead
+
+    @property
+    def times(self) -> LaneTimes:
+        """When units were brought, in a recording."""
+        return self.units.times
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of the slots now."""
+        return self.units.slot_bytes
+
+    def streamed_params(self, rows: Iterable[int]) -> int:
+        """Elements of those weights of these rows that rest on the host if the CPU updates them."""
+        return sum(self._table.parameters[row].numel() for row in rows if self._may_rest(row))
+
+    def back_bytes(self) -> int:
+        """Bytes of weights that are on the device only because of where they are updated."""
+        return sum(self.units.nbytes(row) for row in range(len(self._table)) if row not in self._of and self._may_rest(row))
+
+    def follow(self, depth: FetchDepth) -> None:
+        """Bring so many units ahead of need from now on. No graph runs."""
+        self.depth = depth
+        if depth.ahead != self.units.ahead:
+            self.units.look_ahead(depth.ahead)
+
+    def _may_rest(self, row: int) -> bool:
+        return row not in self._kept and (row in self._of or self._fits(row))
+
     # ---- telling of it ----
 
     @property
@@ -199,7 +238,7 @@ class StreamedWeights:
 
         And those of the slots that they take on the device once every unit was fetched.
         """
-        rows = [row for row in self._whole_on_cpu(placed) - self._kept if row in self._of or self._fits(row)]
+        rows = list(filter(self._may_rest, self._whole_on_cpu(placed)))
         return sum(map(self.units.nbytes, rows)), self.units.slot_bytes_for(rows)
 
     def _fits(self, row: int) -> bool:
@@ -216,5 +255,6 @@ class StreamedWeights:
         kept = (f"; {len(stay)} more stay on the device, as code outside graphs reads them: "
                 f"{self._table.names[stay[0]]}" + (", ..." if len(stay) > 1 else "")) if stay else ""
         nbytes = sum(map(self.units.nbytes, streamed))
+        ahead = f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
-                f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}")
+                f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}{ahead}")

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hytrain_fx
+from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.session.nodes import SessionNodes
-from hytrain_fx.weights.fetched_units import UNITS_AHEAD
 
 pytestmark = pytest.mark.fused_kernels
 

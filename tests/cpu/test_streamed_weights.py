@@ -22,12 +22,13 @@ from torch.nn.utils import clip_grad_norm_
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import DroppedNodeError, EngineError, HytrainError
+from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.device_slots import slot_bytes
-from hytrain_fx.weights.fetched_units import NAN_VARIABLE, UNITS_AHEAD
+from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
 from .loops import HYPER, Loop, Twins, assert_same, compare, gpt_in, plain_loop, weights
 from .models import Batches, broken_gpt, checkpointed_gpt, gpt
@@ -184,12 +185,13 @@ def test_between_steps_no_parameter_has_its_matrix(twins: Twins) -> None:
 def test_how_far_ahead_weights_come_changes_no_bit(twins: Twins, ahead: int) -> None:
     """From none to all of them; with updates and copies that are late."""
     streamed = twins.session.eager.streamed.units
-    before, streamed.ahead = streamed.ahead, ahead
+    before = streamed.ahead
+    streamed.look_ahead(ahead)
     try:
         delays = {Stage.CPU_UPDATE: 300, Stage.LANDING: 200, Stage.ISSUE: 200}
         twins.agree(steps(BETWEEN["clipped"]), delays=delays)
     finally:
-        streamed.ahead = before
+        streamed.look_ahead(before)
 
 
 def test_gradients_that_are_zeroed_in_place(twins: Twins) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.config import Weights
-from hytrain_fx.weights.fetched_units import NAN_VARIABLE, UNITS_AHEAD
+from hytrain_fx.ir.limits import UNITS_AHEAD
+from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
 from .feed_forward import ADAMW, STEPS, batches, build, deterministic, loss_of
 

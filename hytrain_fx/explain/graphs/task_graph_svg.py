@@ -4,6 +4,7 @@ A row for each layer in forward order, a column for each stage of a step under t
 
     backward       | D2H       | CPU update | H2D        | wait       | forward
     reduce-scatter | stream in | GPU update | stream out | all-gather |
+    fetch          |           |            |            | fetch      |
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _PLACES = {
     TaskKind.BACKWARD: (0, 0), TaskKind.D2H: (1, 0), TaskKind.CPU_UPDATE: (2, 0), TaskKind.H2D: (3, 0), TaskKind.WAIT: (4, 0),
     TaskKind.STREAM_IN: (1, 1), TaskKind.GPU_UPDATE: (2, 1), TaskKind.STREAM_OUT: (3, 1), TaskKind.FORWARD: (5, 0),
     TaskKind.REDUCE_SCATTER: (0, 1), TaskKind.ALL_GATHER: (4, 1), TaskKind.RECEIVE: (5, 1),
+    TaskKind.FETCH_BACKWARD: (0, 1), TaskKind.FETCH_FORWARD: (4, 1),  # of one process, which has no collectives
 }
 _OPS = {kind: op for op, kind in TASKS.items()} | {TaskKind.WAIT: "wait"}
 _NAMES_WIDTH, _COLUMN, _LINE, _ROW, _TOP, _BOX, _ABOVE = 190, 128, 24, 60, 30, (96, 18), 3  # pixels

@@ -46,10 +46,11 @@ class Measured:
                      that is not updated by the CPU
     step_us          median wall time of the last `step_count` steps; None before the second one
     held_us          of the stalls, what the loop was held up for outside of gates: at graph breaks,
-                     and where it reads weights
+                     and where it reads weights; not for weights from the host
     between_us       what lies between a step's first forward and its last backward, whose times
                      these are: other micro-batches
     apart_us         what lies between that backward and the next step's first forward
+    fetch_stall_us   of the stalls, what was waited for weights that come from the host
     finish           when the updates of the step before the last had ended, from its commit on
     """
 
@@ -64,6 +65,7 @@ class Measured:
     held_us: float = 0.0
     between_us: float = 0.0
     apart_us: float = 0.0
+    fetch_stall_us: float = 0.0
 
     @property
     def compute_us(self) -> float:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from hytrain_fx.cost_model.balance import streamed_share
+from hytrain_fx.cost_model.fetches import exposed_fetch_us
 from hytrain_fx.cost_model.planner import STREAMED
 from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.explain.plan.text import SOURCE_WORDS, UnitGroup, unit_groups
@@ -17,7 +18,7 @@ from hytrain_fx.ir.figures import Table, bytes_text, params_text, time_text
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import TIMES
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
-from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.ir.task_graph import FETCHES, TaskKind
 
 # Where each measured figure comes from.
 SOURCES = {
@@ -30,14 +31,16 @@ SOURCES = {
     "weights to the device": "profiled: the engine's events",
     "states to the device": "profiled: the engine's events, or a probe where none went",
     "states to the host": "profiled: the engine's events, or a probe where none went",
+    "weights fetched": "profiled: events around the copies",
+    "waiting for fetches": "marks on the compute stream, a part of the line above",
     "waiting for updates": "marks on the compute stream",
     "other micro-batches": "marks on the compute stream: from the first forward to the last backward",
     "other stages": "marks on the compute stream: from a step's last backward to the next forward",
 }
-_TERMS = {
-    "forward": TaskKind.FORWARD, "backward": TaskKind.BACKWARD, "CPU updates": TaskKind.CPU_UPDATE, "device updates": TaskKind.GPU_UPDATE,
-    "gradients to the host": TaskKind.D2H, "weights to the device": TaskKind.H2D, "states to the device": TaskKind.STREAM_IN,
-    "states to the host": TaskKind.STREAM_OUT,
+_TERMS: dict[str, tuple[TaskKind, ...]] = {
+    "forward": (TaskKind.FORWARD,), "backward": (TaskKind.BACKWARD,), "CPU updates": (TaskKind.CPU_UPDATE,),
+    "device updates": (TaskKind.GPU_UPDATE,), "gradients to the host": (TaskKind.D2H,), "weights to the device": (TaskKind.H2D,),
+    "weights fetched": FETCHES, "states to the device": (TaskKind.STREAM_IN,), "states to the host": (TaskKind.STREAM_OUT,),
 }
 _RULE_WORDS = {
     "seed": "HyTrainDNN's equation",
@@ -66,9 +69,9 @@ def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
     yield "step", _time(schedule.makespan_us if schedule else None), _time(step_us), SOURCES["step"] + steps if steps else ""
     measured = {} if m is None else {"forward": sum(m.forward_us), "backward": sum(m.backward_us), "CPU updates": m.cpu_us}
     between_us, bubble_us = (e.profile.between_us, e.profile.bubble_us) if e.profile else (0.0, 0.0)
-    for name, kind in _TERMS.items():
-        pieces = [i.duration_us for i in schedule.intervals if i.task.kind == kind] if schedule else []
-        others_us = between_us if kind is TaskKind.FORWARD else 0.0  # they are played behind the last forward
+    for name, kinds in _TERMS.items():
+        pieces = [i.duration_us for i in schedule.intervals if i.task.kind in kinds] if schedule else []
+        others_us = between_us if name == "forward" else 0.0  # they are played behind the last forward
         if pieces or measured.get(name) is not None:
             yield name, _time(sum(pieces) - others_us if schedule else None), _time(measured.get(name)), SOURCES[name]
     for name, us, found_us in (("other micro-batches", between_us, m.between_us if m else 0.0),
@@ -78,6 +81,9 @@ def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
     stalls_us = None if m is None else sum(m.stall_us)
     predicted_us = schedule.stall_us if schedule else None
     yield "waiting for updates", _time(predicted_us), _time(stalls_us), SOURCES["waiting for updates"] if m else ""
+    if (m and m.fetch_stall_us) or (schedule and any(i.task.kind in FETCHES for i in schedule.intervals)):
+        exposed_us = exposed_fetch_us(schedule) if schedule else None
+        yield "waiting for fetches", _time(exposed_us), _time(m.fetch_stall_us if m else None), SOURCES["waiting for fetches"]
 
 
 def helps_table(e: Explained) -> Table | None:

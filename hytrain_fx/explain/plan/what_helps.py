@@ -40,7 +40,7 @@ MORE_BYTES = 1_000_000_000
 MOST_TOKENS = 4.0
 """The most times as many tokens that `tokens_to_hide` tries."""
 FASTER = 1.1
-_LINK = ("d2h_us", "h2d_us", "stream_in_us", "stream_out_us")
+_LINK = ("d2h_us", "h2d_us", "stream_in_us", "stream_out_us", "fetch_us")
 
 
 @dataclass(frozen=True, slots=True)

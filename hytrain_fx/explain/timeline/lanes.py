@@ -1,7 +1,7 @@
 """What ran when, as values.
 
-Spans on the lanes of the launching thread, the device, what goes from rank to rank, each copy
-direction and each CPU worker.
+Spans on the lanes of the launching thread, the device, what goes from rank to rank, fetches of
+weights, each copy direction and each CPU worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Lanes:
 
     @property
     def lanes(self) -> dict[str, tuple[Span, ...]]:
-        """Spans by lane: the launching thread, the device, collectives, D2H, CPU workers, H2D."""
+        """Spans by lane, in the order of `lane_order`."""
         order = sorted({span.lane for span in self.spans}, key=lane_order)
         return {lane: tuple(span for span in self.spans if span.lane == lane) for lane in order}
 

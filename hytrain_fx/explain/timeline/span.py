@@ -27,6 +27,7 @@ LETTERS: dict[Kind, str] = {
     TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
     TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
     TaskKind.RECEIVE: "v", TaskKind.REDUCE_SCATTER: "r", TaskKind.ALL_GATHER: "a",
+    TaskKind.FETCH_FORWARD: "F", TaskKind.FETCH_BACKWARD: "B",
     LaunchKind.FORWARD: "f", LaunchKind.BACKWARD: "b", LaunchKind.GATE: ".", LaunchKind.STEP: "s",
 }
 WORDS: dict[Kind, str] = {
@@ -35,11 +36,13 @@ WORDS: dict[Kind, str] = {
     TaskKind.STREAM_IN: "states to the device", TaskKind.STREAM_OUT: "states to the host",
     TaskKind.RECEIVE: "waiting for another stage",
     TaskKind.REDUCE_SCATTER: "gradients reduce-scattered", TaskKind.ALL_GATHER: "weights all-gathered",
+    TaskKind.FETCH_FORWARD: "weights fetched for the forward", TaskKind.FETCH_BACKWARD: "weights fetched for the backward",
     LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
 }
 LAUNCHING = "launching"
 COLLECTIVES = "collectives"
-_ORDER = (LAUNCHING, "device", COLLECTIVES, "D2H", "CPU", "H2D")  # "device updates" comes after "device"
+FETCHED = "fetches"
+_ORDER = (LAUNCHING, "device", COLLECTIVES, FETCHED, "D2H", "CPU", "H2D")  # "device updates" comes after "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Span:
 
     Times are in microseconds of one clock.
 
-    nbytes   of a collective: the memory that goes from rank to rank, all ranks' parts together
+    nbytes   of a collective: the memory that goes from rank to rank, all ranks' parts together; of
+             a fetch: the weights
     """
 
     lane: str
@@ -69,7 +73,7 @@ class Span:
 
 
 def lane_order(lane: str) -> tuple[int, int]:
-    """The launching thread, the device, collectives, gradients out, CPU workers, weights in."""
+    """The launching thread, the device, collectives, fetches, gradients out, CPU, weights in."""
     name, _, number = lane.partition(" ")
     return (_ORDER.index(name), int(number) if number.isdigit() else len(number))
 

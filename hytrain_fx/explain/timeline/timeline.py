@@ -1,7 +1,7 @@
 """What ran when, as text, Chrome trace or picture.
 
 A lane for the launching thread, the device, each copy direction and each CPU worker; with several
-ranks also for what goes from rank to rank.
+ranks also for what goes from rank to rank, and where weights rest on the host for their fetches.
 
     launching      |b3|b2|b1|b0|s|f0|......f1|.......
     device         |b3----|b2----|b1----|b0----|f0--|f1--|f2--|f3--|
@@ -23,15 +23,15 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.launching import StepLaunch
 from hytrain_fx.explain.timeline.picture import write_png
-from hytrain_fx.explain.timeline.span import COLLECTIVES, Span
+from hytrain_fx.explain.timeline.span import COLLECTIVES, FETCHED, Span
 from hytrain_fx.explain.timeline.text import timelines_text
 from hytrain_fx.explain.timeline.trace_file import read_parts, trace_json
 from hytrain_fx.ir.schedule import Schedule
-from hytrain_fx.ir.task_graph import Resource, TaskKind
+from hytrain_fx.ir.task_graph import FETCHES, Resource, TaskKind
 from hytrain_fx.planning.marks import Mark, stretches
-from hytrain_fx.runtime.collective_times import TimedCollectives
 from hytrain_fx.runtime.device_clock import ClockUs
 from hytrain_fx.runtime.engine import TaskRecord
+from hytrain_fx.runtime.lane_times import Timed
 
 # of predicted tasks
 _LANES = {Resource.GPU: "device", Resource.D2H: "D2H", Resource.CPU: "CPU", Resource.H2D: "H2D", Resource.COLLECTIVES: COLLECTIVES}
@@ -111,9 +111,13 @@ def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Spa
     return [Span("device", kind, unit, begin_us, end_us) for marks in steps for kind, unit, begin_us, end_us in stretches(marks)]
 
 
-def collective_spans(timed: Iterable[TimedCollectives], clock_us: ClockUs, unit_of: Sequence[int]) -> list[Span]:
-    """What went from rank to rank (`CollectiveTimes.take`). `unit_of`: unit of each parameter."""
-    return [Span(COLLECTIVES, of.kind, unit_of[of.row], clock_us(of.begin), clock_us(of.end), of.nbytes) for of in timed]
+def lane_spans(timed: Iterable[Timed], clock_us: ClockUs, unit_of: Sequence[int]) -> list[Span]:
+    """What went from rank to rank, and from the host to slots (`LaneTimes.take`).
+
+    unit_of    unit of each parameter
+    """
+    return [Span(FETCHED if of.kind in FETCHES else COLLECTIVES, of.kind, unit_of[of.row], clock_us(of.begin), clock_us(of.end), of.nbytes)
+            for of in timed]
 
 
 def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
@@ -121,7 +125,8 @@ def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
 
     Waits are the gaps of the device.
     """
-    spans = [Span(_LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us) for i in schedule.intervals]
+    spans = [Span(FETCHED if i.task.kind in FETCHES else _LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us)
+             for i in schedule.intervals]
     return Timeline(tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(unit_names), "predicted")
 
 

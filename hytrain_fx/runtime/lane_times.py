@@ -1,6 +1,8 @@
-"""When gradients and weights went from rank to rank, while a recording is on.
+"""When gradients and weights went from rank to rank, and weights from the host to slots.
 
-    GPU   two timing events around the collectives, on the stream that waits for them
+It is kept while a recording is on.
+
+    GPU   two timing events around them: of collectives on the stream that waits for them
     CPU   the host's clock before and after them
 
 A rank that comes first waits in the collective for the slowest: that wait is in its times.
@@ -19,11 +21,11 @@ from hytrain_fx.runtime.device_clock import At, DeviceClock
 
 
 @dataclass(frozen=True, slots=True)
-class TimedCollectives:
-    """Collectives that were sent together.
+class Timed:
+    """Collectives that were sent together, or the copies of one unit's weights.
 
     row      the first of the parameters that are in them
-    nbytes   of their buckets, all ranks' parts together: the same on each rank
+    nbytes   of their buckets, all ranks' parts together: the same on each rank; of the copies
     """
 
     kind: TaskKind
@@ -33,7 +35,7 @@ class TimedCollectives:
     end: At
 
 
-class CollectiveTimes:
+class LaneTimes:
     """Those of one device.
 
     recording   whether they are kept
@@ -42,7 +44,7 @@ class CollectiveTimes:
     def __init__(self, device: torch.device) -> None:
         self.recording = False
         self._clock = DeviceClock(device)
-        self._timed: list[TimedCollectives] = []
+        self._timed: list[Timed] = []
 
     def record(self, on: bool) -> None:
         """Keep what comes from here on, or nothing."""
@@ -51,12 +53,20 @@ class CollectiveTimes:
 
     @contextmanager
     def around(self, kind: TaskKind, row: int, nbytes: int) -> Iterator[None]:
-        """Around collectives that are sent together, on the stream that waits for them."""
+        """Around them, in whose stream they are. Nothing is kept while no recording is on."""
+        if not self.recording:
+            yield
+            return
         begin = self._clock.now()
         yield
-        self._timed.append(TimedCollectives(kind, row, nbytes, begin, self._clock.now()))
+        self._timed.append(Timed(kind, row, nbytes, begin, self._clock.now()))
 
-    def take(self) -> list[TimedCollectives]:
+    def take_reached(self) -> list[Timed]:
+        """What was kept, without what the device has not ended yet: that is forgotten."""
+        timed, self._timed = self._timed, []
+        return [of for of in timed if self._clock.is_reached(of.end)]
+
+    def take(self) -> list[Timed]:
         """What was kept, once the device has reached the end of each."""
         timed, self._timed = self._timed, []
         for of in timed:

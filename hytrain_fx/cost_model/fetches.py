@@ -1,0 +1,165 @@
+"""Which fetches of weights from the host a step makes, and whose slot on the device each takes.
+
+The runtime's rules (weights/fetched_units.py), played without times:
+
+    order     units are used first to last in the forward, last to first in the backward
+    window    the unit that computes and `ahead` more after it are brought, up to the step's end
+    slots     `ahead` + 1 of each size; a fetch takes the one that was read longest ago and is not
+              in the window
+    turn      what the last units of the forward have in slots is there for the backward
+    update    makes what slots hold out of date; a unit comes back to its own slot, if it has one
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hytrain_fx.ir.limits import HALF_BYTES
+from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.schedule import Interval, Schedule
+from hytrain_fx.ir.task_graph import FETCHES, Resource, TaskId, TaskKind
+
+_FETCH_OF = {TaskKind.FORWARD: TaskKind.FETCH_FORWARD, TaskKind.BACKWARD: TaskKind.FETCH_BACKWARD}
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One fetch, in the order of the copies.
+
+    task     its name in the task graph
+    before   what computes with it
+    after    what computes last with what the slot held before; None: that was in an earlier step
+    """
+
+    task: TaskId
+    before: TaskId
+    after: TaskId | None
+
+
+@dataclass(slots=True)
+class _Slot:
+    unit: int
+    holds: bool
+    used: int = -1  # position of the last use
+
+
+def fetched_shares(profile: Profile, plan: Plan) -> dict[int, float]:
+    """By unit whose weights are fetched under the plan: which share of them, 0..1.
+
+    Only what the CPU updates rests on the host.
+    """
+    by_cpu: Counter[int] = Counter()
+    for row in plan.rows:
+        by_cpu[row.unit] += row.numel if row.placement is Placement.CPU else 0
+    return {u.index: by_cpu[u.index] / u.params for u in profile.units if u.fetched_params and by_cpu[u.index]}
+
+
+def fetched_bytes(profile: Profile, plan: Plan) -> dict[int, int]:
+    """By unit whose weights are fetched under the plan: bytes of one fetch, which a slot holds."""
+    return {unit: round(share * HALF_BYTES * profile.units[unit].fetched_params) for unit, share in fetched_shares(profile, plan).items()}
+
+
+def weight_slots_bytes(nbytes: Mapping[int, int], ahead: int) -> int:
+    """Device memory of the slots that units of these sizes pass through."""
+    return sum(size * min(count, ahead + 1) for size, count in Counter(nbytes.values()).items())
+
+
+def fetches(nbytes: Mapping[int, int], ahead: int) -> list[Fetch]:
+    """The fetches of a steady step, from the begin of a backward to the end of the next forward.
+
+    nbytes   by unit with weights to fetch (`fetched_bytes`)
+    """
+    forward = [TaskId(TaskKind.FORWARD, unit) for unit in sorted(nbytes)]
+    backward = [TaskId(TaskKind.BACKWARD, task.unit) for task in reversed(forward)]
+    uses = [*forward, *backward, *forward]
+    cache = _Cache(uses, nbytes, ahead)
+    cache.play(0, len(forward) + len(backward))
+    cache.out_of_date()
+    # what comes after it belongs to the next step's backward, and is held already
+    cache.play(len(forward) + len(backward), len(uses))
+    found = ((position, after) for position, after in cache.fetched if position >= len(forward))
+    return [Fetch(TaskId(_FETCH_OF[uses[p].kind], uses[p].unit), uses[p], uses[after] if after >= len(forward) else None)
+            for p, after in found]
+
+
+class _Cache:
+    """Slots by size. `fetched` has the position of each fetched use, and of the last use before."""
+
+    def __init__(self, uses: Sequence[TaskId], nbytes: Mapping[int, int], ahead: int) -> None:
+        self.fetched: list[tuple[int, int]] = []
+        self._uses, self._nbytes, self._ahead = uses, nbytes, ahead
+        self._slots: dict[int, list[_Slot]] = defaultdict(list)
+
+    def play(self, begin: int, end: int) -> None:
+        """The uses of one step."""
+        for now in range(begin, end):
+            window = range(now, min(now + self._ahead + 1, end))
+            for position in window:
+                self._bring(position, {self._uses[i].unit for i in window})
+            self._slot_of(self._uses[now].unit).used = now
+
+    def out_of_date(self) -> None:
+        """All weights are updated."""
+        for slots in self._slots.values():
+            for slot in slots:
+                slot.holds = False
+
+    def _slot_of(self, unit: int) -> _Slot:
+        return next(slot for slot in self._slots[self._nbytes[unit]] if slot.unit == unit)
+
+    def _bring(self, position: int, window: set[int]) -> None:
+        unit = self._uses[position].unit
+        slots = self._slots[self._nbytes[unit]]
+        own = next((slot for slot in slots if slot.unit == unit), None)
+        if own is not None and own.holds:
+            return
+        if own is None and len(slots) <= self._ahead:
+            slots.append(own := _Slot(unit, False))
+        # of a size at most as many units are in the window as there are slots; this one has none
+        slot = own or min((slot for slot in slots if slot.unit not in window), key=lambda slot: slot.used)
+        self.fetched.append((position, slot.used))
+        slot.unit, slot.holds = unit, True
+
+
+def fetch_figures(profile: Profile, plan: Plan, ahead: int, schedule: Schedule) -> dict[str, float]:
+    """What is predicted of fetches; nothing where the plan fetches no weights.
+
+    fetch_us        copies of weights to the device
+    fetch_stall_us  how long the device stands still for them, a part of `stall_us`
+    weight_slots_bytes    device memory that they pass through
+    """
+    nbytes = fetched_bytes(profile, plan)
+    if not nbytes:
+        return {}
+    return {
+        "fetch_us": sum(i.duration_us for i in schedule.on(Resource.H2D) if i.task.kind in FETCHES),
+        "fetch_stall_us": exposed_fetch_us(schedule),
+        "weight_slots_bytes": float(weight_slots_bytes(nbytes, ahead)),
+    }
+
+
+def exposed_fetch_us(schedule: Schedule) -> float:
+    """How long the device stands still in a step while a fetch runs.
+
+    Fetches come in the order of need: it is that one, or one behind it, that the device waits for.
+    """
+    copies = [i for i in schedule.on(Resource.H2D) if i.task.kind in FETCHES]
+    return sum(_shared_us(copies, begin_us, end_us) for begin_us, end_us in _idle(schedule)) if copies else 0.0
+
+
+def _idle(schedule: Schedule) -> list[tuple[float, float]]:
+    """When the device stands still, and does not wait for another stage."""
+    gaps, at_us = [], 0.0
+    waits = [i for i in schedule.on(Resource.COLLECTIVES) if i.task.kind is TaskKind.RECEIVE]
+    for interval in sorted((*schedule.on(Resource.GPU), *waits), key=lambda i: i.start_us):
+        if interval.start_us > at_us:
+            gaps.append((at_us, interval.start_us))
+        at_us = max(at_us, interval.end_us)
+    return gaps
+
+
+def _shared_us(copies: Sequence[Interval], begin_us: float, end_us: float) -> float:
+    return sum(max(min(i.end_us, end_us) - max(i.start_us, begin_us), 0.0) for i in copies)
