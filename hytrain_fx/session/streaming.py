@@ -36,4 +36,5 @@ def stream_weights(streamed: StreamedWeights, states: StateStore, engine: Engine
     except EngineError as error:
         raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
     streamed.choose()
+    streamed.begin_away(resources.first_rows)
     resources.streamed = streamed
