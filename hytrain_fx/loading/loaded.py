@@ -49,13 +49,14 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
                                    "loader=hytrain_fx.from_safetensors(path)), or make the model with values")
         yield config
         return
+    source = config.loader if isinstance(config.loader, TensorSource) else AskedSource(config.loader)
+    source.opened()
     if not on_meta:
         raise UnsupportedError("loader is for a model on the meta device, and this one has values; make it inside hytrain_fx.on_meta(), or "
                                "load it (model.load_state_dict) and leave loader out")
     if getattr(optimizer, "state", None):
         raise UnsupportedError("the optimizer has states, and the model has no values yet; make a new optimizer, and load the "
                                "state_dict() of this one after hytrain_fx.compile()")
-    source = config.loader if isinstance(config.loader, TensorSource) else AskedSource(config.loader)
     loading = _Loading(model, optimizer, source, _device_of(config), streams=_streams(config))
     try:
         loading.load()

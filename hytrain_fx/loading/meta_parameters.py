@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,6 @@ def on_meta() -> Iterator[None]:
 
     Buffers have values. For `compile(loader=...)`, which gives parameters theirs.
     """
-    with parameters_on_meta(lambda parameter, meta: None):
-        yield
-
-
-@contextmanager
-def parameters_on_meta(on_new: Callable[[nn.Parameter, nn.Parameter], object]) -> Iterator[None]:
-    """As `on_meta`; `on_new` is told of each parameter, with the one that takes its place."""
     thread = threading.get_ident()
     known: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
@@ -46,7 +39,6 @@ def parameters_on_meta(on_new: Callable[[nn.Parameter, nn.Parameter], object]) -
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"), parameter.requires_grad)
         meta.__dict__.update(parameter.__dict__)
         known[id(parameter)] = weakref.ref(parameter), meta
-        on_new(parameter, meta)
         return meta
 
     handle = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]  # torch: it may return a parameter

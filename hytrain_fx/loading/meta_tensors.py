@@ -41,7 +41,6 @@ def awaited_tensors(model: nn.Module, source: TensorSource) -> tuple[Awaited, ..
     Raises UnsupportedError where the source lacks one or has another, where shapes or dtypes do not
     fit, and where something on the meta device has no name in a source.
     """
-    source.opened()
     forms = source.forms()
     saved = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
     by_tensor: dict[int, list[str]] = {}

@@ -1,87 +1,121 @@
 """A model's own initialisation, run for one tensor at a time, with the bits of the plain one.
 
     with from_init() as loader:
-        model = Model()             parameters are on the meta device; what is done to them is noted
+        model = Model()             runs as it always does, on the CPU
 
-    what is noted       operations that write to memory on the meta device, in order, with the state
-                        of torch's generator before each that draws from it. These are also run at
-                        once, on memory that is dropped, so that the generator goes on as it would
-    a tensor is read    the operations that its values depend on are run again, on the CPU
+    every operation     is noted, with torch's generator before it, if it writes to memory
+    a parameter         loses its memory while others are filled, and gets it back, by running again
+                        what was done to it, when an operation is given it
+    the block ends      parameters are on the meta device, the same objects
+    a tensor is read    what was done to it is run again
 
-Which operations these are is told by memory (storages): views write to what they are views of.
+What was done to a tensor is told by memory (storages): a view writes to what it is a view of.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
+from torch.utils import swap_tensors
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.loading.meta_parameters import parameters_on_meta
 from hytrain_fx.loading.source import TensorSource
 from hytrain_fx.torch_private.operators import every_operation, signature_of
 
-_DRAWS: Final = frozenset({"uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_",
-                           "rand_like", "randn_like", "randint_like"})
-"""Operations that draw as many numbers whatever values they are given."""
-_EMPTY: Final = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
-_MOVES_MEMORY: Final = frozenset({"set_", "resize_"})
+_OVERWRITES: Final = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_"})
+"""Operations after which nothing of what their first argument held is left."""
+_KEPT_BYTES: Final = 64 << 20
+"""Of parameters whose memory is kept while others are filled."""
 
 
-def from_init() -> InitRecord:
-    """Within it models are made without memory, and `compile(loader=...)` initialises them.
+def from_init(kept_bytes: int = _KEPT_BYTES) -> InitRecord:
+    """Within it a model is made whose parameters take no memory; `compile(loader=...)` fills them.
 
-    Parameters have the bits of the plain model on the CPU after the same torch.manual_seed(), and
-    the generator is afterwards where it would be. Raises UnsupportedError within it for what cannot
-    be run again: random numbers whose count depends on values, values of a parameter that are
-    written to something else, a generator of the code's own.
+    They have the bits of the plain model on the CPU after the same torch.manual_seed(), and the
+    generator is afterwards where it would be.
+
+    kept_bytes   host memory of parameters that are kept while others are filled
+
+    Raises UnsupportedError, as the block ends, where something besides the model holds a parameter.
     """
-    return InitRecord()
+    return InitRecord(kept_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Noted:
+class _At:
+    """A tensor, told by the memory that it is in."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _At:
+        return cls(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Generator:
+    """A generator of the code's own, as it was."""
+
+    state: torch.Tensor
+
+
+class _Noted(NamedTuple):
     """One operation.
 
-    reads, writes   storages
-    outputs         what it returned, on the meta device
+    reads, writes   memory that it looks at, and that has other values afterwards
+    made            the memory of what it returned
     generator       torch's CPU generator before it, where it draws
     """
 
-    run: Callable[..., Any]
+    run: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: frozenset[int]
     writes: frozenset[int]
-    outputs: tuple[torch.Tensor, ...]
+    made: tuple[int, ...]
     generator: torch.Tensor | None
 
 
 class InitRecord(TensorSource):
-    """What was done to the parameters of models that were made within it."""
+    """What was done to the parameters of a model that was made within it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
         self._noted: list[_Noted] = []
-        self._known: set[int] = set()  # storages that some operation has written
-        self._unwritten: dict[int, torch.Tensor] = {}  # by storage: memory with values that nobody has written yet
-        self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by storage: parameters with values that modules do not have
+        self._known: dict[int, StorageWeakRef] = {}  # memory that was seen; a weak reference keeps its number from being used again
+        self._filled: dict[int, int] = {}  # bytes of what was written
+        self._dropped: dict[int, int] = {}  # bytes of what lost its memory
+        self._thread = threading.get_ident()
+        self._parameters: dict[int, nn.Parameter] = {}  # by id
+        self._made: dict[int, tuple[StorageWeakRef, _At]] = {}  # by memory on the meta device: what it was
         self._within: ExitStack | None = None
 
-    # ---- while models are made ----
+    # ---- while the model is made ----
 
     def __enter__(self) -> Self:
         if self._within is not None or self._noted:
             raise UnsupportedError("this from_init() was entered before; make another one")
         self._within = ExitStack()
-        self._within.enter_context(parameters_on_meta(self._begin_with))
+        for handle in (register_module_parameter_registration_hook(self._registered),
+                       register_module_module_registration_hook(self._module_registered)):
+            self._within.callback(handle.remove)
         self._within.enter_context(every_operation(self._operation))
         return self
 
@@ -89,70 +123,101 @@ class InitRecord(TensorSource):
         assert self._within is not None
         self._within.close()
         self._within = None
-        self._unwritten.clear()
-        self._replaced.clear()
+        if error is None:
+            self._to_meta()
+        self._parameters.clear()
+        self._filled.clear()
 
-    def _begin_with(self, parameter: nn.Parameter, meta: nn.Parameter) -> None:
-        """A module has registered a parameter: the values that it has by now, if it has any."""
-        self._replaced[_storage(parameter)] = weakref.ref(parameter)
-        if self._unwritten.pop(_storage(parameter), None) is None:
-            values, memory = parameter.detach(), frozenset({_storage(meta)})
-            self._note(_Noted(torch.Tensor.copy_, (meta.detach(), values), {}, memory, memory, (), None))
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if threading.get_ident() == self._thread and type(parameter) is nn.Parameter and parameter.device.type == "cpu":
+            self._parameters[id(parameter)] = parameter
+
+    def _module_registered(self, module: nn.Module, name: str, child: Any) -> None:
+        """A copied module (copy.deepcopy) registers no parameters."""
+        for parameter in child.parameters() if isinstance(child, nn.Module) else ():
+            self._registered(child, "", parameter)
 
     def _operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = operation._schema.name.removeprefix("aten::")
         given = _tensors((args, kwargs))
-        on_meta = any(tensor.is_meta for tensor in given)
-        if not on_meta:
-            result = operation(*args, **kwargs)
-            made = _tensors(result)
-            if not any(tensor.is_meta for tensor in made):
-                self._watch_plain(operation, name, args, kwargs, made)
-                return result
-        generator = self._draw(operation, name, args, kwargs)
-        written = _written(operation, args, kwargs)
-        if name in _MOVES_MEMORY or any(not tensor.is_meta for tensor in written):
-            raise UnsupportedError(f"initialisation runs {name} with a parameter that has no values within from_init(), and its result is "
-                                   "kept elsewhere; initialise the model on the CPU, save it, and use from_safetensors")
-        if on_meta:
-            result = operation(*_without_values(args), **_without_values(kwargs))
-            made = _tensors(result)
-        before = frozenset(map(_storage, filter(_is_meta, given)))
-        new = [tensor for tensor in made if tensor.is_meta and _storage(tensor) not in before]
-        writes = frozenset(map(_storage, [*written, *new]))
+        if any(tensor.device.type != "cpu" for tensor in given):
+            return operation(*args, **kwargs)
+        name = operation._schema.name.removeprefix("aten::")
+        overwritten = args[0] if name in _OVERWRITES and self._is_all_of_its_memory(args[0]) else None
+        if overwritten is not None and sum(_key(tensor) == _key(overwritten) for tensor in given) > 1:
+            overwritten = None
+        for tensor in given:
+            self._have(tensor, refill=tensor is not overwritten)
+        reads = frozenset(_key(tensor) for tensor in given if tensor is not overwritten)
+        at = pytree.tree_map(_as_noted, (args, kwargs))
+        generator = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in operation.tags else None
+        result = operation(*args, **kwargs)
+        made = [tensor for tensor in _tensors(result) if tensor.device.type == "cpu"]
+        new = [tensor for tensor in made if _key(tensor) not in self._known]
+        writes = frozenset(map(_key, [*_written(operation, args, kwargs), *new]))
         if writes:
-            kept_args, kept_kwargs = pytree.tree_map(_kept, (args, kwargs))
-            reads = before if name not in _EMPTY else frozenset()
-            self._note(_Noted(operation, kept_args, kept_kwargs, reads, writes, tuple(tensor.detach() for tensor in made), generator))
+            self._known |= {_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in new}
+            self._noted.append(_Noted(operation, at[0], at[1], reads, writes, tuple(map(_key, made)), generator))
+            if not name.startswith(("empty", "new_empty")):
+                self._filled |= {_key(tensor): tensor.untyped_storage().nbytes() for tensor in (*given, *made) if _key(tensor) in writes}
+                self._drop_others(reads | writes)
         return result
 
-    def _note(self, noted: _Noted) -> None:
-        self._noted.append(noted)
-        self._known |= noted.writes
+    def _have(self, tensor: torch.Tensor, *, refill: bool) -> None:
+        """An operation is about to be given the tensor."""
+        key, storage = _key(tensor), tensor.untyped_storage()
+        if key not in self._known:  # made where no operation was seen, from Python's or NumPy's values
+            self._known[key] = StorageWeakRef(storage)
+            values = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+            self._noted.append(_Noted(torch.clone, (values,), {}, frozenset(), frozenset({key}), (key,), None))
+        elif key in self._dropped:
+            storage.resize_(self._dropped.pop(key))
+            if refill:
+                storage.copy_(self._values([key])[key])
+            self._filled[key] = storage.nbytes()
 
-    def _watch_plain(self, operation: Any, name: str, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
-        for tensor in _written(operation, args, kwargs):
-            self._unwritten.pop(_storage(tensor), None)
-            replaced = self._replaced.get(_storage(tensor), lambda: None)()
-            if replaced is not None and _storage(replaced) == _storage(tensor):
-                raise UnsupportedError("initialisation writes to a parameter by another reference than its module's, which has one without "
-                                       "values within from_init(); initialise it before it is registered, or as an attribute of the module")
-        if name in _EMPTY:
-            self._unwritten.update({_storage(tensor): tensor.detach() for tensor in made})
+    def _is_all_of_its_memory(self, tensor: torch.Tensor) -> bool:
+        nbytes = self._dropped.get(_key(tensor), tensor.untyped_storage().nbytes())
+        return tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.nbytes == nbytes
 
-    def _draw(self, operation: Any, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The generator before a drawing operation, which has drawn when this returns."""
-        if torch.Tag.nondeterministic_seeded not in operation.tags:
-            return None
-        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((args, kwargs))):
-            raise UnsupportedError(f"initialisation draws with a generator of its own ({name}), which from_init() cannot follow; use "
-                                   "torch.manual_seed(), or initialise the model on the CPU, save it, and use from_safetensors")
-        if name not in _DRAWS:
-            raise UnsupportedError(f"initialisation draws random numbers by {name}, whose count may depend on values that are not there "
-                                   "within from_init(); initialise the model on the CPU, save it, and use from_safetensors")
-        before = torch.get_rng_state()
-        operation(*_with_memory(args), **_with_memory(kwargs))
-        return before
+    def _drop_others(self, needed: frozenset[int]) -> None:
+        """Parameters that are not needed now lose their memory where that is more than is kept."""
+        if sum(self._filled.values()) <= self._kept_bytes:
+            return
+        of_parameters = {_key(parameter): parameter.untyped_storage() for parameter in self._parameters.values()}
+        for key in list(self._filled.keys() - needed):
+            if self._known[key].expired():
+                del self._filled[key]
+            elif key in of_parameters and of_parameters[key].resizable():
+                of_parameters[key].resize_(0)
+                self._dropped[key] = self._filled.pop(key)
+
+    def _to_meta(self) -> None:
+        """The parameters lose their memory, and what is not of them is forgotten."""
+        self._require_memory_of_their_own()
+        for parameter in list(self._parameters.values()):
+            at = _At.of(parameter)
+            meta = nn.Parameter(torch.empty_strided(at.shape, at.strides, dtype=at.dtype, device="meta"), parameter.requires_grad)
+            meta.__dict__.update(parameter.__dict__)
+            memory = meta.untyped_storage()
+            try:
+                swap_tensors(parameter, meta)
+            except RuntimeError as error:
+                raise UnsupportedError(f"a parameter of shape {tuple(at.shape)} is held by something besides its model ({error}); "
+                                       "from_init() cannot take its memory") from error
+            self._made[memory._cdata] = StorageWeakRef(memory), at
+            del parameter, meta  # and with it the memory
+        left = [at for _, at in self._made.values() if at.memory in self._known and not self._known[at.memory].expired()]
+        if left:
+            raise UnsupportedError(f"the memory of a parameter of shape {tuple(left[0].shape)} is held by something besides its model, a "
+                                   "buffer or an attribute; from_init() cannot take it")
+        needed = {id(noted) for noted in self._needed({at.memory for _, at in self._made.values()})}
+        self._noted = [noted for noted in self._noted if id(noted) in needed]
+
+    def _require_memory_of_their_own(self) -> None:
+        keys = list(map(_key, self._parameters.values()))
+        if len(set(keys)) < len(keys):
+            raise UnsupportedError("two parameters of the model share memory and are not one object, which from_init() cannot give back; "
+                                   "tie them by assigning the parameter itself")
 
     # ---- when values are asked for ----
 
@@ -173,63 +238,50 @@ class InitRecord(TensorSource):
     @contextmanager
     def reading(self, name: str, meta: torch.Tensor) -> Iterator[torch.Tensor]:
         """What plain initialisation would have left in `meta`."""
-        if _storage(meta) not in self._known:
+        found = self._made.get(meta.untyped_storage()._cdata)
+        if found is None:
             raise UnsupportedError(f"{name} was not made within from_init(), or was converted after it; move .to(dtype) into the block")
+        at = found[1]
+        yield at.on(self._values([at.memory])[at.memory])
+
+    def _values(self, memory: Iterable[int]) -> dict[int, torch.UntypedStorage]:
+        """Such memory as it is after all that was noted, and what it was made of."""
         generator = torch.get_rng_state()
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, _Generator):
+                return torch.Generator().set_state(leaf.state)
+            if not isinstance(leaf, _At):
+                return leaf
+            if leaf.memory not in found:  # it is overwritten, or only its form is asked for
+                found[leaf.memory] = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype).untyped_storage()
+            return leaf.on(found[leaf.memory])
+
         try:
             with torch.no_grad():
-                memory = self._run(self._needed(_storage(meta)))
+                for noted in self._needed(set(memory)):
+                    if noted.generator is not None:
+                        torch.set_rng_state(noted.generator)
+                    args, kwargs = pytree.tree_map(real, (noted.args, noted.kwargs))
+                    for key, tensor in zip(noted.made, _tensors(noted.run(*args, **kwargs)), strict=True):
+                        found.setdefault(key, tensor.untyped_storage())
         finally:
             torch.set_rng_state(generator)
-        yield _at(meta, memory[_storage(meta)])
+        return found
 
-    def _needed(self, storage: int) -> list[_Noted]:
+    def _needed(self, memory: set[int]) -> list[_Noted]:
         """The operations that the values there depend on, in their order."""
-        needed, found = {storage}, []
+        found = []
         for noted in reversed(self._noted):
-            if not needed.isdisjoint(noted.writes):
-                needed |= noted.reads
+            if not memory.isdisjoint(noted.writes):
+                memory = (memory - noted.writes) | noted.reads if noted.reads.isdisjoint(noted.writes) else memory | noted.reads
                 found.append(noted)
         return found[::-1]
 
-    def _run(self, noted: list[_Noted]) -> dict[int, torch.UntypedStorage]:
-        memory: dict[int, torch.UntypedStorage] = {}
 
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                if _storage(leaf) not in memory:  # only its form is asked for (empty_like)
-                    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-                return _at(leaf, memory[_storage(leaf)])
-            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-        for step in noted:
-            if step.generator is not None:
-                torch.set_rng_state(step.generator)
-            args, kwargs = pytree.tree_map(real, (step.args, step.kwargs))
-            made = _tensors(step.run(*args, **kwargs))
-            if step.outputs:
-                for of, tensor in zip(step.outputs, made, strict=True):
-                    memory.setdefault(_storage(of), _as_laid_out(of, tensor).untyped_storage())
-        return memory
-
-
-def _as_laid_out(meta: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """What an operation made, in the order of memory that it had without values."""
-    if (made.stride(), made.storage_offset()) == (meta.stride(), meta.storage_offset()):
-        return made
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype).copy_(made)
-
-
-def _at(meta: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=meta.dtype).set_(memory, meta.storage_offset(), meta.shape, meta.stride())
-
-
-def _storage(tensor: torch.Tensor) -> int:
+def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -241,17 +293,7 @@ def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return _tensors([given for key, given in (*enumerate(args), *kwargs.items()) if key in written])
 
 
-def _with_memory(tree: Any) -> Any:
-    return pytree.tree_map(
-        lambda of: torch.empty_strided(of.shape, of.stride(), dtype=of.dtype) if isinstance(of, torch.Tensor) and of.is_meta else of, tree)
-
-
-def _without_values(tree: Any) -> Any:
-    return pytree.tree_map(lambda of: of.to("meta") if isinstance(of, torch.Tensor) and of.dim() else of, tree)
-
-
-def _kept(leaf: Any) -> Any:
-    """An argument as it is now: what has values is copied, as it may be written later."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.detach() if leaf.is_meta else leaf.detach().clone()
+def _as_noted(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _At.of(leaf)
+    return _Generator(leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf

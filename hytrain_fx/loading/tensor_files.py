@@ -25,7 +25,7 @@ _SAFETENSORS_DTYPES: Final = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_MAPPED_BYTES: Final = 16 << 20
+_MAPPED_BYTES: Final = 4 << 20
 """So much is read of mapped files of torch before they are mapped anew."""
 
 
