@@ -14,6 +14,9 @@ from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, metrics, record, settle
+    from hytrain_fx.loading.meta_parameters import on_meta
+    from hytrain_fx.loading.recorded_init import from_init
+    from hytrain_fx.loading.tensor_files import from_safetensors, from_torch
     from hytrain_fx.passes.base import graph_pass
     from hytrain_fx.passes.pipeline import DEFAULT_PASSES
     from hytrain_fx.runtime.lion import Lion
@@ -28,16 +31,24 @@ __all__ = [
     "close",
     "compile",
     "explain",
+    "from_init",
+    "from_safetensors",
+    "from_torch",
     "graph_pass",
     "inspect",
     "metrics",
+    "on_meta",
     "record",
     "settle",
 ]
 _HOME = {  # of the others: hytrain_fx.api
     "DEFAULT_PASSES": "hytrain_fx.passes.pipeline",
     "Lion": "hytrain_fx.runtime.lion",
+    "from_init": "hytrain_fx.loading.recorded_init",
+    "from_safetensors": "hytrain_fx.loading.tensor_files",
+    "from_torch": "hytrain_fx.loading.tensor_files",
     "graph_pass": "hytrain_fx.passes.base",
+    "on_meta": "hytrain_fx.loading.meta_parameters",
 }
 
 # The package `explain` puts itself here when it is imported. Done now and taken out, it cannot

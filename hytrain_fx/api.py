@@ -28,8 +28,10 @@ from hytrain_fx.explain.timeline.recording import Recording
 from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, lane_spans
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
+from hytrain_fx.loading.loaded import loaded
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.call_gate import find_session, put_gate
+from hytrain_fx.session.compiled_once import require_new
 from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
@@ -64,6 +66,8 @@ def compile(
     on_nonfinite: OnNonfinite = "allow",
     moments: Moments | None = None,
     weights: Weights = "resident",
+    device: Any = None,
+    loader: Any = None,
     process_group: Any = None,
     pipeline: Any = None,
     timeout_s: float = 120.0,
@@ -104,6 +108,8 @@ def compile(
                      ("skip"), or is left out with an error ("raise")
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
     weights          bf16 matrices rest on the device ("resident"), or on the host ("streamed")
+    device           with `loader`: the device to train on
+    loader           gives a model on the meta device its values: `from_safetensors(path)`, ...
     process_group    ranks that train together and share out the states of matrices, None: the
                      default group, False: none
     pipeline         the schedule of torch.distributed.pipelining in which the model is a stage
@@ -123,23 +129,18 @@ def compile(
         k=k, plan=plan, planner=planner, stream=stream, gpu_states=gpu_states, host_memory=host_memory, speculate=speculate,
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
-        weights=weights, process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes, dump=dump, dynamic=dynamic,
-        options=options, mode=mode, **unknown,
+        weights=weights, device=device, loader=loader, process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes,
+        dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
     module = called.model
-    if isinstance(module, nn.Module) and find_session(module) is not None:
-        raise UnsupportedError("this model is compiled already; call hytrain_fx.close(model) first to compile it again")
-    if isinstance(module, nn.Module) and compiled_call(module) is not None:
-        raise UnsupportedError("this model was compiled with Module.compile(); hand over the plain model, hytrain_fx compiles it itself")
-    if isinstance(optimizer, OffloadedOptimizer):
-        raise UnsupportedError("this optimizer was returned by hytrain_fx.compile() before; make a new one from model.parameters(), and "
-                               "load the state_dict() of this one to go on with its states")
+    require_new(module, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
         optimizer.state.leave_groups()
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
-    session = Session(module, optimizer, as_stage(config, module))
+    with loaded(module, optimizer, config) as config:
+        session = Session(module, optimizer, as_stage(config, module))
     put_gate(module, session)
     ours = OffloadedOptimizer(optimizer, session)
     if before is not None:

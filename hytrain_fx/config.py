@@ -79,6 +79,11 @@ class Config:
                    weights that are updated on the device stay there: "auto" of `gpu_states` counts
                    them with their states, k=0 keeps all others away. Native engine, AdamW or Adam,
                    one process, no updates before step() (`speculate`)
+    device         with `loader`: the device to train on, "cuda" or "cpu"
+    loader         where a model on the meta device has its values from: `from_safetensors`,
+                   `from_torch`, `from_init`, or a function of a name in state_dict(). Each tensor
+                   goes to its place alone: bf16 matrices that are streamed to the host, others to
+                   `device`
     process_group  ranks that train together, each on its own batches: gradients are averaged, each
                    rank updates its shard of every matrix and keeps that shard's states, and weights
                    and buffers begin as those of its first rank. None = the default group of
@@ -119,6 +124,8 @@ class Config:
     on_nonfinite: OnNonfinite = "allow"
     moments: Moments | None = None
     weights: Weights = "resident"
+    device: Any = None
+    loader: Any = None
     process_group: Any = None
     pipeline: Any = None
     timeout_s: float = 120.0
@@ -153,6 +160,10 @@ class Config:
         _require(self.moments is None or _is_one_of(self.moments, get_args(Moments)), "moments", self.moments,
                  f"None or one of {get_args(Moments)}")
         _require(_is_one_of(self.weights, get_args(Weights)), "weights", self.weights, f"one of {get_args(Weights)}")
+        _require(self.loader is None or callable(self.loader) or hasattr(self.loader, "reading"), "loader", self.loader,
+                 "None, hytrain_fx.from_safetensors(path), another source, or a function of a name")
+        _require((self.loader is None) == (self.device is None), "device", self.device,
+                 'the device to train on together with loader, and None without: a model with values is on its device')
         _require(not (self.streamed and self.speculate is True), "speculate", True,
                  'False or "auto" with weights="streamed": an update before step() would write weights that a backward may fetch')
         _require(not (self.streamed and self.engine in ("torch", "deepspeed")), "engine", self.engine,

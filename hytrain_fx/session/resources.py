@@ -24,6 +24,7 @@ from hytrain_fx.ir.limits import FP32_BYTES
 from hytrain_fx.ir.plan import PlacedPiece, Placement
 from hytrain_fx.ir.startup import Phase, StartupClock
 from hytrain_fx.ir.states import Kernel
+from hytrain_fx.loading.first_weights import FirstWeights
 from hytrain_fx.runtime.energy import EnergyTotals, meter_of
 from hytrain_fx.runtime.engine import Engine, RowStates
 from hytrain_fx.runtime.launch import ring_bytes_for
@@ -31,7 +32,7 @@ from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUs
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.startup_text import estimate_text, memory_table, startup_text
-from hytrain_fx.weights.streamed_weights import StreamedWeights
+from hytrain_fx.weights.streamed_weights import StreamedWeights, whole_on_cpu
 
 _log = logging.getLogger("hytrain_fx")
 
@@ -64,6 +65,8 @@ class Resources:
         self._elsewhere_bytes = sum(whole.nbytes - home.nbytes for whole, home in homes)  # of weights that other ranks update
         self._engine = engine
         self._limit_bytes = config.host_memory
+        self._first = config.loader if isinstance(config.loader, FirstWeights) else None
+        self._parameters = table.parameters
         self.streamed: StreamedWeights | None = None
         self._ring_bytes = partial(ring_bytes_for, table.homes, config)
         self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(table)))
@@ -73,13 +76,34 @@ class Resources:
     # ---- taking it ----
 
     def allocate(self, placed: Sequence[PlacedPiece]) -> None:
-        """Allocate all states where they are placed. Raises HostMemoryError."""
+        """Allocate all states where they are placed.
+
+        Raises HostMemoryError, and what the source of first weights raises.
+        """
         self.announce(placed)
         with self._clock.phase(Phase.MASTERS):
-            self._states.allocate(placed, self._limit_bytes)
+            if self._first is not None:
+                self._settle(self._first, placed)
+            self._states.allocate(placed, self._limit_bytes, self._first_weight)
         self._lend(placed)
         self._clock.pinned_bytes, pinning_us = pinning_of(self._states.slabs)
         self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
+
+    def _settle(self, first: FirstWeights, placed: Sequence[PlacedPiece]) -> None:
+        """Weights that the device updates are there, before anything is made of them."""
+        for row in sorted(set(self.first_rows) - whole_on_cpu(placed)):
+            first.settle(self._parameters[row])
+            self._states.pieces.set_weight(row, self._parameters[row].detach())
+
+    def _first_weight(self, row: int) -> torch.Tensor | None:
+        parameter = self._parameters[self._states.pieces.parameter(row)]
+        return self._first(parameter) if self._first is not None and parameter in self._first else None
+
+    @property
+    def first_rows(self) -> list[int]:
+        """Rows whose masters have a weight that the parameter does not have."""
+        first = self._first
+        return [] if first is None else [row for row, parameter in enumerate(self._parameters) if parameter in first]
 
     def move(self, placed: Sequence[PlacedPiece]) -> None:
         """Move the states to where these pieces are to rest. Raises what `StateStore.move` does."""

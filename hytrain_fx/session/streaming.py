@@ -39,4 +39,5 @@ def stream_weights(
     except EngineError as error:
         raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
     streamed.choose()
+    streamed.begin_away(resources.first_rows)
     resources.streamed = planning.units.window = streamed

@@ -90,7 +90,7 @@ class StreamedWeights:
     @whole()
     def _before_move(self, placed: Sequence[PlacedPiece]) -> None:
         """Weights of rows that will not be whole on the CPU are to stay on the device."""
-        leaving = sorted(self._of.keys() - self._whole_on_cpu(placed))
+        leaving = sorted(self._of.keys() - whole_on_cpu(placed))
         if not leaving:
             return
         self.fill(leaving)
@@ -100,10 +100,13 @@ class StreamedWeights:
                 self._states.keep_on_device(row)
             self.units.arrange()
 
-    @staticmethod
-    def _whole_on_cpu(placed: Sequence[PlacedPiece]) -> set[int]:
-        pieces = Counter(of.piece.parameter for of in placed)
-        return {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}
+    @whole()
+    def begin_away(self, rows: Iterable[int]) -> None:
+        """These weights were just streamed, and never were on the device: the memory there goes."""
+        with self.units.lock, torch.no_grad(), without_torch_function():
+            for row in rows:
+                self._of[row].has_memory = False
+                take_memory(self._table.parameters[row])
 
     def may_be_any(self) -> bool:
         """Whether any weight of the model may be streamed, wherever it is updated."""
@@ -238,7 +241,7 @@ class StreamedWeights:
 
         And those of the slots that they take on the device once every unit was fetched.
         """
-        rows = list(filter(self._may_rest, self._whole_on_cpu(placed)))
+        rows = list(filter(self._may_rest, whole_on_cpu(placed)))
         return sum(map(self.units.nbytes, rows)), self.units.slot_bytes_for(rows)
 
     def _fits(self, row: int) -> bool:
@@ -258,3 +261,9 @@ class StreamedWeights:
         ahead = f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
                 f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}{ahead}")
+
+
+def whole_on_cpu(placed: Sequence[PlacedPiece]) -> set[int]:
+    """The parameters of which the CPU updates all, in one piece."""
+    pieces = Counter(of.piece.parameter for of in placed)
+    return {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}

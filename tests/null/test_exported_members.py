@@ -16,7 +16,10 @@ import pytest
 import hytrain_fx
 from hytrain_fx import Config, errors
 
-FUNCTIONS = ["close", "compile", "explain", "graph_pass", "inspect", "metrics", "record", "settle"]
+FUNCTIONS = [
+    "close", "compile", "explain", "from_init", "from_safetensors", "from_torch", "graph_pass", "inspect", "metrics", "on_meta", "record",
+    "settle",
+]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
     "HytrainError", "NonFiniteGradientError", "PlanError", "RankError", "StatesError", "UnsupportedError",
@@ -24,7 +27,7 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the passes, two value classes, a warning, an optimizer and eight functions.
+    """`__all__` holds the passes, two value classes, a warning, an optimizer and twelve functions.
 
     `dir` shows them before they are loaded, and the version.
     """

@@ -31,7 +31,7 @@ from hytrain_fx.runtime.states.copied_weights import CopiedWeights
 from hytrain_fx.runtime.states.pieces import PieceRows, flat_memory
 from hytrain_fx.runtime.states.row_form import RowForm
 from hytrain_fx.runtime.states.slabs import HostSlab, require_host_memory
-from hytrain_fx.runtime.states.split_master import copy_states, load_masters
+from hytrain_fx.runtime.states.split_master import FirstWeight, copy_states, load_masters, on_the_device
 from hytrain_fx.runtime.states.unit_slabs import UnitSlabs
 
 
@@ -205,17 +205,17 @@ class PlacedStates:
         """Every piece and its placement, in order of the parameters."""
         return tuple(PlacedPiece(self.pieces.piece(row), self.placement[row]) for row in self._rows(range(len(self._weights))))
 
-    def allocate(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
-        """Allocate every piece where it is placed, masters from the weights, states zero.
+    def allocate(self, placed: Sequence[PlacedPiece], limit_bytes: int | None, first: FirstWeight = on_the_device) -> None:
+        """Allocate every piece where it is placed, states zero.
 
-        Raises HostMemoryError.
+        Masters are the weights, or what `first` gives of a row. Raises HostMemoryError.
         """
         self.placement = {}
         for pieces in _by_parameter(placed).values():
             self._cut(pieces)
         rows = list(self.placement)
         self._make(rows, limit_bytes)
-        load_masters((self._states[row].master, self._weight(row)) for row in rows)
+        load_masters((self._states[row].master, self._weight(row) if (of := first(row)) is None else of) for row in rows)
         self._tell_engine({*rows, *self._slabs.arrange_slots(rows, self.placement, self._states)})
 
     def move(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:

@@ -9,7 +9,7 @@ negative holds it (ir/states.py: `marks_ties`). Finite masters and infinities co
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -121,6 +121,16 @@ def split_into(target: RowStates, source: RowStates, device: torch.device) -> No
 # unpinned tensor of the weight's size, then is converted by the CPU. An asynchronous one is
 # converted on the GPU and goes straight to pinned memory; by chunks, the GPU needs one chunk of
 # memory for it.
+
+
+FirstWeight = Callable[[int], torch.Tensor | None]
+"""By row: the weight that its master begins with, flat on any device, until the next is asked for.
+
+None: the one on the device."""
+
+
+def on_the_device(row: int) -> None:
+    """Every weight is on the device."""
 
 
 def load_masters(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -1,0 +1,299 @@
+"""A model's own initialisation, run for one tensor at a time, with the bits of the plain one.
+
+    with from_init() as loader:
+        model = Model()             runs as it always does, on the CPU
+
+    every operation     is noted, with torch's generator before it, if it writes to memory
+    a parameter         loses its memory while others are filled, and gets it back, by running again
+                        what was done to it, when an operation is given it
+    the block ends      parameters are on the meta device, the same objects
+    a tensor is read    what was done to it is run again
+
+What was done to a tensor is told by memory (storages): a view writes to what it is a view of.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.utils import _pytree as pytree
+from torch.utils import swap_tensors
+
+from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.loading.source import TensorSource
+from hytrain_fx.torch_private.operators import every_operation, signature_of
+
+_OVERWRITES: Final = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_"})
+"""Operations after which nothing of what their first argument held is left."""
+_KEPT_BYTES: Final = 64 << 20
+"""Of parameters whose memory is kept while others are filled."""
+
+
+def from_init(kept_bytes: int = _KEPT_BYTES) -> InitRecord:
+    """Within it a model is made whose parameters take no memory; `compile(loader=...)` fills them.
+
+    They have the bits of the plain model on the CPU after the same torch.manual_seed(), and the
+    generator is afterwards where it would be.
+
+    kept_bytes   host memory of parameters that are kept while others are filled
+
+    Raises UnsupportedError, as the block ends, where something besides the model holds a parameter.
+    """
+    return InitRecord(kept_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _At:
+    """A tensor, told by the memory that it is in."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _At:
+        return cls(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Generator:
+    """A generator of the code's own, as it was."""
+
+    state: torch.Tensor
+
+
+class _Noted(NamedTuple):
+    """One operation.
+
+    reads, writes   memory that it looks at, and that has other values afterwards
+    made            the memory of what it returned
+    generator       torch's CPU generator before it, where it draws
+    """
+
+    run: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    made: tuple[int, ...]
+    generator: torch.Tensor | None
+
+
+class InitRecord(TensorSource):
+    """What was done to the parameters of a model that was made within it."""
+
+    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._noted: list[_Noted] = []
+        self._known: dict[int, StorageWeakRef] = {}  # memory that was seen; a weak reference keeps its number from being used again
+        self._filled: dict[int, int] = {}  # bytes of what was written
+        self._dropped: dict[int, int] = {}  # bytes of what lost its memory
+        self._thread = threading.get_ident()
+        self._parameters: dict[int, nn.Parameter] = {}  # by id
+        self._made: dict[int, tuple[StorageWeakRef, _At]] = {}  # by memory on the meta device: what it was
+        self._within: ExitStack | None = None
+
+    # ---- while the model is made ----
+
+    def __enter__(self) -> Self:
+        if self._within is not None or self._noted:
+            raise UnsupportedError("this from_init() was entered before; make another one")
+        self._within = ExitStack()
+        for handle in (register_module_parameter_registration_hook(self._registered),
+                       register_module_module_registration_hook(self._module_registered)):
+            self._within.callback(handle.remove)
+        self._within.enter_context(every_operation(self._operation))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._within is not None
+        self._within.close()
+        self._within = None
+        if error is None:
+            self._to_meta()
+        self._parameters.clear()
+        self._filled.clear()
+
+    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+        if threading.get_ident() == self._thread and type(parameter) is nn.Parameter and parameter.device.type == "cpu":
+            self._parameters[id(parameter)] = parameter
+
+    def _module_registered(self, module: nn.Module, name: str, child: Any) -> None:
+        """A copied module (copy.deepcopy) registers no parameters."""
+        for parameter in child.parameters() if isinstance(child, nn.Module) else ():
+            self._registered(child, "", parameter)
+
+    def _operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _tensors((args, kwargs))
+        if any(tensor.device.type != "cpu" for tensor in given):
+            return operation(*args, **kwargs)
+        name = operation._schema.name.removeprefix("aten::")
+        overwritten = args[0] if name in _OVERWRITES and self._is_all_of_its_memory(args[0]) else None
+        if overwritten is not None and sum(_key(tensor) == _key(overwritten) for tensor in given) > 1:
+            overwritten = None
+        for tensor in given:
+            self._have(tensor, refill=tensor is not overwritten)
+        reads = frozenset(_key(tensor) for tensor in given if tensor is not overwritten)
+        at = pytree.tree_map(_as_noted, (args, kwargs))
+        generator = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in operation.tags else None
+        result = operation(*args, **kwargs)
+        made = [tensor for tensor in _tensors(result) if tensor.device.type == "cpu"]
+        new = [tensor for tensor in made if _key(tensor) not in self._known]
+        writes = frozenset(map(_key, [*_written(operation, args, kwargs), *new]))
+        if writes:
+            self._known |= {_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in new}
+            self._noted.append(_Noted(operation, at[0], at[1], reads, writes, tuple(map(_key, made)), generator))
+            if not name.startswith(("empty", "new_empty")):
+                self._filled |= {_key(tensor): tensor.untyped_storage().nbytes() for tensor in (*given, *made) if _key(tensor) in writes}
+                self._drop_others(reads | writes)
+        return result
+
+    def _have(self, tensor: torch.Tensor, *, refill: bool) -> None:
+        """An operation is about to be given the tensor."""
+        key, storage = _key(tensor), tensor.untyped_storage()
+        if key not in self._known:  # made where no operation was seen, from Python's or NumPy's values
+            self._known[key] = StorageWeakRef(storage)
+            values = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+            self._noted.append(_Noted(torch.clone, (values,), {}, frozenset(), frozenset({key}), (key,), None))
+        elif key in self._dropped:
+            storage.resize_(self._dropped.pop(key))
+            if refill:
+                storage.copy_(self._values([key])[key])
+            self._filled[key] = storage.nbytes()
+
+    def _is_all_of_its_memory(self, tensor: torch.Tensor) -> bool:
+        nbytes = self._dropped.get(_key(tensor), tensor.untyped_storage().nbytes())
+        return tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.nbytes == nbytes
+
+    def _drop_others(self, needed: frozenset[int]) -> None:
+        """Parameters that are not needed now lose their memory where that is more than is kept."""
+        if sum(self._filled.values()) <= self._kept_bytes:
+            return
+        of_parameters = {_key(parameter): parameter.untyped_storage() for parameter in self._parameters.values()}
+        for key in list(self._filled.keys() - needed):
+            if self._known[key].expired():
+                del self._filled[key]
+            elif key in of_parameters and of_parameters[key].resizable():
+                of_parameters[key].resize_(0)
+                self._dropped[key] = self._filled.pop(key)
+
+    def _to_meta(self) -> None:
+        """The parameters lose their memory, and what is not of them is forgotten."""
+        self._require_memory_of_their_own()
+        for parameter in list(self._parameters.values()):
+            at = _At.of(parameter)
+            meta = nn.Parameter(torch.empty_strided(at.shape, at.strides, dtype=at.dtype, device="meta"), parameter.requires_grad)
+            meta.__dict__.update(parameter.__dict__)
+            memory = meta.untyped_storage()
+            try:
+                swap_tensors(parameter, meta)
+            except RuntimeError as error:
+                raise UnsupportedError(f"a parameter of shape {tuple(at.shape)} is held by something besides its model ({error}); "
+                                       "from_init() cannot take its memory") from error
+            self._made[memory._cdata] = StorageWeakRef(memory), at
+            del parameter, meta  # and with it the memory
+        left = [at for _, at in self._made.values() if at.memory in self._known and not self._known[at.memory].expired()]
+        if left:
+            raise UnsupportedError(f"the memory of a parameter of shape {tuple(left[0].shape)} is held by something besides its model, a "
+                                   "buffer or an attribute; from_init() cannot take it")
+        needed = {id(noted) for noted in self._needed({at.memory for _, at in self._made.values()})}
+        self._noted = [noted for noted in self._noted if id(noted) in needed]
+
+    def _require_memory_of_their_own(self) -> None:
+        keys = list(map(_key, self._parameters.values()))
+        if len(set(keys)) < len(keys):
+            raise UnsupportedError("two parameters of the model share memory and are not one object, which from_init() cannot give back; "
+                                   "tie them by assigning the parameter itself")
+
+    # ---- when values are asked for ----
+
+    @property
+    def described(self) -> str:
+        """As there."""
+        return "from_init()"
+
+    def forms(self) -> None:
+        """It gives what models have without values."""
+        return
+
+    def opened(self) -> None:
+        """Raise UnsupportedError within the block: more may be done to the parameters."""
+        if self._within is not None:
+            raise UnsupportedError("hytrain_fx.compile() was called within from_init(); end the block first, make the optimizer after it")
+
+    @contextmanager
+    def reading(self, name: str, meta: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What plain initialisation would have left in `meta`."""
+        found = self._made.get(meta.untyped_storage()._cdata)
+        if found is None:
+            raise UnsupportedError(f"{name} was not made within from_init(), or was converted after it; move .to(dtype) into the block")
+        at = found[1]
+        yield at.on(self._values([at.memory])[at.memory])
+
+    def _values(self, memory: Iterable[int]) -> dict[int, torch.UntypedStorage]:
+        """Such memory as it is after all that was noted, and what it was made of."""
+        generator = torch.get_rng_state()
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, _Generator):
+                return torch.Generator().set_state(leaf.state)
+            if not isinstance(leaf, _At):
+                return leaf
+            if leaf.memory not in found:  # it is overwritten, or only its form is asked for
+                found[leaf.memory] = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype).untyped_storage()
+            return leaf.on(found[leaf.memory])
+
+        try:
+            with torch.no_grad():
+                for noted in self._needed(set(memory)):
+                    if noted.generator is not None:
+                        torch.set_rng_state(noted.generator)
+                    args, kwargs = pytree.tree_map(real, (noted.args, noted.kwargs))
+                    for key, tensor in zip(noted.made, _tensors(noted.run(*args, **kwargs)), strict=True):
+                        found.setdefault(key, tensor.untyped_storage())
+        finally:
+            torch.set_rng_state(generator)
+        return found
+
+    def _needed(self, memory: set[int]) -> list[_Noted]:
+        """The operations that the values there depend on, in their order."""
+        found = []
+        for noted in reversed(self._noted):
+            if not memory.isdisjoint(noted.writes):
+                memory = (memory - noted.writes) | noted.reads if noted.reads.isdisjoint(noted.writes) else memory | noted.reads
+                found.append(noted)
+        return found[::-1]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    written = signature_of(operation).written
+    return _tensors([given for key, given in (*enumerate(args), *kwargs.items()) if key in written])
+
+
+def _as_noted(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _At.of(leaf)
+    return _Generator(leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf
