@@ -29,7 +29,8 @@ class GatheredUnits(FetchedUnits):
     """Those of one session.
 
     gathered   the weights of all ranks
-    whole      rows that all ranks have had gathered for the loop, and keep: no graph gathers them
+    whole      rows that all ranks have had gathered for the loop, and keep (`is_whole`): no graph
+               gathers them
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class GatheredUnits(FetchedUnits):
         found: dict[int, int] = {}
         for rows, gradients in calls:
             for row in rows:
-                if row in self._of and row not in self.whole:
+                if row in self._of and not self.is_whole(row):
                     found.setdefault(self._unit_of[row], gradients)
         if found:
             told = tuple(f"{self._name(unit)}, after {gradients} gradients" for unit, gradients in found.items())
@@ -54,7 +55,7 @@ class GatheredUnits(FetchedUnits):
         return GraphRun(GatherOrder(list(found), list(found.values()), self.ahead))
 
     def _name(self, unit: int) -> str:
-        rows = [row for row in self._units[unit].rows if row not in self.whole]
+        rows = [row for row in self._units[unit].rows if not self.is_whole(row)]
         return f"{self._table.names[rows[0]]} and {len(rows) - 1} more"
 
     def _end_run(self, run: GraphRun) -> None:
@@ -100,7 +101,7 @@ class GatheredUnits(FetchedUnits):
 
         All ranks do so at this place of their order, whatever each has of them by now.
         """
-        rows = tuple(row for row in unit.rows if row not in self.whole)
+        rows = tuple(row for row in unit.rows if not self.is_whole(row))
         away, behind = self._missing(unit)
         if away and unit.slot is not None and unit.slot.holds and unit.uses:  # another graph is reading them
             away = []
@@ -129,6 +130,10 @@ class GatheredUnits(FetchedUnits):
 
     # ---- for the loop ----
 
+    def is_whole(self, row: int) -> bool:
+        """Whether every rank has this weight whole, as of the last update or the loop's write."""
+        return row in self.whole and self._of[row].current
+
     def end_updates(self, row: int) -> None:
         """The current stream is to see the last update of a weight's home."""
         self._engine.wait(self._states.pieces.of(row))
@@ -143,11 +148,6 @@ class GatheredUnits(FetchedUnits):
         rows = list(rows)
         super().committed(rows)
         self.whole.difference_update(rows)
-
-    def home_changes(self, row: int) -> None:
-        """As there."""
-        super().home_changes(row)
-        self.whole.discard(row)
 
 
 def units_of(

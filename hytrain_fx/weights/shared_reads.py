@@ -41,7 +41,7 @@ class SharedReads:
         Gives those that did not. Raises RankError where another rank does not ask for the same,
         UnsupportedError in another thread or process.
         """
-        wanted = sorted({row for row in rows if row in self._of and row not in self.units.whole})
+        wanted = sorted({row for row in rows if row in self._of and not self.units.is_whole(row)})
         if not wanted:
             return []
         self.require_loop()

@@ -76,6 +76,8 @@ class StreamedWeights:
                 for row in new:
                     (self._states.shard if self._shared else self._states.stream)(row)
                 self.units.arrange()
+            if self._shared:
+                self._shared.units.whole.update(new)  # until the first training forward
 
     @contextmanager
     def moving(self, placed: Sequence[PlacedPiece]) -> Iterator[None]:
