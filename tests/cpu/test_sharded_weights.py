@@ -105,6 +105,14 @@ def test_checkpoints_are_those_of_resident_weights(loops: Any, tmp_path: Path) -
 
 
 @pytest.mark.sample(0)
+def test_lion_has_the_bits_of_resident_weights(tmp_path: Path) -> None:
+    """So an optimizer whose states have no signs to spare may have sharded weights."""
+    expected = started(shard_loops.other_optimizers, 2, tmp_path)[0]
+    for found in started(partial(sharded_loops.checkpoints, shard_loops.other_optimizers), 2, tmp_path):
+        assert_same(found["Lion"]["weights"], expected["Lion"]["weights"])
+
+
+@pytest.mark.sample(0)
 def test_checkpoints_in_shards_need_no_whole_states(tmp_path: Path) -> None:
     """Two ranks with sharded weights save, four load, through torch.distributed.checkpoint."""
     folder = str(tmp_path / "saved")

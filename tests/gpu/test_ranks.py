@@ -57,7 +57,7 @@ def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
 
 
 def test_sharded_weights_have_the_bits_of_resident_ones(tmp_path: Path) -> None:
-    """As on CPUs, each slot NaN once it was read: loops, plans of each rank's own, one rank slow."""
+    """As on CPUs, each slot NaN once it was read: other plans on each rank, one rank slow."""
     of_ranks = started(partial(sharded_loops.loops_of_ranks, ("accumulated", "clipped", "evaluated")), 2, tmp_path, backend="nccl")
     require_resident_bits(of_ranks, "losses")
     loops = ("plain", "edited", "weights_used", "broken", "partly_eager")
