@@ -36,7 +36,7 @@ def test_loops_of_two_ranks_have_the_bits_of_resident_weights(names: Sequence[st
     ranks = started(partial(sharded_loops.loops_of_ranks, names), 2, tmp_path)
     require_resident_bits(ranks, "losses")
     text = " ".join(ranks[0][names[0]][1]["text"].split())
-    assert "sharded weights: 6 of 14" in text
+    assert "sharded weights: 6 of 12" in text
 
 
 @pytest.mark.sample(0)
