@@ -107,11 +107,11 @@ def compile(
     on_nonfinite     a step with NaN or infinite gradients computes with them ("allow"), is left out
                      ("skip"), or is left out with an error ("raise")
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
-    weights          bf16 matrices rest on the device ("resident"), or on the host ("streamed")
+    weights          bf16 matrices rest on the device ("resident"), on the host ("streamed"), or in
+                     shards of several ranks ("sharded")
     device           with `loader`: the device to train on
     loader           gives a model on the meta device its values: `from_safetensors(path)`, ...
-    process_group    ranks that train together and share out the states of matrices, None: the
-                     default group, False: none
+    process_group    ranks that share out states of matrices, None: the default group, False: none
     pipeline         the schedule of torch.distributed.pipelining in which the model is a stage
     timeout_s        seconds after which a wait on a worker or a copy is an error
     passes           graph passes to run, None: DEFAULT_PASSES; yours: [*DEFAULT_PASSES, my_pass]

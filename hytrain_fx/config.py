@@ -16,7 +16,7 @@ EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
 Moments = Literal["fp32", "bf16"]
-Weights = Literal["resident", "streamed"]
+Weights = Literal["resident", "streamed", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,16 @@ class Config:
                    CPU and its copies move 22 bytes of host memory a parameter, not 30. Parameter
                    groups may say it themselves, group["moments"] = "bf16", with a seed,
                    group["moments_seed"]; None: as they say, and fp32 where they say nothing
-    weights        where bf16 matrices rest whose updates the CPU does: "resident", on the device;
-                   "streamed", in pinned host memory as half of their masters, which takes no more
+    weights        where bf16 matrices rest: "resident", on the device; "streamed", where the CPU
+                   updates them, in pinned host memory as half of their masters, which takes no more
                    of it. Then the device has a window of them: each is brought before a graph reads
                    it, in the forward and in the backward, and its place is used again. Vectors and
                    weights that are updated on the device stay there: "auto" of `gpu_states` counts
                    them with their states, k=0 keeps all others away. Native engine, AdamW or Adam,
-                   one process, no updates before step() (`speculate`)
+                   one process, no updates before step() (`speculate`). "sharded", with several
+                   ranks: each keeps its shard of them on its device, wherever the states are, and
+                   all gather a unit before graphs read it. Native engine; every rank runs the same
+                   graphs
     device         with `loader`: the device to train on, "cuda" or "cpu"
     loader         where a model on the meta device has its values from: `from_safetensors`,
                    `from_torch`, `from_init`, or a function of a name in state_dict(). Each tensor
@@ -166,10 +169,11 @@ class Config:
                  'the device to train on together with loader, and None without: a model with values is on its device')
         _require(not (self.streamed and self.speculate is True), "speculate", True,
                  'False or "auto" with weights="streamed": an update before step() would write weights that a backward may fetch')
-        _require(not (self.streamed and self.engine in ("torch", "deepspeed")), "engine", self.engine,
-                 '"native" or "auto" with weights="streamed": other engines have no weight in the half of a master')
-        _require(not (self.streamed and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
-                 'no C++ wrapper with weights="streamed": only Python wrappers were seen to ask for a weight\'s memory at each launch')
+        _require(not (self.fetches and self.engine in ("torch", "deepspeed")), "engine", self.engine,
+                 f'"native" or "auto" with weights="{self.weights}": with others it is not there')
+        _require(not (self.fetches and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
+                 f'no C++ wrapper with weights="{self.weights}": only Python wrappers were seen to ask for memory at each launch')
+        _require(not (self.weights == "sharded" and self.pipeline), "pipeline", "a schedule", 'None with weights="sharded"')
         if self.streamed:
             object.__setattr__(self, "speculate", False)
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
@@ -186,6 +190,11 @@ class Config:
     def streamed(self) -> bool:
         """Whether weights are to rest on the host."""
         return self.weights == "streamed"
+
+    @property
+    def fetches(self) -> bool:
+        """Whether graphs are to bring weights before they read them."""
+        return self.weights != "resident"
 
     def _check_inductor(self) -> None:
         """Which names and values Inductor knows is asked of the installed torch, in `compile`."""

@@ -64,8 +64,10 @@ class AveragedGradients:
                             "gradients: what comes next would be added to those. End all ranks, and start them from a checkpoint")
         self._backwards += 1
 
-    def begin(self, nodes: Sequence[Rows]) -> None:
+    def begin(self, nodes: Sequence[Rows]) -> bool:
         """A backward graph begins, whose nodes make gradients of these rows.
+
+        Gives whether the nodes of all ranks are the same, in the same order.
 
         Turns come in the order that rank 0 had when such graphs first ran on the ranks: another
         graph of the same nodes, for a batch of another size, may have them in another order.
@@ -80,6 +82,7 @@ class AveragedGradients:
         turn_of_row = {row: turn for turn in order for row in turn}
         self._turn_of = {node: turn_of_row[node[0]] for node in nodes}
         self._to_come = Counter(self._turn_of.values())
+        return len(set(digests)) == 1
 
     def all_done(self) -> bool:
         """Whether all ranks have ended the backward.

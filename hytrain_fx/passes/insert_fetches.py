@@ -30,7 +30,7 @@ from hytrain_fx.capture import dataflow
 from hytrain_fx.passes.base import Fact, GraphPass, PassContext, graph_pass
 from hytrain_fx.passes.insert_release import NO_READERS, insert_after_readers
 from hytrain_fx.passes.node_notes import by_unit, insert, rows_of
-from hytrain_fx.passes.ops import FETCH, LET_GO, WAIT
+from hytrain_fx.passes.ops import FETCH, GRAD_OFFLOAD, LET_GO, OFFLOAD_AND_STEP, WAIT
 
 NO_FORWARD_READERS: Final[frozenset[object]] = frozenset({WAIT, LET_GO, "output"})
 
@@ -64,6 +64,14 @@ STREAMED_PASSES: Final[tuple[GraphPass, ...]] = (insert_fetches, insert_let_go)
 """What runs besides `DEFAULT_PASSES` where weights are streamed."""
 
 
-def fetching_rows(module: fx.GraphModule) -> tuple[int, ...]:
-    """The rows whose weights a rewritten graph reads: of its `fetch` nodes, or its `wait` nodes."""
-    return tuple(row for node in module.graph.nodes if node.target in (FETCH, WAIT) for row in rows_of(node))
+def fetching_calls(module: fx.GraphModule) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """The rows of each `fetch` or `wait` node of a rewritten graph, in order.
+
+    And how many nodes that take gradients stand before it.
+    """
+    found, gradients = [], 0
+    for node in module.graph.nodes:
+        gradients += node.target in (GRAD_OFFLOAD, OFFLOAD_AND_STEP)
+        if node.target in (FETCH, WAIT):
+            found.append((rows_of(node), gradients))
+    return tuple(found)

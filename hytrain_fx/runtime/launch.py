@@ -79,8 +79,8 @@ def torch_engine_config(config: Config, optimizer: str) -> Config:
     asked = f"engine={config.engine!r}" if config.engine in ("native", "deepspeed") else None
     if config.stream not in ("auto", 0) or (config.plan is not None and config.plan.numel(Placement.STREAM)):
         asked = "streamed states"
-    if config.weights == "streamed":
-        asked = 'weights="streamed"'
+    if config.fetches:
+        asked = f'weights="{config.weights}"'
     if asked is not None:
         kernels = ", ".join(kind.__name__ for kind in KERNEL_UPDATES)
         raise UnsupportedError(f"{asked} with {optimizer}: that is for {kernels}; other optimizers run on engine=\"torch\", "

@@ -73,7 +73,7 @@ class EagerAccess:
         self.writes = OutsideWrites(table, engine, states, held)
         on_change = nodes.gradients.groups.forget
         self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
-        self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched)
+        self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched, lambda: turns.is_elsewhere)
         self._table = table
         self._engine = engine
         self._states = states
@@ -106,6 +106,7 @@ class EagerAccess:
             return
         row = self._table.row_of[id(parameter)]
         if self._turns.is_elsewhere:
+            self.streamed.require_loop()
             self._turns.read()
             self.copies.before_eager_code()  # from now on all memory stays: the next read may come while a graph runs
             self.streamed.keep_all()
@@ -279,7 +280,7 @@ class EagerAccess:
         """Follow written weights; the rows whose weights somebody else holds."""
         self.streamed.units.before_step()
         self.follow_written_weights()
-        held = self._held.find(self.wait)
+        held = self.streamed.held_anywhere(self._held.find(self.wait))
         if new := set(held) - self.touched:  # whoever holds them may have written to them already, and may read them until now
             self.writes.watch(new)
             self.touched |= new

@@ -31,7 +31,7 @@ from hytrain_fx.ir.pass_record import PipelineRecord
 from hytrain_fx.ir.startup import Phase
 from hytrain_fx.passes.base import GraphPass
 from hytrain_fx.passes.graph_dump import GraphDump
-from hytrain_fx.passes.insert_fetches import fetching_rows
+from hytrain_fx.passes.insert_fetches import fetching_calls
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
@@ -85,7 +85,7 @@ class SessionGraphs:
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
-        self._fetches: dict[int, tuple[int, ...]] = {}  # by graph: rows whose weights it reads
+        self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
         self._copies = copies
         self._streamed = streamed
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
@@ -100,7 +100,7 @@ class SessionGraphs:
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
         record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
-        self._fetches[graph.index] = fetching_rows(graph.module)
+        self._fetches[graph.index] = fetching_calls(graph.module)
         if graph.kind is GraphKind.BACKWARD:
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
             self._nodes.captured_rows |= frozenset(graph.grads)

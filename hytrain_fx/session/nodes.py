@@ -30,8 +30,8 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.rank_gradients import RankGradients
-from hytrain_fx.weights.fetched_units import FetchedUnits
 from hytrain_fx.weights.gathered import GatheredWeights
+from hytrain_fx.weights.gathered_units import units_of
 
 
 class SessionNodes:
@@ -46,8 +46,10 @@ class SessionNodes:
         self.gathered = GatheredWeights(ranks, table, units, engine, states) if ranks and table.shards else None
         if self.averaged and self.gathered:
             self.averaged.shards.weights_first = self.gathered.all
+        times = ranks.times if ranks else None
+        self.fetched = units_of(table, engine, states, units, lambda: marks.held("fetch"), times, self.gathered, streams)
         self.gradients = SessionGradients(table, engine, states, self.averaged.shards if self.averaged and table.shards else None)
-        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates)
+        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates, self.fetched)
                          if self.averaged else None)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
@@ -55,7 +57,6 @@ class SessionNodes:
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
         self.graph_waits: dict[int, int] = {}  # rows that each forward graph waits for
         self.unit_of: list[int] = [0] * len(table)
-        self.fetched = FetchedUnits(table, engine, states, units, lambda: marks.held("fetch"), ranks.times if ranks else None, streams)
         self._engine = engine
         self._states = states
         self._marks = marks

@@ -26,7 +26,9 @@ from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.gradients.turns import Rows
 from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
 from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
+from hytrain_fx.weights.fetched_units import FetchedUnits
 from hytrain_fx.weights.gathered import GatheredWeights
+from hytrain_fx.weights.gathered_units import GatheredUnits
 
 
 class RankGradients:
@@ -34,11 +36,12 @@ class RankGradients:
 
     arm           called with the rows of a node that was held back: its arms
     end_updates   called with rows whose last updates must have ended: their next gradients come
+    fetched       sharded weights are gathered between gradients
     """
 
     def __init__(
         self, averaged: AveragedGradients, gathered: GatheredWeights | None, gradients: SessionGradients, table: ParameterTable,
-        arm: Callable[[Sequence[int]], None], end_updates: Callable[[Sequence[int]], None]
+        arm: Callable[[Sequence[int]], None], end_updates: Callable[[Sequence[int]], None], fetched: FetchedUnits
     ) -> None:
         self._averaged = averaged
         self._gathered = gathered
@@ -46,6 +49,7 @@ class RankGradients:
         self._table = table
         self._arm = arm
         self._end_updates = end_updates
+        self._fetched = fetched if isinstance(fetched, GatheredUnits) else None
         self._own: dict[Rows, Rows] = {}  # by the rows that a node names: those whose gradients go to `.grad`
         self._ends: dict[int, _AtEnd] = {}  # by backward: one may run inside another
 
@@ -57,10 +61,12 @@ class RankGradients:
         Raises RankError.
         """
         self._own = {node: tuple(row for row in node if row not in elsewhere) for node in nodes}
-        own = tuple(filter(None, self._own.values()))
+        own, alike = tuple(filter(None, self._own.values())), True
         if own:
             self._enter_backward()
-            self._averaged.begin(own)
+            alike = self._averaged.begin(own)
+        if self._fetched:
+            self._fetched.gradients_of_run([bool(self._own[node]) for node in nodes], alike)
 
     def take(self, node: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         """The gradients of one node that go to `.grad`."""
@@ -80,6 +86,8 @@ class RankGradients:
         running   the node that runs, whose arms come by themselves; None: the graphs are over
         """
         for turn in self._averaged.due():
+            if self._fetched:
+                self._fetched.before_turn()
             is_of_node = running is not None and self._averaged.is_of_node(turn)
             with self._averaged.taken(turn) as parts:
                 if is_of_node:

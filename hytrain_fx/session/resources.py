@@ -52,7 +52,7 @@ class Tiers:
 class Resources:
     """Memory and time of one session: its optimizer states and the engine's ring.
 
-    streamed   the session's weights that rest on the host, None where none are to
+    streamed   the session's weights that rest elsewhere, None where none are to
     """
 
     def __init__(

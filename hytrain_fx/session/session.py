@@ -65,7 +65,7 @@ class Session:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:
         self.clock = ShownClock()
         self.turns = Turns()
-        self._passes = chosen_passes(config.passes, streamed=config.streamed)
+        self._passes = chosen_passes(config.passes, streamed=config.fetches)
         table = build_table(model, optimizer)
         self.ranks = ranks_that_begin_alike(model, config.process_group)
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
@@ -99,7 +99,7 @@ class Session:
         self._probe = self.update.make_probe(self.engine)
         self.resources = Resources(self.states, self.table, self.engine, self.config, self.clock)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units,
-                                  streams=self.config.streamed)
+                                  streams=self.config.fetches)
         self.builder = self.update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
@@ -115,7 +115,7 @@ class Session:
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
-        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning)
+        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning, self.config.weights)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and copied else None
         self.pressure = MemoryPressure(self)

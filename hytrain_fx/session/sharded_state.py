@@ -148,10 +148,10 @@ def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
     if entry is None:
         session.states.clear(row)
         return
-    parameter, table, memory = session.table.parameters[row], session.states.table(row), session.states.pieces.memory
+    parameter, table = session.table.parameters[row], session.states.table(row)
     with without_torch_function():
         wide = parameter.dtype == torch.float32 or "master" not in entry
-        master = memory(row, parameter).to(torch.float32) if wide else _home(session, row, entry["master"])
+        master = session.states.weight(row).to(torch.float32) if wide else _home(session, row, entry["master"])
         session.states.write(row, RowStates(table, master, tuple(_home(session, row, entry[name]) for name in table.names)))
 
 

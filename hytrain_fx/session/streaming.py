@@ -1,7 +1,8 @@
-"""`weights="streamed"`: what it needs, and its beginning."""
+"""`weights="streamed"` and `"sharded"`: what they need, and their beginning."""
 
 from __future__ import annotations
 
+from hytrain_fx.config import Weights
 from hytrain_fx.errors import EngineError, UnsupportedError
 from hytrain_fx.planning.planning import Planning
 from hytrain_fx.runtime.engine import Engine
@@ -13,31 +14,40 @@ from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
 def stream_weights(
-    streamed: StreamedWeights, states: StateStore, engine: Engine, resources: Resources, ranks: Ranks | None, planning: Planning
-) -> None:
-    """Have the weights of a model that was just compiled rest on the host, where that is wanted.
+    streamed: StreamedWeights, states: StateStore, engine: Engine, resources: Resources, ranks: Ranks | None, planning: Planning,
+    weights: Weights,
+) -> None:  # fmt: skip
+    """Have the weights of a model that was just compiled rest elsewhere, where that is wanted.
+
+    weights   as the option
 
     Raises UnsupportedError, and changes nothing, where no weight of it can be, or where what it
     takes is not there.
     """
     if not streamed.wanted:
         return
-    if ranks:
-        raise UnsupportedError('weights="streamed" with several ranks: that is for one process so far; use weights="resident", or '
+    if weights == "streamed" and ranks:
+        raise UnsupportedError('weights="streamed" with several ranks: that is for one process; use weights="sharded" or "resident", or '
                                "process_group=False where this process trains on its own")
-    if not states.may_halve:
+    if weights == "sharded" and not ranks:
+        raise UnsupportedError('weights="sharded" on one process: shards are of several ranks (process_group=); use weights="streamed" or '
+                               '"resident"')
+    if weights == "streamed" and not states.may_halve:
         raise UnsupportedError('weights="streamed" with this optimizer: none of its states has signs to spare, so its bf16 weights are not '
                                'half of their fp32 masters on the host; that is for AdamW and Adam, use weights="resident"')
     if not engine.splits_masters:
-        raise UnsupportedError(f'weights="streamed" with the {engine.name} engine: only the native engine has a weight in the half '
-                               'of its master; install a C++ compiler (g++ or clang++), or use weights="resident"')
+        raise UnsupportedError(f'weights="{weights}" with the {engine.name} engine: that is for the native engine alone; install a C++ '
+                               'compiler (g++ or clang++), or use weights="resident"')
     if not streamed.may_be_any():
-        raise UnsupportedError('weights="streamed": no weight of this model can be; expected matrices in bf16 (model.to(torch.bfloat16)), '
-                               "each with memory of its own. fp32 weights stay on the device; autocast may have copies of them there")
+        raise UnsupportedError(f'weights="{weights}": no weight of this model can be; expected matrices in bf16 '
+                               "(model.to(torch.bfloat16)), each with memory of its own. fp32 weights stay on the device; autocast may "
+                               "have copies of them there")
     try:
         can_put()
     except EngineError as error:
-        raise UnsupportedError(f'weights="streamed" compiles a few lines with torch\'s headers, which failed: {error}') from error
+        raise UnsupportedError(f'weights="{weights}" compiles a few lines with torch\'s headers, which failed: {error}') from error
     streamed.choose()
     streamed.begin_away(resources.first_rows)
-    resources.streamed = planning.units.window = streamed
+    resources.streamed = streamed
+    if not ranks:  # what is gathered from other ranks is no copy from the host
+        planning.units.window = streamed

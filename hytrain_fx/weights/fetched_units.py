@@ -16,9 +16,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -37,39 +36,10 @@ from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.device_slots import CopyLane, Slot, SlotPool, places_in_slot, wait_for
 from hytrain_fx.weights.fetch_order import FetchOrder
+from hytrain_fx.weights.fetched_unit import FetchedUnit, GraphRun
 
 NAN_VARIABLE: Final = "HYTRAIN_FX_NAN_SLOTS"
 """Set in the environment: a slot is filled with NaN once it has been read. Late readers show so."""
-
-
-@dataclass(slots=True, eq=False)
-class _Streamed:
-    """The streamed weights of one unit.
-
-    rows      in order, with the byte in a slot where each begins
-    uses      by row: graphs that are about to read it, or do
-    slot      under the parameters; what it holds may be out of date
-    updated   whether the lane has waited for the last updates
-    copied    when the last copies of them have come
-    covered   whether an update that comes now comes after that
-    """
-
-    number: int
-    rows: dict[int, int] = field(default_factory=dict)
-    nbytes: int = 0
-    uses: Counter[int] = field(default_factory=Counter)
-    slot: Slot | None = None
-    updated: bool = False
-    copied: torch.cuda.Event | None = None
-    covered: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One run of a graph: what it has fetched, and what of that it has not let go of."""
-
-    fetched: set[int] = field(default_factory=set)
-    reads: Counter[int] = field(default_factory=Counter)
 
 
 class FetchedUnits:
@@ -97,7 +67,7 @@ class FetchedUnits:
         self._held = held  # around what a graph waits for
         self._of = states.streamed
         self._unit_of = unit_of_rows(units)
-        self._units: dict[int, _Streamed] = {}
+        self._units: dict[int, FetchedUnit] = {}
         self._lane = CopyLane(table.device)
         self._pool = SlotPool(table.device, self.ahead + 1)
         self._order = FetchOrder()
@@ -111,7 +81,7 @@ class FetchedUnits:
         self._units = {}
         for row in self._of:
             number = self._unit_of[row]
-            self._units.setdefault(number, _Streamed(number)).rows[row] = 0
+            self._units.setdefault(number, FetchedUnit(number)).rows[row] = 0
         for unit in self._units.values():
             begins, unit.nbytes = places_in_slot([self.nbytes(row) for row in unit.rows])
             unit.rows = dict(zip(unit.rows, begins, strict=True))
@@ -158,21 +128,24 @@ class FetchedUnits:
     # ---- while graphs run ----
 
     @contextmanager
-    def running(self, graph: int, needed: Collection[int]) -> Iterator[None]:
-        """Around one run of a compiled graph that reads the weights of these rows.
+    def running(self, graph: int, calls: Sequence[tuple[Sequence[int], int]]) -> Iterator[None]:
+        """Around one run of a compiled graph.
+
+        calls   of each node that fetches: its rows, and how many that take gradients come before it
 
         What its nodes have not let go of is let go of as it ends.
 
-        Raises DroppedNodeError where it has not fetched them all.
+        Raises DroppedNodeError where it has not fetched them all, RankError where sharded weights
+        are not gathered alike.
         """
         if not self.wanted:
             yield
             return
-        outer, run = getattr(self._runs, "now", None), _Run()
+        outer, run = getattr(self._runs, "now", None), self._begin_run(calls)
         self._runs.now = run
         try:
             yield
-            missing = [row for row in needed if row not in run.fetched]
+            missing = [row for rows, _ in calls for row in rows if row not in run.fetched]
             if missing:
                 raise DroppedNodeError(
                     f"graph {graph} ended but {len(missing)} of its weights were never fetched ({self._table.names[missing[0]]}, ...); "
@@ -180,13 +153,20 @@ class FetchedUnits:
         finally:
             with whole():
                 self._runs.now = outer
-                self._end_uses(run.reads)
+                self._end_run(run)
+
+    def _begin_run(self, calls: Sequence[tuple[Sequence[int], int]]) -> GraphRun:
+        """A graph with these calls is about to run."""
+        return GraphRun()
+
+    def _end_run(self, run: GraphRun) -> None:
+        self._end_uses(run.reads)
 
     def fetch(self, rows: Sequence[int]) -> None:
         """What is launched from now on finds these weights on the device."""
         if not self.wanted:
             return
-        run: _Run | None = getattr(self._runs, "now", None)
+        run: GraphRun | None = getattr(self._runs, "now", None)
         if run is None:
             raise EngineError("internal: weights were fetched outside a compiled graph")
         run.fetched.update(rows)
@@ -194,16 +174,16 @@ class FetchedUnits:
         with self._held() if mine else nullcontext(), self.lock, torch.no_grad(), without_torch_function():
             for number in dict.fromkeys(self._unit_of[row] for row in mine):
                 unit = self._units[number]
-                self._bring(unit)
+                self._bring(unit, run)
                 for row in mine:
                     if self._unit_of[row] == number:
                         unit.uses[row] += 1
                         run.reads[row] += 1
-                self._bring_ahead(self._order.needed(number, self.ahead))
+                self._bring_ahead(number)
 
     def let_go(self, rows: Iterable[int]) -> None:
         """The graph that runs in this thread has launched all that reads these weights."""
-        run: _Run | None = getattr(self._runs, "now", None)
+        run: GraphRun | None = getattr(self._runs, "now", None)
         if run is not None and run.reads:
             self._end_uses(Counter({row: run.reads.pop(row) for row in rows if row in run.reads}))
 
@@ -214,8 +194,11 @@ class FetchedUnits:
                 unit.uses[row] -= count
                 if unit.uses[row] <= 0:
                     del unit.uses[row]
-                if not unit.uses and unit.slot is not None and not self._pool.is_idle(unit.slot):
-                    self._give(unit.slot)
+                self._give_unused(unit)
+
+    def _give_unused(self, unit: FetchedUnit) -> None:
+        if not unit.uses and unit.slot is not None and not self._pool.is_idle(unit.slot):
+            self._give(unit.slot)
 
     def _give(self, slot: Slot) -> None:
         if self._fills_nan:
@@ -224,7 +207,7 @@ class FetchedUnits:
         slot.free = self._lane.present()
         self._pool.give(slot)
 
-    def _bring(self, unit: _Streamed) -> None:
+    def _bring(self, unit: FetchedUnit, run: GraphRun) -> None:
         """Have the weights of a unit where its graph is about to read them."""
         away, behind = self._missing(unit)
         if away and not behind and unit.slot is not None and unit.slot.holds:
@@ -237,8 +220,15 @@ class FetchedUnits:
             self._copy(unit, away, behind)
         wait_for(unit.copied, self._table.device)
 
-    def _bring_ahead(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
+    def _place(self, unit: FetchedUnit, away: Sequence[int]) -> None:
+        """The slot, which has these weights, is the memory of their parameters."""
+        for row in away:
+            assert unit.slot is not None
+            put_memory(self._table.parameters[row], unit.slot.memory, unit.rows[row], self.nbytes(row))
+            unit.slot.holds = True
+
+    def _bring_ahead(self, after: int) -> None:
+        for number in self._order.needed(after, self.ahead):
             unit = self._units.get(number)
             if unit is None:  # it was streamed in the last step
                 continue
@@ -258,25 +248,25 @@ class FetchedUnits:
             slot.ahead = True
             self._copy(unit, away, ())
 
-    def _missing(self, unit: _Streamed) -> tuple[list[int], list[int]]:
+    def _missing(self, unit: FetchedUnit) -> tuple[list[int], list[int]]:
         """Rows of a unit without memory of their own, and those whose memory is out of date."""
         away = [row for row in unit.rows if not self._of[row].has_memory]
         return away, [row for row in unit.rows if self._of[row].has_memory and not self._of[row].current]
 
-    def _settle_in(self, unit: _Streamed, slot: Slot) -> None:
+    def _settle_in(self, unit: FetchedUnit, slot: Slot) -> None:
         """The slot is this unit's: the parameters of the one before have no memory."""
         before = self._units.get(slot.unit) if slot.unit is not None else None
         if before is not None and before is not unit and before.slot is slot:
             self._leave(before)
         unit.slot, slot.unit, slot.holds = slot, unit.number, False
 
-    def _leave(self, unit: _Streamed) -> None:
+    def _leave(self, unit: FetchedUnit) -> None:
         for row in unit.rows:
             if not self._of[row].has_memory:
                 take_memory(self._table.parameters[row])
         unit.slot = None
 
-    def _copy(self, unit: _Streamed, away: Sequence[int], behind: Sequence[int]) -> None:
+    def _copy(self, unit: FetchedUnit, away: Sequence[int], behind: Sequence[int]) -> None:
         """Put copies of these rows on the lane: into the slot, or into memory of their own."""
         slot, present = unit.slot, self._lane.present() if behind else None
         kind = TaskKind.FETCH_BACKWARD if unit.updated else TaskKind.FETCH_FORWARD
@@ -295,11 +285,7 @@ class FetchedUnits:
                     self._of[row].current = True
             self.bytes_fetched += nbytes
             unit.copied, unit.covered = self._lane.point(), False
-        for row in away:
-            assert slot is not None
-            put_memory(self._table.parameters[row], slot.memory, unit.rows[row], self.nbytes(row))
-        if slot is not None and away:
-            slot.holds = True
+        self._place(unit, away)
 
     # ---- the order with updates ----
 
@@ -351,14 +337,14 @@ class FetchedUnits:
             unit.slot.holds = False
 
     @staticmethod
-    def _end_copies(unit: _Streamed) -> None:
+    def _end_copies(unit: FetchedUnit) -> None:
         if not unit.covered:
             if unit.copied is not None:
                 unit.copied.synchronize()
             unit.covered = True
 
     @staticmethod
-    def _out_of_date(unit: _Streamed) -> None:
+    def _out_of_date(unit: FetchedUnit) -> None:
         unit.updated = False
         if unit.slot is not None:
             unit.slot.holds = False

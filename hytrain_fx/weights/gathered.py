@@ -4,6 +4,7 @@
     a forward       before it reads a unit: that unit, and those before it
     a reader        anybody else of a weight: the same
     a backward      the rest, before its first gradients go from rank to rank
+    bring           sharded weights, which no rank keeps: where all ranks ask for the same
 
 So between two steps every rank gathers each unit once, in the order of the units, whoever asks
 first. A rank that asks earlier than others waits for them.
@@ -67,7 +68,7 @@ class GatheredWeights:
             if rows not in self._named:
                 self._named[rows] = tuple(self._table.names[row] for row in rows)
             self._ranks.require_alike("the parameters that step() updates", self._named[rows])
-            self._rows = set(rows)
+            self._rows = {row for row in rows if row not in self._states.streamed}  # those come when they are needed
             self._come.clear()
             of_units = (tuple(row for row in unit.rows if row in self._rows) for unit in self._units)
             self._pending = deque(filter(None, of_units))
@@ -124,6 +125,33 @@ class GatheredWeights:
                 alive.settle()
 
         return settle_and_gather
+
+    def agree(self, what: str, found: tuple[str, ...]) -> None:
+        """All ranks have found the same, and gathered all that is pending. Raises RankError."""
+        with self._lock:
+            self.all()
+            self._ranks.require_alike(what, found)
+
+    def on_any(self, what: str, rows: Collection[int]) -> set[int]:
+        """What each rank has found of these rows, together. Raises RankError."""
+        with self._lock:
+            self.all()
+            if len(set(self._ranks.tell(what, tuple(map(str, sorted(rows)))))) == 1:
+                return set(rows)
+            return set().union(*self._ranks.of_all(what, sorted(rows)))
+
+    def bring(self, rows: tuple[int, ...], wholes: Sequence[torch.Tensor]) -> None:
+        """Write the whole weights of sharded rows, on the current stream, of every rank's shards.
+
+        wholes   flat, bf16
+
+        All ranks have agreed on it. Raises RankError where one does not come.
+        """
+        for row, whole in zip(rows, wholes, strict=True):
+            shard = self._table.shards[row]
+            whole[shard.begin : shard.end].copy_(self._states.home(row), non_blocking=True)
+        packed = self._ranks.gather(wholes, self._layouts[rows], f"the weights of {self._table.names[rows[0]]} and others")
+        self._ranks.send([packed], TaskKind.ALL_GATHER, rows[0])
 
     def whole(self, row: int, part: torch.Tensor) -> torch.Tensor:
         """What every rank keeps of one parameter, together, flat on the CPU.

@@ -1,16 +1,19 @@
-"""Weights that rest on the host: which they are, and how the loop finds them.
+"""Weights that rest elsewhere than on the device: which they are, and how the loop finds them.
 
-    choose       whole bf16 matrices that the CPU updates; their homes are on the host from now on
+    choose       whole bf16 matrices that the CPU updates: their homes are on the host from now on
     (graphs)     find them in slots of the device (fetched_units.py)
     fill         the loop looks at a weight: the parameter gets memory of its own
     keep         code outside graphs reads it in a forward: it keeps that memory
     a training forward begins      the memory is given back where nobody holds it
+
+Or sharded: each rank has its shard, and all gather a weight together, also for the loop. So ranks
+look at the same weights. What decides whether they gather, all ranks know (`FetchedUnits.whole`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -31,8 +34,10 @@ from hytrain_fx.torch_private.autograd import accumulator
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.torch_private.trace import is_held_alone
 from hytrain_fx.weights.fetched_units import FetchedUnits
+from hytrain_fx.weights.gathered_units import GatheredUnits
 from hytrain_fx.weights.held import HeldWeights
 from hytrain_fx.weights.outside_writes import OutsideWrites
+from hytrain_fx.weights.shared_reads import SharedReads
 
 
 class StreamedWeights:
@@ -47,6 +52,7 @@ class StreamedWeights:
 
     def __init__(
         self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites, held: HeldWeights, units: FetchedUnits,
+        is_elsewhere: Callable[[], bool],
     ) -> None:
         self.wanted = units.wanted
         self.units = units
@@ -57,6 +63,7 @@ class StreamedWeights:
         self._held = held
         self._of = states.streamed
         self._kept: set[int] = set()  # rows that stay on the device, because code outside graphs reads them
+        self._shared = SharedReads(table, states, units, is_elsewhere) if isinstance(units, GatheredUnits) else None
 
     # ---- which weights ----
 
@@ -64,7 +71,7 @@ class StreamedWeights:
     def choose(self) -> None:
         """Stream every weight that may be and is not: whole ones in bf16 that the CPU updates.
 
-        All rows are at rest, and written weights are followed.
+        Or shard them. All rows are at rest, and written weights are followed.
         """
         with torch.no_grad(), without_torch_function(), self._held.ours():
             self._states.on_home = self.units.home_changes
@@ -72,13 +79,15 @@ class StreamedWeights:
             if new:
                 self.units.drop_slots()
                 for row in new:
-                    self._states.stream(row)
+                    (self._states.shard if self._shared else self._states.stream)(row)
                 self.units.arrange()
+            if self._shared:
+                self._shared.units.whole.update(new)  # until the first training forward
 
     @contextmanager
     def moving(self, placed: Sequence[PlacedPiece]) -> Iterator[None]:
         """Around a move of states to where `placed` has them: weights follow, there and back."""
-        if not self.wanted:
+        if not self.wanted or self._shared:  # shards stay where they are
             yield
             return
         self._before_move(placed)
@@ -113,6 +122,8 @@ class StreamedWeights:
         return any(map(self._fits, range(len(self._table))))
 
     def _may_begin(self, row: int) -> bool:
+        if self._shared:
+            return self._fits(row)
         if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
             return False
         return self._states[row].low is not None and may_stream(self._table.parameters[row])
@@ -126,6 +137,8 @@ class StreamedWeights:
         """
         if not self._of or not torch.is_grad_enabled():
             return
+        if self._shared:
+            self._shared.units.whole.clear()
         seen = touched if self._table.device.type == "cpu" else ()
         with torch.no_grad(), without_torch_function():
             there = [row for row, of in self._of.items() if of.has_memory and row not in self._kept and row not in seen]
@@ -144,7 +157,13 @@ class StreamedWeights:
 
     @whole()
     def fill(self, rows: Iterable[int]) -> None:
-        """Have these parameters show the weight of the last update in memory of their own."""
+        """Have these parameters show the weight of the last update in memory of their own.
+
+        Raises RankError and UnsupportedError where they are sharded.
+        """
+        if self._shared:
+            self._writes.note_all(self._shared.fill(rows))
+            return
         behind = [row for row in rows if row in self._of and not self._of[row].shows]
         if not behind:
             return
@@ -167,13 +186,32 @@ class StreamedWeights:
 
     def keep(self, rows: Iterable[int]) -> None:
         """Code outside graphs reads these weights, now or in its backward: they stay here."""
-        rows = list(rows)
-        self._kept.update(rows)
+        rows = [row for row in rows if row in self._of]
+        if not self._shared:
+            self._kept.update(rows)
         self.fill(rows)
+        if self._shared:
+            self._engine.drain(self._states.pieces.rows(rows))
+            with torch.no_grad(), without_torch_function(), self._held.ours():
+                for row in rows:
+                    self._states.keep_on_device(row)
+                    self._shared.units.stays(row)
+            self._kept.update(rows)
 
     def keep_all(self) -> None:
         """Code that nobody can watch may read any weight from now on."""
         self.keep(range(len(self._table)))
+
+    def held_anywhere(self, held: Sequence[int]) -> tuple[int, ...]:
+        """These rows, and sharded ones that code of any rank holds. Raises RankError."""
+        if not self._shared or not self._of:
+            return tuple(held)
+        return tuple(sorted({*held, *self._shared.held(row for row in held if row in self._of)}))
+
+    def require_loop(self) -> None:
+        """Raises UnsupportedError where another thread than the loop's reads sharded weights."""
+        if self._shared and self._of:
+            self._shared.require_loop()
 
     def may_lose_memory(self, row: int) -> bool:
         """Whether the parameter's memory may go before the next training forward."""
@@ -187,11 +225,11 @@ class StreamedWeights:
         if not self._of:
             return
         with suppress(EngineError):
-            self._engine.drain(list(self._of))
+            self._engine.drain(self._states.pieces.rows(list(self._of)))
         with torch.no_grad(), without_torch_function(), self.units.lock:
             for row in self._of:
                 if not self._of[row].shows:
-                    self._fill(row)
+                    (self._shared.fill_own if self._shared else self._fill)(row)
             self._kept.update(self._of)
             self.units.drop_slots()
 
@@ -233,20 +271,28 @@ class StreamedWeights:
 
     @property
     def away_bytes(self) -> int:
-        """Bytes of the weights whose parameters have no memory of their own now."""
-        return sum(self.units.nbytes(row) for row, of in self._of.items() if not of.has_memory)
+        """Bytes of weights whose parameters have no memory of their own now, less all shards."""
+        shards_bytes = sum(of.shard.nbytes for of in self._of.values() if of.shard is not None)
+        return sum(self.units.nbytes(row) for row, of in self._of.items() if not of.has_memory) - shards_bytes
 
     def under(self, placed: Sequence[PlacedPiece]) -> tuple[int, int]:
         """Bytes of the weights that rest on the host alone where states are placed so.
 
         And those of the slots that they take on the device once every unit was fetched.
         """
+        if self._shared:
+            return self.away_of_ranks_bytes, self.units.slot_bytes_for(self._of)
         rows = list(filter(self._may_rest, whole_on_cpu(placed)))
         return sum(map(self.units.nbytes, rows)), self.units.slot_bytes_for(rows)
 
+    @property
+    def away_of_ranks_bytes(self) -> int:
+        """Bytes of sharded weights that other ranks have."""
+        return sum(self.units.nbytes(row) - of.shard.nbytes for row, of in self._of.items() if of.shard is not None)
+
     def _fits(self, row: int) -> bool:
         with without_torch_function():
-            return may_stream(self._table.parameters[row])
+            return may_stream(self._table.parameters[row]) and (self._shared is None or row in self._table.shards)
 
     def in_words(self) -> str | None:
         """How many weights are streamed, and how much of them; None where none are."""
@@ -254,10 +300,14 @@ class StreamedWeights:
             return None
         streamed = [row for row in self._of if row not in self._kept]
         params, everything = sum(self._table.parameters[row].numel() for row in streamed), sum(p.numel() for p in self._table.parameters)
-        stay = sorted(self._kept.intersection(self._of))
+        stay = sorted(self._kept if self._shared else self._kept.intersection(self._of))
         kept = (f"; {len(stay)} more stay on the device, as code outside graphs reads them: "
                 f"{self._table.names[stay[0]]}" + (", ..." if len(stay) > 1 else "")) if stay else ""
         nbytes = sum(map(self.units.nbytes, streamed))
+        if self._shared:
+            return (f"sharded weights: {len(streamed)} of {len(self._table)} ({params / everything:.1%} of the parameters, "
+                    f"{bytes_text(nbytes)}), of which this rank has {bytes_text(nbytes - self.away_of_ranks_bytes)}; the device has "
+                    f"{bytes_text(self.units.slot_bytes)} of slots for them{kept}")
         ahead = f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
                 f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}{ahead}")

@@ -47,6 +47,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights streamed": {"k": 0, "weights": "streamed"},
     "weights streamed, solved": {"weights": "streamed", "gpu_states": 0.5, "warmup_steps": 2, "replan_every": 5},
 }
+RANK_OPTIONS: dict[str, dict[str, Any]] = {
+    "weights sharded": {"k": 0, "weights": "sharded"},
+    "weights sharded, solved": {"weights": "sharded", "gpu_states": 0.5, "warmup_steps": 2, "replan_every": 5},
+}
 FOR_ADAM_ALONE = ("stream=1.0", "stream=0.5")
 FOR_BF16_ALONE = ("weights streamed", "weights streamed, solved")
 # Of both sides. With this on, Inductor's fallbacks hand attention to its backward in a layout that
@@ -158,6 +162,11 @@ class Setup:
         return "break" in self.units or "disabled" in self.units
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether no rank keeps whole weights."""
+        return self.options in RANK_OPTIONS
+
+    @property
     def is_sharded(self) -> bool:
         """Whether ranks keep shards of the optimizer's states: it has a kernel of ours."""
         return self.ranks > 1 and (self.is_adam or self.optimizer == "Lion")
@@ -251,7 +260,7 @@ class Side:
         """Compile ours, with a new optimizer. Slots of weights are NaN once they are read."""
         os.environ[NAN_VARIABLE] = "1"
         made = self.setup.make_optimizer(self.model)
-        options = {"options": INDUCTOR_OPTIONS, **OPTIONS[self.setup.options]}
+        options = {"options": INDUCTOR_OPTIONS, **(OPTIONS | RANK_OPTIONS)[self.setup.options]}
         _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2 if self.setup.ranks == 1 else 1, timeout_s=30.0, **options)
         self.planted()
 

@@ -181,9 +181,15 @@ RANK_KINDS: dict[str, Kind] = {name: kind for name, kind in calls.KINDS.items() 
     "signal in look on one rank": Kind(_signal_in_look, 0, (RankError,)),
     "signal in forward on one rank": Kind(_signal_in_forward, 0, (RankError,)),
 }
+# One rank alone makes a forward, looks at weights that all have not settled, or has another thread
+# or a forked process look: with sharded weights all ranks would have to gather them.
+_OF_WHOLE_WEIGHTS: Final = (
+    "look ahead", "retried batch", "retried after a hook", "bad forward on one rank", "train beside a thread", "fork")
 ENDINGS: Final = tuple(name for name, kind in RANK_KINDS.items() if RankError in kind.refusals)
 
 
 def kinds_of(setup: Setup) -> dict[str, Kind]:
     """The calls that programs of this setup are made of."""
-    return calls.KINDS if setup.ranks == 1 else RANK_KINDS
+    if setup.ranks == 1:
+        return calls.KINDS
+    return {name: kind for name, kind in RANK_KINDS.items() if name not in _OF_WHOLE_WEIGHTS} if setup.shards_weights else RANK_KINDS

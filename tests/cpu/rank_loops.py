@@ -41,13 +41,14 @@ ONE_GPU: Final = "cpu:gloo,cuda:gloo"
 """Backend of ranks that share a GPU: NCCL takes one rank for each."""
 
 
-def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backend: str = "gloo") -> list[Any]:
+def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backend: str = "gloo", *, fused: bool = False) -> list[Any]:
     """What `work(rank, size)` gives on each of `size` ranks, or its error's text, by rank.
 
     timeout_s   of the group
     backend     "nccl": each rank has a GPU; ONE_GPU: all ranks have the same
+    fused       graphs are Inductor's, as users have them
     """
-    ranks = begun(work, size, folder, timeout_s, backend)
+    ranks = begun(work, size, folder, timeout_s, backend, fused=fused)
     end_s = time.monotonic() + 240.0
     for process in ranks:
         process.join(max(end_s - time.monotonic(), 0.0))
@@ -55,7 +56,7 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backen
     return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(size)]
 
 
-def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = "gloo") -> list[Any]:
+def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = "gloo", *, fused: bool = False) -> list[Any]:
     """The processes of ranks that do `work`, as `started`, and write what it gives."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,14 +64,14 @@ def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = 
     context: Any = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # CUDA cannot be forked
     if not torch.cuda.is_available():
         context.set_forkserver_preload([__name__])  # importing torch takes longer than most of these loops
-    same = (work, size, port, timeout_s, backend)
+    same = (work, size, port, timeout_s, backend, fused)
     ranks = [context.Process(target=_run, args=(rank, str(folder / f"{rank}.pt"), *same), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
     return ranks
 
 
-def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str) -> None:
+def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str, fused: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     on_gpu: Any = nullcontext()  # on the CPU no mode is on: under one, torch does not capture Tensor.unflatten
@@ -79,7 +80,7 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
         torch.cuda.set_device(on_gpu)
     try:
         distributed.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-        with graphs_interpreted(), on_gpu:
+        with nullcontext() if fused else graphs_interpreted(), on_gpu:
             found = work(rank, size)
     except Exception as error:
         traceback.print_exc()

@@ -2,6 +2,7 @@
 
     python -m tests.cpu.rank_programs --programs 300 --seed 1
     python -m tests.cpu.rank_programs --programs 20 --seed 1 --endings
+    python -m tests.cpu.rank_programs --programs 150 --seed 1 --sharded
 
 Every rank runs the whole program, with hytrain_fx and then with torch alone, whose gradients are
 averaged by hand. With two ranks every bit must agree; with more, the ranks must agree with each
@@ -31,7 +32,7 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from .program_models import Setup
+from .program_models import ADAMS, RANK_OPTIONS, Setup
 from .program_rank_calls import ENDINGS
 from .program_workers import Report, serve
 from .programs import Differs, Found, Plant, Program, Workshop, drawn_setup, programs_of, search
@@ -52,11 +53,18 @@ def drawn_rank_setup(number: int, ranks: int = 2) -> Setup:
     otherwise than averaging the sum.
     """
     setup, draw = drawn_setup(number), random.Random(number)
-    setup = replace(setup, width=draw.choice(WIDTHS), ranks=ranks)
+    setup = replace(setup, width=draw.choice(WIDTHS), ranks=ranks, options=setup.options.replace("weights streamed", "weights sharded"))
     if setup.is_partly_eager:
         units = tuple(unit if unit != "shared" or setup.units.index(unit) == at else "linear" for at, unit in enumerate(setup.units))
         setup = replace(setup, tied=False, units=units)
     return setup
+
+
+def drawn_sharded_setup(number: int, ranks: int = 2) -> Setup:
+    """The same with sharded weights."""
+    setup, draw = drawn_rank_setup(number, ranks), random.Random(number)
+    optimizer = setup.optimizer if setup.is_adam else draw.choice(ADAMS)
+    return replace(setup, dtype="bfloat16", optimizer=optimizer, options=draw.choice(list(RANK_OPTIONS)), width=draw.choice(WIDTHS[1:]))
 
 
 @st.composite
@@ -178,13 +186,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="the first; each model takes the next")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--endings", action="store_true", help="one rank leaves or is interrupted")
+    parser.add_argument("--sharded", action="store_true", help='all with weights="sharded"')
     parser.add_argument("--per-seed", type=int, default=PER_SEED)
     parser.add_argument("--shrink-s", type=float, default=120.0)
     of = parser.parse_args()
     total = Found()
     for number in range(of.seed, of.seed + math.ceil(of.programs / of.per_seed)):
         begin_s = time.monotonic()
-        found = search(number, of.per_seed, drawn_rank_setup(number, of.ranks), RankWorkshop, of.shrink_s,
+        setup = (drawn_sharded_setup if of.sharded else drawn_rank_setup)(number, of.ranks)
+        found = search(number, of.per_seed, setup, RankWorkshop, of.shrink_s,
                        endings_of if of.endings else programs_of)
         shown = "".join(f" FAILED {failure.error}\n{failure.program}" for failure in found.failures)
         print(f"seed {number}: {found.programs} programs, {time.monotonic() - begin_s:.0f} s{shown or ', ok'}", flush=True)

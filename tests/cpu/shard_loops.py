@@ -395,11 +395,11 @@ def in_another_order(rank: int, size: int) -> tuple[Found, ...]:
     session = session_of(model)
     nodes, begin = session.nodes, AveragedGradients.begin
 
-    def begins(averaged: AveragedGradients, calls: tuple[tuple[int, ...], ...]) -> None:
+    def begins(averaged: AveragedGradients, calls: tuple[tuple[int, ...], ...]) -> bool:
         # The first rank says the order: its nodes run in another, and those of the others do not.
         shuffled = list(calls)
         random.Random(7).shuffle(shuffled)
-        begin(averaged, tuple(shuffled) if rank == 0 else calls)
+        return begin(averaged, tuple(shuffled) if rank == 0 else calls)
 
     assert nodes.averaged is not None
     nodes.averaged.begin = partial(begins, nodes.averaged)  # type: ignore[method-assign]

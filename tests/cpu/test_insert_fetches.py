@@ -8,12 +8,12 @@ from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.passes.annotate_units import annotate_units
-from hytrain_fx.passes.insert_fetches import NO_FORWARD_READERS, STREAMED_PASSES, fetching_rows, insert_fetches, insert_let_go
+from hytrain_fx.passes.insert_fetches import NO_FORWARD_READERS, STREAMED_PASSES, fetching_calls, insert_fetches, insert_let_go
 from hytrain_fx.passes.insert_grad_offload import insert_grad_offload
 from hytrain_fx.passes.insert_release import NO_READERS, insert_release
 from hytrain_fx.passes.insert_waits import insert_waits
 from hytrain_fx.passes.node_notes import rows_of
-from hytrain_fx.passes.ops import FETCH, LET_GO
+from hytrain_fx.passes.ops import FETCH, GRAD_OFFLOAD, LET_GO
 from hytrain_fx.passes.pipeline import DEFAULT_PASSES, chosen_passes
 from tests.cpu import models
 from tests.cpu.pass_contexts import SESSION, apply, calls, context
@@ -29,7 +29,11 @@ def test_a_backward_fetches_what_it_reads_before_it_reads_it(name: str) -> None:
     fetches = calls(ctx, FETCH)
     assert sorted(row for node in fetches for row in rows_of(node)) == sorted(read)
     assert len({ctx.unit_of[row] for row in read}) == len(fetches)
-    assert set(fetching_rows(ctx.graph.module)) == read
+    found = fetching_calls(ctx.graph.module)
+    assert {row for rows, _ in found for row in rows} == read
+    nodes = [node for node in ctx.graph.module.graph.nodes if node.target in (FETCH, GRAD_OFFLOAD)]
+    before = [number - place for place, number in enumerate(n for n, node in enumerate(nodes) if node.target is FETCH)]
+    assert [gradients for _, gradients in found] == before
     for node in fetches:
         holders = [holder for row in rows_of(node) for holder in ctx.graph.holders(row)]
         assert node.args == (holders, SESSION, list(rows_of(node)))

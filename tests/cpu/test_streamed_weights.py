@@ -469,9 +469,9 @@ def test_units_come_ahead_of_need(started: tuple[Any, Any, Batches], monkeypatch
     units = session_of(model).nodes.fetched
     bring, exposed = units._bring, []
 
-    def watched(unit: Any) -> None:
+    def watched(unit: Any, run: Any) -> None:
         before = units.bytes_fetched
-        bring(unit)
+        bring(unit, run)
         exposed.append(units.bytes_fetched > before)
 
     monkeypatch.setattr(units, "_bring", watched)
@@ -494,7 +494,8 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[nn.Module, torch.optim.Optimize
     "another engine": ("option engine", lambda: _with(torch.optim.AdamW, small()), {"engine": "torch"}),
     "updates before step()": ("option speculate", lambda: _with(torch.optim.AdamW, small()), {"speculate": True}),
     "a C++ wrapper": ("no C\\+\\+ wrapper", lambda: _with(torch.optim.AdamW, small()), {"options": {"cpp_wrapper": True}}),
-    "another word": ("option weights='sharded'", lambda: _with(torch.optim.AdamW, small()), {"weights": "sharded"}),
+    "another word": ("option weights='shard'", lambda: _with(torch.optim.AdamW, small()), {"weights": "shard"}),
+    "shards of one process": ('weights="sharded" on one process', lambda: _with(torch.optim.AdamW, small()), {"weights": "sharded"}),
 }
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..cpu import owner_loops, rank_loops, shard_loops
+from ..cpu import owner_loops, rank_loops, shard_loops, sharded_loops
 from ..cpu.loops import assert_same
 from ..cpu.rank_loops import LOOPS, ONE_GPU, require_bits_by_hand, started
+from ..cpu.sharded_loops import require_resident_bits
 from ..cpu.test_rank_timeline import Recorded, recorded, require_order, require_whole_lane
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,15 @@ def test_every_loop_has_the_bits_of_whole_gradients(backend: str, tmp_path: Path
     first, second = started(shard_loops.every_loop, 2, tmp_path, backend=backend)
     assert len(first) == 2 * len(shard_loops.LOOPS), first
     require_bits_by_hand((first, second), "seen")
+
+
+@two_gpus
+def test_sharded_weights_have_the_bits_of_resident_ones(tmp_path: Path) -> None:
+    """As on CPUs, each slot NaN once it was read: other plans on each rank, one rank slow."""
+    of_ranks = started(partial(sharded_loops.loops_of_ranks, ("accumulated", "clipped", "evaluated")), 2, tmp_path, backend="nccl")
+    require_resident_bits(of_ranks, "losses")
+    loops = ("plain", "edited", "weights_used", "broken", "partly_eager")
+    require_resident_bits(started(partial(sharded_loops.loops_of_shards, loops), 2, tmp_path, backend="nccl"))
 
 
 @two_gpus

@@ -74,9 +74,14 @@ class PieceRows:
         return found
 
     def memory(self, parameter: int, weight: torch.Tensor) -> torch.Tensor:
-        """What is updated here of a whole weight: its elements, flat, or those of the shard."""
+        """What is updated here of a weight: its elements, flat, or those of the shard.
+
+        weight   whole, or the shard itself
+        """
         shard = self._shards.get(parameter)
-        return flat_memory(weight) if shard is None else flat_memory(weight)[shard.begin : shard.end]
+        if shard is None or weight.numel() == shard.end - shard.begin:
+            return flat_memory(weight)
+        return flat_memory(weight)[shard.begin : shard.end]
 
     def piece(self, row: int) -> Piece:
         """What the row updates."""

@@ -35,7 +35,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 class StateStore(PlacedStates):
     """Reads and writes values, and follows weights that the loop reads and writes.
 
-    streamed   by parameter whose weight rests on the host
+    streamed   by parameter whose weight rests on the host, or sharded
     on_home    called with a streamed parameter before its home on the host is written here
     """
 
@@ -49,8 +49,8 @@ class StateStore(PlacedStates):
         self.on_home: Callable[[int], None] = lambda parameter: None
 
     def is_whole(self, parameter: int) -> bool:
-        """Whether it may not be cut: as there, or its weight is streamed."""
-        return parameter in self.streamed or super().is_whole(parameter)
+        """Whether it may not be cut: as there, or its weight rests on the host."""
+        return (parameter in self.streamed and self.streamed[parameter].shard is None) or super().is_whole(parameter)
 
     # ---- all states together ----
 
@@ -132,8 +132,21 @@ class StateStore(PlacedStates):
         self._weights[parameter] = home_of(weight, self._states[parameter])
         self.pieces.set_weight(parameter, self._weights[parameter])
 
+    def shard(self, parameter: int) -> None:
+        """From now on the weight of an idle parameter rests as this rank's shard, on the device.
+
+        The parameter keeps its memory until somebody else takes it.
+        """
+        weight = self._weights[parameter]
+        home = self.pieces.memory(parameter, weight).clone()
+        self.streamed[parameter] = StreamedWeight(weight, shard=home)
+        self._weights[parameter] = home
+        self.pieces.set_weight(parameter, home)
+
     def keep_on_device(self, parameter: int) -> None:
-        """Updates of an idle streamed parameter go to its own memory again, which shows the weight.
+        """Updates of an idle streamed or sharded parameter go to its own memory again.
+
+        It shows the weight.
 
         Raises EngineError where it does not.
         """
@@ -145,13 +158,23 @@ class StateStore(PlacedStates):
         self.pieces.set_weight(parameter, of.weight.detach())
 
     def home(self, parameter: int) -> torch.Tensor:
-        """The weight of a streamed parameter on the host, flat, in the order of its memory."""
-        return self.in_memory(parameter).master
+        """The weight of a streamed parameter, or its shard, flat, in the order of its memory."""
+        shard = self.streamed[parameter].shard
+        return self.in_memory(parameter).master if shard is None else shard
+
+    def weight(self, parameter: int) -> torch.Tensor:
+        """What is updated here of the weight, where it rests, flat, in the order of its memory."""
+        return self.pieces.memory(parameter, self._weights[parameter])
 
     def show_weight(self, parameter: int) -> None:
-        """Write the weight of a streamed parameter, at rest, into its own memory if it has any."""
+        """Write the weight of a streamed parameter, at rest, into its own memory if it has any.
+
+        A sharded one's is gathered when it is read next.
+        """
         of = self.streamed[parameter]
-        if of.has_memory:
+        if of.shard is not None:
+            of.current = False
+        elif of.has_memory:
             with without_torch_function():
                 flat_alias(of.weight.detach()).copy_(self.home(parameter))
             of.current = True
@@ -226,8 +249,16 @@ class StateStore(PlacedStates):
         if parameter in self.streamed:
             if self.streamed[parameter].shows:  # else nothing can have been written
                 self._home_changes(parameter)
-                self._follow_row(parameter, flat_memory(self.streamed[parameter].weight))
-            return None
+                self._follow_streamed(parameter)
+            return
+        for row in self.pieces.of(parameter):
+            self._follow_row(row, self._weight(row))
+
+    def _follow_streamed(self, parameter: int) -> None:
+        of = self.streamed[parameter]
+        if of.shard is None:
+            return self._follow_row(parameter, flat_memory(of.weight))
+        of.shard.copy_(self.pieces.memory(parameter, of.weight))
         for row in self.pieces.of(parameter):
             self._follow_row(row, self._weight(row))
         return None
@@ -255,7 +286,10 @@ class StateStore(PlacedStates):
         if parameter in self.streamed and self.streamed[parameter].shows:
             self._home_changes(parameter)
             with without_torch_function():
-                return self._load_master(parameter, flat_memory(self.streamed[parameter].weight))
+                of = self.streamed[parameter]
+                if of.shard is None:
+                    return self._load_master(parameter, flat_memory(of.weight))
+                of.shard.copy_(self.pieces.memory(parameter, of.weight))
         for row in self.pieces.of(parameter):
             self._load_master(row, self._weight(row))
         return None

@@ -1,6 +1,9 @@
-"""Weights that rest on the host: the half of their masters that is the weight is their home.
+"""Weights that do not rest in their parameters' memory.
 
-    the engine          writes its updates there, and copies nothing to the device
+On the host: the half of their masters that is the weight is their home. Sharded: this rank's shard
+in 16 bits on the device is, wherever its states are.
+
+    the engine          writes its updates there
     a graph             finds the weight in a slot of the device, under the parameter's own storage
                         (weights/streamed_weights.py)
     the loop            finds it in memory that the parameter is given while somebody looks
@@ -25,11 +28,13 @@ class StreamedWeight:
     weight       the parameter, 16-bit
     has_memory   whether it has memory of its own now, beside slots
     current      whether that memory shows the weight of the last update
+    shard        its home, flat, where it is a shard; None: it is on the host
     """
 
     weight: torch.Tensor
     has_memory: bool = True
     current: bool = True
+    shard: torch.Tensor | None = None
 
     @property
     def shows(self) -> bool:

@@ -1,0 +1,218 @@
+"""Ranks that keep shards of weights, and gather each unit before a graph reads it.
+
+Every bit is that of the same ranks with resident weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hytrain_fx.errors import EngineError, RankError
+from hytrain_fx.weights.gather_order import GatherOrder
+
+from . import shard_loops, sharded_loops
+from .loops import assert_same
+from .programs import search
+from .rank_loops import started
+from .rank_programs import RankWorkshop, drawn_sharded_setup
+from .sharded_loops import require_resident_bits
+
+MATRICES = {"words.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "head.weight", "side.weight"}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("names", [("plain", "accumulated"), ("clipped", "evaluated"), ("scaler", "moments")], ids=", ".join)
+def test_loops_of_two_ranks_have_the_bits_of_resident_weights(names: Sequence[str], tmp_path: Path) -> None:
+    """With every state on the host, and some on the device and early updates; one rank is slow."""
+    ranks = started(partial(sharded_loops.loops_of_ranks, names), 2, tmp_path)
+    require_resident_bits(ranks, "losses")
+    text = " ".join(ranks[0][names[0]][1]["text"].split())
+    assert "sharded weights: 6 of 12" in text
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("names", [("plain", "clipped", "accumulated", "read"), ("edited", "not_dropped", "weights_used"),
+                                   ("broken", "partly_eager", "all_eager")], ids=", ".join)
+def test_what_loops_do_to_weights_and_gradients_changes_no_bit(names: Sequence[str], tmp_path: Path) -> None:
+    """Reads, edits, writes, graph breaks, eager layers; each rank's states move at every step."""
+    require_resident_bits(started(partial(sharded_loops.loops_of_shards, names), 2, tmp_path))
+
+
+@pytest.mark.sample(0)
+def test_four_ranks_have_the_bits_of_resident_weights(tmp_path: Path) -> None:
+    """The last shard of the embedding is shorter than the others."""
+    require_resident_bits(started(partial(sharded_loops.loops_of_shards, ("clipped",)), 4, tmp_path))
+
+
+@pytest.mark.sample(0)
+def test_tied_frozen_and_unused_weights_and_layers_computed_again(tmp_path: Path) -> None:
+    """Two forwards before their backwards, and evaluations in between."""
+    require_resident_bits(started(sharded_loops.varied, 2, tmp_path))
+
+
+@pytest.mark.fused_kernels
+@pytest.mark.sample(0)
+def test_inductor_keeps_the_order_of_gathers_and_gradients(tmp_path: Path) -> None:
+    """Eight layers, with its kernels and with a batch of another size."""
+    require_resident_bits(started(sharded_loops.fused, 2, tmp_path, fused=True))
+
+
+@pytest.mark.sample(0)
+def test_drawn_programs_have_the_bits_of_averaging_by_hand() -> None:
+    """Every loss, norm, weight, gradient and state, with other plans and delays on each rank."""
+    found = search(8, 15, drawn_sharded_setup(8), RankWorkshop, shrink_s=0.0)
+    assert not found.failures, f"{found.failures[0].error}\n{found.failures[0].program}"
+    assert found.programs == 15
+
+
+@pytest.mark.sample(0)
+def test_no_rank_has_whole_weights_between_steps(tmp_path: Path) -> None:
+    """It has its shards and slots, and says so. After settle() it has all."""
+    for found in started(sharded_loops.what_rests, 2, tmp_path):
+        assert set(found["away"]) == set(found["shards"]) == set(found["settled"]) == MATRICES
+        whole = {"words.weight": 2 * 40 * 48, "head.weight": 2 * 40 * 48, **{f"layers.{n}.weight": 2 * 48 * 48 for n in range(3)}}
+        assert all(found["shards"][name] * 2 == nbytes for name, nbytes in whole.items())
+        assert found["slots"] == found["in slots"] > 0
+        assert found["fetched"] == 3 * 2 * sum(whole.values()) - 3 * whole["words.weight"]  # no backward reads the embedding
+        vectors = sum(nbytes for name, nbytes in found["bytes"].items() if name not in MATRICES)
+        assert found["in use"] == found["estimate"][0] == vectors + sum(found["shards"].values())
+        assert found["estimate"][1] >= found["slots"]
+        assert "of which this rank has" in " ".join(found["text"].split())
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("loops", [(shard_loops.saved, shard_loops.resumed)], ids=["whole"])
+def test_checkpoints_are_those_of_resident_weights(loops: Any, tmp_path: Path) -> None:
+    """Saved with sharded weights, loaded with them and with resident ones: the same bits."""
+    saved, resumed = loops
+    first, second = started(partial(sharded_loops.checkpoints, saved), 2, tmp_path)
+    expected = started(saved, 2, tmp_path)[0]
+    for found in (first, second):
+        assert_same(found["model"], expected["model"])
+        assert torch.equal(found["exp_avg"], expected["exp_avg"])
+    resident = started(partial(resumed, first), 2, tmp_path)[0]
+    for found in started(partial(sharded_loops.checkpoints, partial(resumed, first)), 2, tmp_path):
+        assert_same(found["model"], resident["model"])
+
+
+@pytest.mark.sample(0)
+def test_lion_has_the_bits_of_resident_weights(tmp_path: Path) -> None:
+    """So an optimizer whose states have no signs to spare may have sharded weights."""
+    expected = started(shard_loops.other_optimizers, 2, tmp_path)[0]
+    for found in started(partial(sharded_loops.checkpoints, shard_loops.other_optimizers), 2, tmp_path):
+        assert_same(found["Lion"]["weights"], expected["Lion"]["weights"])
+
+
+@pytest.mark.sample(0)
+def test_checkpoints_in_shards_need_no_whole_states(tmp_path: Path) -> None:
+    """Two ranks with sharded weights save, four load, through torch.distributed.checkpoint."""
+    folder = str(tmp_path / "saved")
+    first, _ = started(partial(sharded_loops.checkpoints, partial(shard_loops.saved_in_shards, folder)), 2, tmp_path)
+    assert len(first["dtensors"]) >= 4
+    resident = started(partial(shard_loops.resumed_from_shards, folder), 2, tmp_path)[0]
+    for found in started(partial(sharded_loops.checkpoints, partial(shard_loops.resumed_from_shards, folder)), 2, tmp_path):
+        assert_same(found["model"], resident["model"])
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("what", ["read", "evaluate"])
+def test_one_rank_alone_may_read_what_all_have_settled(what: str, tmp_path: Path) -> None:
+    """Without settle() before it each rank is told so, at once, and none hangs."""
+    first, second = started(partial(sharded_loops.alone, what, True), 2, tmp_path)
+    assert_same(first, second)
+    read = {"read": "weights that the loop reads", "evaluate": "the weights that a graph reads"}[what]
+    for found in started(partial(sharded_loops.alone, what, False), 2, tmp_path):
+        assert found.startswith("RankError:")
+        assert read in found
+
+
+@pytest.mark.sample(0)
+def test_ranks_that_run_other_graphs_are_told(tmp_path: Path) -> None:
+    """A branch of one rank alone, or other nodes in a backward: an error on all ranks."""
+    for found in started(sharded_loops.branches, 2, tmp_path):
+        assert found.startswith("RankError: the weights that a graph reads differ between ranks: number")
+    for found in started(sharded_loops.in_another_order, 2, tmp_path):
+        assert found.startswith("RankError: gradients that a backward makes differ between ranks")
+
+
+@pytest.mark.sample(0)
+def test_what_one_rank_alone_holds_all_gather(tmp_path: Path) -> None:
+    """A view that code of one rank keeps shows each update there."""
+    require_resident_bits(started(sharded_loops.held_by_one, 2, tmp_path))
+
+
+@pytest.mark.sample(0)
+def test_other_threads_and_processes_read_no_weights(tmp_path: Path) -> None:
+    """They are told, and training goes on."""
+    for errors in started(sharded_loops.read_elsewhere, 2, tmp_path):
+        assert len(errors) == 2
+        assert all(error.startswith("another thread than the loop's, or a forked process, reads a weight") for error in errors)
+
+
+@pytest.mark.sample(0)
+def test_a_parameter_of_a_dropped_model_has_this_ranks_shard(tmp_path: Path) -> None:
+    """What other ranks had is NaN: nobody trains on with a mixture."""
+    assert started(sharded_loops.dropped, 2, tmp_path) == [(True, True), (True, True)]
+
+
+@pytest.mark.sample(0)
+def test_a_rank_that_ends_is_told_to_the_others(tmp_path: Path) -> None:
+    """In the next forward, at once."""
+    first, _ = started(sharded_loops.one_ends, 2, tmp_path, timeout_s=30.0)
+    assert first.startswith("RankError: rank 0 of 2 waited for the weights that a graph reads")
+
+
+def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
+    """With what to use."""
+    for streamed, fp32, one, engine, other in started(sharded_loops.refused, 2, tmp_path):
+        assert 'use weights="sharded" or "resident"' in streamed
+        assert 'weights="sharded": no weight of this model can be' in fp32
+        assert 'weights="sharded" on one process' in one
+        assert "option engine='torch'" in engine
+        assert 'weights="sharded" with SGD' in other
+
+
+@given(units=st.integers(1, 8), ahead=st.integers(0, 9), nodes=st.integers(0, 8), draw=st.randoms())
+def test_all_ranks_make_collectives_in_one_order(units: int, ahead: int, nodes: int, draw: random.Random) -> None:
+    """Whether nodes come as the text has them, or gradients are held back: it is the same."""
+    before = sorted(draw.randint(0, nodes) for _ in range(units))
+    text = sorted([(after, 0, unit) for unit, after in enumerate(before)] + [(node, 1, node) for node in range(nodes)])
+    orders = []
+    for late in (0, 1, 3):  # gradients that come so many nodes late
+        order, done, ready = GatherOrder(range(units), before, ahead), [], 0
+        for _, is_gradient, number in text:
+            if is_gradient:
+                ready += 1
+            else:
+                try:
+                    done += [("unit", unit) for unit in order.needed(number)]
+                except EngineError:
+                    done = []  # too late for the order: told, not traded
+                    break
+            while sum(of == "gradients" for of, _ in done) < ready - late:
+                done += [("unit", unit) for unit in order.before_turn()]
+                done.append(("gradients", sum(of == "gradients" for of, _ in done)))
+        else:
+            while sum(of == "gradients" for of, _ in done) < nodes:
+                done += [("unit", unit) for unit in order.before_turn()]
+                done.append(("gradients", sum(of == "gradients" for of, _ in done)))
+            assert [unit for of, unit in done if of == "unit"] == list(range(units))
+        orders.append(done)
+    assert orders[0]
+    assert all(not done or done == orders[0] for done in orders)
+
+
+def test_gradients_that_differ_between_ranks_are_told() -> None:
+    """Where no weights are gathered in between they may."""
+    GatherOrder((), (), 2).only([True], alike=False)
+    with pytest.raises(RankError, match="gradients that a backward makes differ between ranks"):
+        GatherOrder((0,), (0,), 2).only([True], alike=False)
