@@ -72,7 +72,9 @@ def endings_of(draw: st.DrawFn, setup: Setup) -> Program:
     """Programs with one call after which a rank may be gone."""
     program = draw(programs_of(setup))
     calls, at = list(program.calls[:12]), draw(st.integers(0, 11))
-    calls.insert(at, (draw(st.sampled_from(ENDINGS)), draw(st.integers(0, 11))))
+    # In the others one rank alone makes a forward or looks, which sharded weights refuse.
+    endings = [name for name in ENDINGS if name.startswith("one rank")] if setup.shards_weights else ENDINGS
+    calls.insert(at, (draw(st.sampled_from(endings)), draw(st.integers(0, 11))))
     return replace(program, calls=tuple(calls))
 
 
