@@ -63,6 +63,7 @@ class _Due:
 class Planning:
     """Makes the plans; the session that owns it puts them in force.
 
+    last                what the session told of the last step
     verdict             why states moved or stayed when the plan was last solved again
     read_us, solve_us   how long the launching thread was held up to read the last times, and to
                         make the last plan
@@ -90,7 +91,7 @@ class Planning:
         self._reader = StepReader(engine, marks, self.units.time_fetches)
         self._balancing = Balancing()
         self._stream_trial = StreamTrial()
-        self._last = FinishedStep()
+        self.last = FinishedStep()
         self._due: _Due | None = None
         self.guard = GUARD
         self._saw_streaming = False  # in the steps that the profile was made from
@@ -117,7 +118,7 @@ class Planning:
     def is_about_to_measure(self) -> bool:
         """Whether steps are being measured, or will be once enough are done."""
         waits = self._reader.is_reading or self._due is not None or self._can_measure
-        return waits or self._last.steps_done < self.steps_to_measure
+        return waits or self.last.steps_done < self.steps_to_measure
 
     @property
     def is_due(self) -> bool:
@@ -131,7 +132,7 @@ class Planning:
     def discipline(self) -> Discipline:
         """How this runtime orders and gates updates on this device, for predictions."""
         on_gpu = self._table.device.type == "cuda"
-        return self._last.discipline(on_gpu=on_gpu, broken=self._marks.broken, runs_ahead=self._balancing.runs_ahead,
+        return self.last.discipline(on_gpu=on_gpu, broken=self._marks.broken, runs_ahead=self._balancing.runs_ahead,
                                      units_ahead=self.units.ahead)
 
     def first_placement(self) -> tuple[PlacedPiece, ...]:
@@ -144,7 +145,7 @@ class Planning:
 
     def after_step(self, step: FinishedStep) -> None:
         """Measure the step, and do what the controller decides. Raises nothing."""
-        self._last = step
+        self.last = step
         with self.aside("measuring a step"):
             try:
                 self._after_step()
@@ -169,7 +170,7 @@ class Planning:
         return self._marks.captured and self.captured_steps >= _COLD_STEPS
 
     def _report(self) -> StepReport:
-        done, reading = self._last.steps_done, self._reader.is_reading
+        done, reading = self.last.steps_done, self._reader.is_reading
         complete = reading and self._reader.steps >= self._config.warmup_steps
         if complete:
             self._reader.end()
@@ -178,7 +179,7 @@ class Planning:
             self._balancing.saw(self._engine.finish_times())
         return StepReport(
             steps_done=done,
-            steps_us=self._last.steps_us,
+            steps_us=self.last.steps_us,
             discipline=self.discipline,
             can_measure=self._can_measure,
             complete=complete,
@@ -243,7 +244,7 @@ class Planning:
 
         Updates may end apart because gradients come when they do, and then no share changes that.
         """
-        better = self._balancing.better(self.plan, self.units(), self._last.steps_us[-1], self._last.steps_done)
+        better = self._balancing.better(self.plan, self.units(), self.last.steps_us[-1], self.last.steps_done)
         if better is None:
             self.controller.hear(Event.TOGETHER)
             self._try_streaming()
@@ -260,10 +261,10 @@ class Planning:
             self._due = _Due(Event.PLACED, better)
 
     def _try_streaming(self) -> None:
-        if self._table.device.type != "cuda" or self._last.tries:  # a CPU's steps are too uneven
+        if self._table.device.type != "cuda" or self.last.tries:  # a CPU's steps are too uneven
             return
         predict = partial(self.solver.predicted, discipline=self.discipline)
-        found = self._stream_trial.plan(self.plan, self.units(), self._last.steps_us, predict)
+        found = self._stream_trial.plan(self.plan, self.units(), self.last.steps_us, predict)
         if found is not None and self.controller.hear(Event.UNTRIED, found.notes[-1]).action is Action.PLACE:
             self._before_trial, self._due = self.plan, _Due(Event.PLACED, found)
 
@@ -339,16 +340,16 @@ class Planning:
         """
         present = self.solver.predicted(profile, self.plan, self.discipline)
         wanted, hope = self.units.pieces_of(new), self.controller.hope
-        steps_us = self._last.steps_us[-self._config.warmup_steps :]
+        steps_us = self.last.steps_us[-self._config.warmup_steps :]
         self.verdict = judge(expected_us(present, hope), expected_us(new, hope), steps_us, self._moves.cost_us(profile, wanted))
         if self.verdict.moves and wanted != self._states.placed:
-            return replace(new, notes=(*new.notes, f"{_AGAIN} {self._last.steps_done} steps: {self.verdict}"))
+            return replace(new, notes=(*new.notes, f"{_AGAIN} {self.last.steps_done} steps: {self.verdict}"))
         self._stay(profile, str(self.verdict), present.predicted)
         return None
 
     def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:
         """The plan in force stays; what is said of it now follows from `profile`."""
-        present, why = self.plan, f"{_AGAIN} {self._last.steps_done} steps: {why}"
+        present, why = self.plan, f"{_AGAIN} {self.last.steps_done} steps: {why}"
         inputs = inputs_of(profile, self.guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
         notes = (*(note for note in present.notes if not note.startswith(_AGAIN)), why)
         if predicted is None:
@@ -369,5 +370,5 @@ class Planning:
         self._marks.clear()
         self._balancing.restart(new)
         self._stream_trial.restart(new)
-        why = new.notes[-1] if new.notes and new.notes[-1].startswith(_AGAIN) else f"solved after {self._last.steps_done} steps"
+        why = new.notes[-1] if new.notes and new.notes[-1].startswith(_AGAIN) else f"solved after {self.last.steps_done} steps"
         self.controller.hear(Event.PLACED if self._due is None else self._due.event, why)

@@ -92,7 +92,7 @@ class CallGate:
         pressure = self.session.pressure
         with self.session.turns.calls:
             while True:
-                begun = pressure.before_call()
+                begun = pressure.before_call() if self.session.depth == 0 else None
                 try:
                     return self._in_turn(entry, args, kwargs)
                 except torch.OutOfMemoryError as error:  # it holds what the call has made until this handler is left

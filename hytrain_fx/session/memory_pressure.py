@@ -11,20 +11,20 @@ place, and weights that rest on the host come fewer units ahead. What the option
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.planning.controller import Event
-
-if TYPE_CHECKING:
-    from hytrain_fx.session.session import Session
+from hytrain_fx.planning.planning import Planning
+from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.session.nodes import SessionNodes
+from hytrain_fx.session.resources import Resources
 
 LEAST_BYTES: Final = 64 << 20
 """States on the device that take less than this go as a whole."""
@@ -57,46 +57,43 @@ class MemoryPressure:
     times   how often memory ran out and something gave way
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, planning: Planning, resources: Resources, nodes: SessionNodes, ranks: Ranks | None) -> None:
         self.times = 0
-        self._found = weakref.ref(session)  # which owns this
+        self._planning = planning
+        self._resources = resources
+        self._nodes = nodes
+        self._ranks = ranks
+        self._device = nodes.table.device
         self._short_in: str | None = None  # what has met the error, and nothing has given way since
         self._since_step: int | None = None  # when states last gave way
         self._patience_steps = PATIENCE_STEPS
 
-    @property
-    def _session(self) -> Session:
-        session = self._found()
-        assert session is not None
-        return session
-
     def before_call(self) -> RandomNumbers | None:
         """Before a forward of the loop; what `repeats` wants, None where it would not repeat it."""
-        session = self._session
-        if session.depth > 0 or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return None
         if self._short_in is not None:
             self._give_way()
-        elif self._since_step is not None and session.steps_done - self._since_step >= self._patience_steps:
-            planning = session.planning
-            planning.solver.most_bytes = None
-            planning.do(planning.controller.hear(Event.ROOM, f"{self._patience_steps} steps after memory ran out it may be free again"))
+        elif self._since_step is not None and self._planning.last.steps_done - self._since_step >= self._patience_steps:
+            why = f"{self._patience_steps} steps after memory ran out it may be free again"
+            self._planning.solver.most_bytes = None
+            self._planning.do(self._planning.controller.hear(Event.ROOM, why))
             self._since_step, self._patience_steps = None, 2 * self._patience_steps
-        return RandomNumbers.now(session.table.device) if self._may_give and self._is_repeatable else None
+        return RandomNumbers.now(self._device) if self._may_give and self._is_repeatable else None
 
     @property
     def _is_repeatable(self) -> bool:
         """Only a graph has run when memory runs out: no code between graphs, no other rank."""
-        capture = self._session.capture
-        return bool(capture.graphs) and not capture.breaks and not self._session.ranks
+        capture = self._planning.units.capture
+        return capture is not None and bool(capture.graphs) and not capture.breaks and not self._ranks
 
     @property
     def _may_give(self) -> bool:
-        return self._states_bytes > 0 or self._session.nodes.fetched.slot_bytes > 0
+        return self._states_bytes > 0 or self._nodes.fetched.slot_bytes > 0
 
     @property
     def _states_bytes(self) -> int:
-        return self._session.resources.tiers().device_bytes
+        return self._resources.tiers().device_bytes
 
     # ---- when it has run out ----
 
@@ -106,13 +103,10 @@ class MemoryPressure:
         Else the error says what would help.
         """
         self._short_in = "forward"
-        if begun is None:
+        if begun is None or self._nodes.gradients.any_in_place() or not self._give_way():
             self._say(error)
             return False
-        if self._session.nodes.gradients.any_in_place() or not self._give_way():
-            self._say(error)
-            return False
-        begun.again(self._session.table.device)
+        begun.again(self._device)
         return True
 
     @contextmanager
@@ -127,36 +121,32 @@ class MemoryPressure:
 
     def _say(self, error: torch.OutOfMemoryError) -> None:
         """Add to the error what of ours is on the device, and what happens next or would help."""
-        planning, slots_bytes = self._session.planning, self._session.nodes.fetched.slot_bytes
         there = [f"{bytes_text(nbytes)} of {what}" for nbytes, what in
-                 ((self._states_bytes, "optimizer states"), (slots_bytes, "slots for weights")) if nbytes]
+                 ((self._states_bytes, "optimizer states"), (self._nodes.fetched.slot_bytes, "slots for weights")) if nbytes]
         told = f"hytrain_fx has {' and '.join(there) or 'nothing of its own'} on the device. "
-        if self._states_bytes and self._states_may:
+        if self._states_bytes and self._planning.profile is not None and self._planning.solver.may_give_way:
             told += ("Before the next forward half of these states go to the host. Weights are as before this step: call "
                      "optimizer.zero_grad() and repeat it. ")
         told += "Smaller micro-batches and activation checkpointing take less"
-        if self._states_bytes and not planning.solver.may_give_way:
+        if self._states_bytes and not self._planning.solver.may_give_way:
             told += "; so does a smaller gpu_states, which the options fix here"
         error.add_note(told)
 
     def _give_way(self) -> bool:
         """Whether anything does, now or as a plan that the next forward puts in force."""
         where, self._short_in = self._short_in, None
-        gives = self._fewer_states(f"memory ran out in a {where} after {self._session.steps_done} steps")
+        gives = self._fewer_states(f"memory ran out in a {where} after {self._planning.last.steps_done} steps")
         gives |= self._fewer_slots()
         torch.cuda.empty_cache()  # pieces of what was there lie between others
         self.times += gives
         return gives
 
-    @property
-    def _states_may(self) -> bool:
-        planning = self._session.planning
-        return planning.profile is not None and planning.solver.may_give_way
-
     def _fewer_states(self, why: str) -> bool:
-        planning, states_bytes = self._session.planning, self._states_bytes
-        if planning.profile is None or not self._states_may or not states_bytes:
+        planning, states_bytes = self._planning, self._states_bytes
+        if planning.profile is None or not planning.solver.may_give_way or not states_bytes:
             return False
+        if planning.solver.most_bytes is not None and states_bytes > planning.solver.most_bytes:
+            return False  # the last move did not come about
         limit_bytes = planning.solver.most_bytes = states_bytes // 2 if states_bytes > LEAST_BYTES else 0
         why = f"{why}: {bytes_text(states_bytes - limit_bytes)} of states or more go to the host"
         try:
@@ -165,12 +155,12 @@ class MemoryPressure:
             return False  # the host has no room
         planning.do(planning.controller.hear(Event.LOST, why))  # what is being measured is of the plan before
         planning.want(fewer, why)
-        self._since_step = self._session.steps_done
+        self._since_step = planning.last.steps_done
         return True
 
     def _fewer_slots(self) -> bool:
-        units = self._session.nodes.fetched
-        if not units.slot_bytes or not units.ahead or self._session.ranks:
+        units = self._nodes.fetched
+        if not units.slot_bytes or not units.ahead or self._ranks:
             return False
         units.look_ahead(units.ahead - 1)
         return True

@@ -118,7 +118,7 @@ class Session:
         stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning, self.config.weights)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and copied else None
-        self.pressure = MemoryPressure(self)
+        self.pressure = MemoryPressure(self.planning, self.resources, self.nodes, self.ranks)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
                                     self.eager.reads.in_graph, self.pressure.noticed, self._compiling, copies, self.eager.streamed,
                                     self._passes, self.config.dump)
