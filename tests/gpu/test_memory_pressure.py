@@ -53,7 +53,7 @@ def train(**options: Any) -> tuple[list[float], Any]:
     return losses, model
 
 
-@pytest.mark.skip(reason="hangs on an H100 in the forward of the long batch, torch 2.11: docs/limits.md")
+@pytest.mark.skip(reason="hung in a forward on an H100, before the long batch, torch 2.11: docs/measurements.md")
 def test_a_long_batch_trains_where_states_had_its_memory() -> None:
     """Losses are those of a run whose states are all on the host."""
     losses, model = train()
