@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -55,7 +56,8 @@ _SHARES_TRIED = (1.0, 0.93)
 # Where copies and updates share the host's memory, both are slower than the rates that the share
 # was solved with.
 _SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.93, 0.85, 0.75, 0.6)
-STREAMED = "windowed, streamed"  # the name of that plan in `compare`
+# Shares that are tried where the host has no room for the slots of all that is on it.
+_SHARES_THAT_MAY_FIT = (0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 @dataclass(frozen=True)
@@ -122,41 +124,19 @@ def streamed_k(
 ) -> int | None:
     """The k of `plan(profile, stream="auto", ...)` where that streams, by the windows alone.
 
-    None where the windows give no share to streaming.
+    None where the windows give no share to streaming, or where nothing fits without it.
 
     For whoever looks often whether another plan is due: no step is simulated, which is most of what
-    a plan costs. Raises PlanError as `plan` does.
+    a plan costs.
     """
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
     maker = _Maker(profile, "windowed", None, guard, discipline, budget)
-    without, _, _ = maker.fitted(maker.solution(0.0))
+    try:
+        without, _, _ = maker.fitted(maker.solution(0.0))
+    except PlanError:
+        return None
     k, share = maker.mix(without)
     return maker.fitted(replace(maker.solution(share), k=k))[0] if share > 0 else None
-
-
-def compare(
-    profile: Profile,
-    budget_bytes: int | None = None,
-    *,
-    state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
-    budget_counts_streamed: bool = True,
-    discipline: Discipline | None = None,
-) -> dict[str, Plan]:
-    """The plans of all three rules, of k=0 and of k=n, under one discipline and one budget.
-
-    The budget caps "k=n" too.
-
-    The rules stream nothing; where the profile has times for streaming, "windowed, streamed" is the
-    plan with k and share solved.
-    """
-
-    def solved(rule: Rule, k: int | None = None, stream: Stream = 0.0) -> Plan:
-        return plan(profile, rule=rule, k=k, stream=stream, budget_bytes=budget_bytes, state_bytes_per_param=state_bytes_per_param,
-                    budget_counts_streamed=budget_counts_streamed, discipline=discipline)
-
-    plans = {rule: solved(rule) for rule in get_args(Rule)}
-    streamed = {STREAMED: solved("windowed", stream="auto")} if profile.can_stream else {}
-    return {**plans, **streamed, "k=0": solved("windowed", 0), "k=n": solved("windowed", len(profile.units))}
 
 
 @dataclass(frozen=True)
@@ -184,9 +164,18 @@ class _Maker:
         return _Solution(balance.solve(), lambda unit, k: balance_reason(balance, unit, k), notes, share)
 
     def best(self) -> Plan:
-        """The plan without streaming; with it, where that shortens the predicted step by 1%."""
-        without = self.settle(self.solution(0.0))
-        if self.k is not None or self.rule != "windowed" or not self.profile.can_stream:
+        """The plan without streaming; with it, where that shortens the predicted step by 1%.
+
+        Or where no other fits: what is streamed has no slots on the host.
+        """
+        streams = self.k is None and self.rule == "windowed" and self.profile.can_stream
+        try:
+            without = self.settle(self.solution(0.0))
+        except PlanError:
+            if streams and (fitting := self._fitting()):
+                return min(fitting, key=lambda made: made.predicted["step_us"])
+            raise
+        if not streams:
             return without
         k, share = self.mix(without.k)
         if share == 0.0:
@@ -201,6 +190,15 @@ class _Maker:
         tried_share = streamed.inputs["stream_share"]
         note = f"streaming {tried_share:.0%} of the parameters was tried: {time_text(streamed_us)} instead of {time_text(step_us)}"
         return replace(without, notes=(*without.notes, note))
+
+    def _fitting(self) -> list[Plan]:
+        """Plans with shares that both memories hold; with none nothing fits."""
+        found = []
+        for share in _SHARES_THAT_MAY_FIT:
+            with suppress(PlanError):
+                made = self.settle(self._mixed(0, share))
+                found.append(replace(made, notes=(*made.notes, "the host's memory holds the states only with a share streamed")))
+        return found
 
     def mix(self, k: int) -> tuple[int, float]:
         """k and y by the windows; y = 0 where nothing is gained.

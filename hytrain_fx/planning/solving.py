@@ -109,10 +109,7 @@ class Solver:
         return self._sizes.resident_device_bytes() + (self._units.window.back_bytes() if self._units.window else 0)
 
     def keeps_k(self, profile: Profile, guard: float, discipline: Discipline, k: int) -> bool:
-        """Whether k would be solved again: then a balanced share stays too.
-
-        Raises PlanError where memory holds no plan.
-        """
+        """Whether k would be solved again: then a balanced share stays too."""
         return streamed_k(profile, **self._within(profile, guard, discipline)) == k
 
     def all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:

@@ -17,7 +17,8 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import uniform_k
-from hytrain_fx.cost_model.planner import compare, plan, predict, prefix_plan
+from hytrain_fx.cost_model.planner import plan, predict, prefix_plan
+from hytrain_fx.cost_model.rules import compare
 from hytrain_fx.cost_model.simulate import simulate, steady_step
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.plan.explained import Measured

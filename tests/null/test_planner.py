@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.pieces import pieces_of
-from hytrain_fx.cost_model.planner import Rule, Stream, compare, plan, predict, prefix_plan
+from hytrain_fx.cost_model.planner import Rule, Stream, plan, predict, prefix_plan
+from hytrain_fx.cost_model.rules import compare
 from hytrain_fx.cost_model.windows import windows_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.explain.plan.text import headline

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.planner import STREAMED, Rule, Stream, compare, plan, prefix_plan, streamed_k
+from hytrain_fx.cost_model.planner import Rule, Stream, plan, prefix_plan, streamed_k
+from hytrain_fx.cost_model.rules import STREAMED, compare
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.cost_model.streaming import best_share, ranges_of
 from hytrain_fx.cost_model.windows import windows_of
@@ -239,6 +240,27 @@ def test_the_measured_machine_gains_what_the_theory_says(tokens: int, without: f
         reasons = Counter(row.reason.split(":")[0] for row in streamed.rows)
         assert set(reasons) == {"on the device", "on the CPU", "streamed"}
         assert all("% streamed" in row.reason for row in streamed.rows if row.placement == Placement.STREAM)
+
+
+def test_where_only_streaming_fits_the_host_states_are_streamed() -> None:
+    """What is streamed has no slot there: 12 bytes a parameter, not 14.
+
+    A share that fits is taken, the fastest of those tried, and the plan says why. Where not even
+    that fits, the error is that of the plan without streaming.
+    """
+    profile = profile_of([unit(i, cpu=10.0, stream=60.0, numels=(100,) * 10) for i in range(6)])
+    def made(stream: Stream, host_bytes: int) -> Plan:
+        return plan(profile, stream=stream, budget_bytes=3_000, budget_counts_streamed=False, host_budget_bytes=host_bytes)
+
+    assert made("auto", 6 * 14_000).numel(Placement.STREAM) == 0
+    streamed = made("auto", 6 * 12_600)
+    assert streamed.k == 0
+    assert 0.7 * 6000 <= streamed.numel(Placement.STREAM) < 6000
+    assert "the host's memory holds the states only with a share streamed" in streamed.notes
+    too_much: tuple[tuple[Stream, int], ...] = ((0.0, 6 * 12_600), ("auto", 6 * 11_900))
+    for stream, host_bytes in too_much:
+        with pytest.raises(PlanError, match="no plan fits the memory"):
+            made(stream, host_bytes)
 
 
 def test_compare_shows_both_where_states_can_be_streamed() -> None:

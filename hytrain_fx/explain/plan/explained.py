@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.planner import Stream, compare
+from hytrain_fx.cost_model.planner import Stream
+from hytrain_fx.cost_model.rules import compare
 from hytrain_fx.cost_model.simulate import PlayedStep, steady_step
 from hytrain_fx.cost_model.step_graph import step_graph, unmeasured
 from hytrain_fx.errors import PlanError

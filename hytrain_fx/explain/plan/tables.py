@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.fetches import exposed_fetch_us
-from hytrain_fx.cost_model.planner import STREAMED
+from hytrain_fx.cost_model.rules import STREAMED
 from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.explain.plan.text import SOURCE_WORDS, UnitGroup, unit_groups
 from hytrain_fx.explain.plan.verdict import LITTLE
