@@ -35,7 +35,8 @@ from benchmarks.figures import estimates_and_trials
 from benchmarks.plots import Look, Series, draw_bars, draw_lines, dress, figure, legend, save
 from benchmarks.results import Results
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.planner import compare, plan
+from hytrain_fx.cost_model.planner import plan
+from hytrain_fx.cost_model.rules import compare
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.explain.timeline.span import union
 from hytrain_fx.explain.timeline.timeline import Timeline, read_trace

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch._inductor import config as inductor_config
@@ -258,10 +259,11 @@ class Side:
 
     def compile(self) -> None:
         """Compile ours, with a new optimizer. Slots of weights are NaN once they are read."""
-        os.environ[NAN_VARIABLE] = "1"
         made = self.setup.make_optimizer(self.model)
         options = {"options": INDUCTOR_OPTIONS, **(OPTIONS | RANK_OPTIONS)[self.setup.options]}
-        _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2 if self.setup.ranks == 1 else 1, timeout_s=30.0, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(NAN_VARIABLE, "1")
+            _, self.optimizer = hytrain_fx.compile(self.model, made, workers=2 if self.setup.ranks == 1 else 1, timeout_s=30.0, **options)
         self.planted()
 
 

@@ -148,7 +148,7 @@ def test_a_step_that_ran_out_is_as_any_other(where: str, breaks: bool) -> None:
     assert all(map(torch.equal, weights(model), expected))
     assert session_of(model).pressure.times == 1
     assert before == 8 * sum(p.numel() for p in model.parameters())  # two moments; the weights are the masters
-    assert 0 < on_device(model) <= before // 2
+    assert on_device(model) <= before // 2
     assert any(f"memory ran out in a {where} after {SHORT_STEP} steps" in note for note in hytrain_fx.explain(model).plan.notes)
 
 
