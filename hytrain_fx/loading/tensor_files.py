@@ -26,7 +26,7 @@ _SAFETENSORS_DTYPES: Final = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _MAPPED_BYTES: Final = 4 << 20
-"""So much is read of mapped files of torch before they are mapped anew."""
+"""So much is read of mapped files of torch before they are mapped again."""
 
 
 def from_safetensors(path: str | Path) -> TensorFiles:
@@ -164,7 +164,7 @@ class TorchFiles(TensorFiles):
     ALONE = "pytorch_model.bin"
 
     def opened(self) -> None:
-        """Map the files anew."""
+        """Map the files again."""
         self._mapped: dict[Path, dict[str, torch.Tensor]] = {}
         self._read_bytes = 0  # since files were mapped
         super().opened()

@@ -118,7 +118,7 @@ class FetchedUnits:
     def look_ahead(self, units: int) -> None:
         """Bring so many units ahead of need from now on, in one slot more of each size.
 
-        Where that is fewer than before, slots are made anew. No graph runs.
+        Where that is fewer than before, all slots go and new ones are made. No graph runs.
         """
         with self.lock:
             if units < self.ahead:

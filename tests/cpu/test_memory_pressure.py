@@ -225,7 +225,7 @@ def test_states_that_the_options_place_stay() -> None:
 
 
 def test_states_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some steps without, memory is taken to be free again, and a plan is solved anew."""
+    """After some steps without an error memory counts as free, and another plan is solved."""
     monkeypatch.setattr(memory_pressure, "PATIENCE_STEPS", 3)
     model, optimizer = started()
     planning = session_of(model).planning

@@ -49,15 +49,20 @@ def nan_slots() -> Iterator[None]:
     del os.environ[NAN_VARIABLE]
 
 
-@pytest.fixture(scope="module")
-def twins() -> Iterator[Twins]:
-    """One pair of GPTs of six layers, tied head and embedding, for all loops."""
+def streamed_gpts() -> Twins:
+    """A pair of GPTs of six layers, tied head and embedding; ours with its weights on the host."""
 
     def make() -> tuple[nn.Module, Batches]:
         model, batches = gpt(layers=LAYERS, width=WIDTH)
         return model.to(torch.bfloat16), batches
 
-    made = Twins(make, k=0, **OPTIONS)
+    return Twins(make, k=0, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def twins() -> Iterator[Twins]:
+    """One pair for all loops."""
+    made = streamed_gpts()
     yield made
     made.close()
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import hytrain_fx
 from hytrain_fx.cost_model.discipline import Discipline
@@ -26,20 +25,13 @@ from hytrain_fx.runtime.lane_times import Timed
 from .loops import Twins, plain_loop
 from .models import Batches, gpt
 from .test_placements import plan_of
-
-LAYERS, WIDTH = 6, 32
-OPTIONS: dict[str, Any] = {"weights": "streamed", "workers": 1, "timeout_s": 60.0}
+from .test_streamed_weights import LAYERS, OPTIONS, WIDTH, streamed_gpts
 
 
 @pytest.fixture(scope="module")
 def twins() -> Iterator[Twins]:
-    """One pair of GPTs of six layers for all loops."""
-
-    def make() -> tuple[nn.Module, Batches]:
-        model, batches = gpt(layers=LAYERS, width=WIDTH)
-        return model.to(torch.bfloat16), batches
-
-    made = Twins(make, k=0, **OPTIONS)
+    """One pair for all loops."""
+    made = streamed_gpts()
     yield made
     made.close()
 
