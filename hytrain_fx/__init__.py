@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hytrain_fx.passes.base import graph_pass
     from hytrain_fx.passes.pipeline import DEFAULT_PASSES
     from hytrain_fx.runtime.lion import Lion
+    from hytrain_fx.sharing.loop import share
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "on_meta",
     "record",
     "settle",
+    "share",
 ]
 _HOME = {  # of the others: hytrain_fx.api
     "DEFAULT_PASSES": "hytrain_fx.passes.pipeline",
@@ -49,6 +51,7 @@ _HOME = {  # of the others: hytrain_fx.api
     "from_torch": "hytrain_fx.loading.tensor_files",
     "graph_pass": "hytrain_fx.passes.base",
     "on_meta": "hytrain_fx.loading.meta_parameters",
+    "share": "hytrain_fx.sharing.loop",
 }
 
 # The package `explain` puts itself here when it is imported. Done now and taken out, it cannot
