@@ -36,6 +36,7 @@ BANDWIDTHS: Final = {2: 30.0, 16: 215.0, 64: 215.0, 128: 430.0}
 """By cores, 10^9 bytes a second: estimated for 2, measured on the H200's host for a socket, twice
 that for two."""
 GPUS: Final = ("h200", "rtx4090")
+_SUM_BYTES: Final = 3 * HALF_BYTES  # of host memory a parameter: two gradients read, their sum written
 _PASSES: Final = 3  # forward, and two products for each in the backward: each reads the weights or writes their gradients
 
 
@@ -89,25 +90,26 @@ def _row(case: ShareCase) -> tuple[str, ...]:
             share.binds, str(share.by_cpu))
 
 
-def shares(model: Any, tokens: int, *, sequence: int | None = None, recompute: bool = False) -> ShareTable:
+def shares(model: Any, tokens: int, *, sequence: int | None = None, recompute: bool = False, clips: bool = False) -> ShareTable:
     """The table for a micro-batch of `tokens` tokens.
 
     model   as `report` takes it
+    clips   whether the loop takes norms of gradients: then sums on the host come to the device
 
     Raises ConfigError and PlanError as `case_of` does.
     """
     cases = [(gpu, cores, case_of(model, on_host(find_device(gpu), cores), tokens, sequence=sequence, recompute=recompute))
              for gpu in GPUS for cores in CORES]
     first = cases[0][2]
-    return ShareTable(first.shape.name, first.tokens // first.sequence, tuple(_solved(*of) for of in cases))
+    return ShareTable(first.shape.name, first.tokens // first.sequence, tuple(_solved(*of, clips) for of in cases))
 
 
-def _solved(gpu: str, cores: int, case: Case) -> ShareCase:
+def _solved(gpu: str, cores: int, case: Case, clips: bool) -> ShareCase:
     """The shortest steps with a share and without one, each with the placement that suits it."""
     plans = [case.plan_of(OUR_SYSTEM)]
     if case.shape.state_bytes_per_param * case.shape.params <= case.budget_bytes:
         plans.append(case.plan_at(OUR_SYSTEM, len(case.profile.units)))
-    each = [(times, best_share(times), plan) for times, plan in ((share_times(case, cores, plan), plan) for plan in plans)]
+    each = [(times, best_share(times), plan) for times, plan in ((share_times(case, cores, plan, clips), plan) for plan in plans)]
     times, found, plan = min(each, key=lambda of: of[1].best_us)
     share = answer(times, found.best, min(of.without_us for _, of, _ in each))
     return ShareCase(gpu, cores, plan.numel(Placement.GPU) / case.shape.params, case.row_of(OUR_SYSTEM, plan).fits, share)
@@ -122,10 +124,11 @@ def on_host(device: DeviceSpec, cores: int) -> DeviceSpec:
                    host_memory_gb_per_s=BANDWIDTHS[cores], sources=sources)
 
 
-def share_times(case: Case, cores: int, plan: Plan) -> ShareTimes:
+def share_times(case: Case, cores: int, plan: Plan, clips: bool = False) -> ShareTimes:
     """What a step takes of each resource, from the rates of the device and of so many cores.
 
-    plan   where the updates are done
+    plan    where the updates are done
+    clips   whether the loop takes norms of gradients
     """
     shape, device, profile = case.shape, case.device, case.profile
     by_cpu = {unit.index: 0.0 for unit in profile.units}
@@ -138,13 +141,16 @@ def share_times(case: Case, cores: int, plan: Plan) -> ShareTimes:
     of_one = analytic_profile(shape, cores_of_host, case.sequence, case.recompute, sequence=case.sequence)
     bandwidth = bytes_per_us(profile) or 1e3 * BANDWIDTHS[cores]
     up_us, down_us = 1e6 * HALF_BYTES / device.h2d_bytes_per_s, 1e6 * HALF_BYTES / device.d2h_bytes_per_s  # a parameter in 16 bits
+    join_us = up_us * (shape.params - on_host) + _SUM_BYTES * on_host / bandwidth
+    if clips:  # norms are the device's: sums come there for them
+        join_us += up_us * on_host
     times = ShareTimes(
         case.tokens // case.sequence,
         device_us=profile.forward_us + profile.backward_us,
         cpu_sequence_us=of_one.forward_us + of_one.backward_us,
         begin_us=LAUNCH_US_PER_UNIT * len(profile.units) + down_us * (shape.params - on_host),
         update_us=sum(part * unit.cpu_update_us for unit, part in parts),
-        join_us=up_us * (shape.params + on_host) + down_us * on_host,
+        join_us=join_us,
         host_us=sum(part * cpu_bytes(unit) for unit, part in parts) / bandwidth,
         share_host_us=HALF_BYTES * 2 * (shape.params + on_host) / bandwidth,
         sequence_host_us=HALF_BYTES * _PASSES * shape.params / bandwidth,

@@ -15,6 +15,7 @@ def add_share(commands: Any) -> None:
     share.add_argument("--tokens", required=True, type=int, help="tokens in a batch")
     share.add_argument("--sequence", type=int, help="tokens in a sequence, the grain of a share (default: the model's context)")
     share.add_argument("--recompute", action="store_true", help="activations are recomputed in the backward")
+    share.add_argument("--clips", action="store_true", help="the loop takes norms of gradients: sums on the host come to the device")
     share.add_argument("--json", action="store_true", help="all figures as JSON")
     share.set_defaults(run=_share)
 
@@ -23,5 +24,5 @@ def _share(args: argparse.Namespace) -> str:
     from hytrain_fx.forecast.cpu_share import shares
     from hytrain_fx.forecast.page import section
 
-    found = shares(args.model, args.tokens, sequence=args.sequence, recompute=args.recompute)
+    found = shares(args.model, args.tokens, sequence=args.sequence, recompute=args.recompute, clips=args.clips)
     return json.dumps(asdict(found), indent=1) if args.json else section(found.table())

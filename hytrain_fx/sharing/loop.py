@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.gradients.on_host import add_in_slots
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.call_gate import CallGate
 from hytrain_fx.session.session import Session
@@ -149,14 +150,15 @@ class SharedTraining:
 
 
 def _join(session: Session, ours: CpuCopy) -> None:
-    """Add the copy's gradients to the device's, as those of a second backward."""
-    found = list(ours.take_grads())
-    if not found:
-        return
-    device = session.table.device
+    """Add the copy's gradients to the device's, as those of a second backward.
+
+    In the slots on the host, where they are; others on the device.
+    """
+    gradients, device = session.nodes.gradients, session.table.device
     with session.turns.state, whole(), torch.no_grad(), without_torch_function():
-        rows = [row for row, _ in found]
-        session.nodes.gradients.take_late(rows, [grad.to(device, non_blocking=grad.is_pinned()) for _, grad in found])
+        rest = add_in_slots(gradients, session.states, session.engine, dict(ours.take_grads()))
+        if rest:
+            gradients.take_late(list(rest), [grad.to(device) for grad in rest.values()])
 
 
 def _us(begin_s: float, end_s: float) -> float:

@@ -131,6 +131,11 @@ def test_a_model_under_autocast_is_shared() -> None:
     compare(make, in_parts(ByHand(BY_CPU), 5), cpu_share=0.25, warmup_steps=1)
 
 
+def test_the_torch_engine_shares_too() -> None:
+    """Its masters of bf16 weights are whole, so the copy has memory of its own for them."""
+    compare(gpt_of_eight(torch.bfloat16), in_parts(ByHand(BY_CPU), 3), cpu_share=0.25, engine="torch", k=0)
+
+
 def test_the_copy_goes_with_the_compiled_model() -> None:
     """After `close` nothing keeps the copy, and the model trains on as a plain one."""
     model: Any = torch.nn.Linear(3, 2)
@@ -183,3 +188,22 @@ def test_auto_measures_and_says_why_none_pays() -> None:
 def test_a_plain_loop_on_a_model_with_a_share_is_the_plain_loop(twins: Twins) -> None:
     """Who does not call `share` trains as without it, here with batches of six sequences."""
     twins.agree(lambda model, optimizer, batches: plain_loop(3)(model, optimizer, [(tokens[:6],) for (tokens,) in batches]))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_gradients_in_slots_are_added_to_there(twins: Twins, by_hand: ByHand, place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that the CPU updates no gradient comes back to the device; every bit is the same.
+
+    However late it lands: the host waits before it adds.
+    """
+    twins.session.place(plan_of(twins.session, [place]))
+    fetched: list[int] = []
+    fetch = twins.session.engine.fetch
+
+    def noted(rows: Any, out: torch.Tensor) -> int:
+        fetched.extend(rows)
+        return fetch(rows, out)
+
+    monkeypatch.setattr(twins.session.engine, "fetch", noted)
+    twins.agree(in_parts(by_hand, 3), delays={Stage.D2H: 1000})
+    assert fetched == []

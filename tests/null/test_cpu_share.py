@@ -191,6 +191,8 @@ def test_the_table_says_where_it_pays() -> None:
     assert all(gains["rtx4090", cores] >= gains["h200", cores] for cores in CORES)
     for case in found.cases:
         assert (case.share.by_cpu > 0) == (gains[case.gpu, case.cores] >= LEAST_GAIN)
+    clipped = shares("llama-3.1b", 131072, sequence=2048, recompute=True, clips=True)
+    assert all(of.share.best_us >= case.share.best_us for of, case in zip(clipped.cases, found.cases, strict=True))
     rows = found.table().rows
     assert len(rows) == (len(GPUS) + 1) * len(CORES)
     assert {row[-1] for row in rows if row[0] == "none"} == {"0"}
