@@ -86,8 +86,8 @@ class Config:
     cpu_share      share of each batch that the CPU trains beside the device, in a loop over
                    `hytrain_fx.share(batch, model)`: a fraction below 1, 0 = none, "auto" = as many
                    sequences as shorten the step, measured while training, most often none. One
-                   process, weights on the device, no updates before step() (`speculate`), and no
-                   layer that normalises over the batch
+                   process, weights on the device, no updates before step() (`speculate`), no
+                   `autocast_copies`, and no layer that normalises over the batch
     device         with `loader`: the device to train on, "cuda" or "cpu"
     loader         where a model on the meta device has its values from: `from_safetensors`,
                    `from_torch`, `from_init`, or a function of a name in state_dict(). Each tensor
@@ -208,12 +208,16 @@ class Config:
         return self.weights != "resident"
 
     def _check_shared(self) -> None:
-        """What a batch may not be shared with. No update begins before all gradients are there."""
+        """What a batch may not be shared with.
+
+        No update begins before all gradients are there, and every weight is whole, for the copy.
+        """
         _require(self.weights == "resident", "weights", self.weights, '"resident" with cpu_share: weights elsewhere are not shared yet')
         _require(self.pipeline is None, "pipeline", "a schedule", "None with cpu_share")
         _require(self.speculate is not True, "speculate", True,
                  'False or "auto" with cpu_share: an update before step() would be without the CPU\'s gradients')
         object.__setattr__(self, "speculate", False)
+        object.__setattr__(self, "autocast_copies", False)
 
     def _check_inductor(self) -> None:
         """Which names and values Inductor knows is asked of the installed torch, in `compile`."""

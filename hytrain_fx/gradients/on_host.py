@@ -40,7 +40,7 @@ def add_in_slots(
 
 def _source(gradients: SessionGradients, states: StateStore, row: int, grad: torch.Tensor) -> RowGradient | None:
     """What shows the gradient in the row's slot; None where the sum is not for the host."""
-    elsewhere = row in states.pieces.cut or row in states.copies or row in gradients.table.shards or row in gradients.parts.open
+    elsewhere = row in states.pieces.cut or row in gradients.table.shards or row in gradients.parts.open
     if elsewhere or states.placement.get(row) is not Placement.CPU or grad.layout != torch.strided:
         return None
     slot = states.in_memory(row).slot

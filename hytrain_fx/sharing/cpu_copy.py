@@ -59,8 +59,11 @@ class CpuCopy:
         ours |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
         return copy.deepcopy(model, ours)
 
-    def refresh(self, model: nn.Module, states: StateStore) -> None:
-        """Show the weights as they are now. All updates have ended, and every state is at rest."""
+    def refresh(self, model: nn.Module, states: StateStore, begun: torch.cuda.Event | None) -> None:
+        """Show the weights as they are now. All updates have ended, and every state is at rest.
+
+        begun   a point of the loop's stream, on a GPU: after it nobody has written a weight
+        """
         with torch.no_grad(), without_torch_function():
             self._follow(model)
             rows = [row for row in range(len(self._weights)) if not self._reads_at_home(states, row)]
@@ -68,6 +71,8 @@ class CpuCopy:
                 self._copy(rows)
                 return
             with torch.cuda.stream(self._stream):  # in the loop's own stream it would come after the device's part
+                if begun is not None:
+                    self._stream.wait_event(begun)
                 self._copy(rows)
             self._stream.synchronize()
 
@@ -125,7 +130,7 @@ def weight_on_host(states: StateStore, row: int, parameter: Tensor) -> Tensor | 
     It is a master in fp32, or the half of a master that is the weight. None where the host has
     neither. The row's states are at rest.
     """
-    if row in states.pieces.cut or row in states.copies or states.placement.get(row) is not Placement.CPU:
+    if row in states.pieces.cut or states.placement.get(row) is not Placement.CPU:
         return None
     master = states.in_memory(row).master
     return master.as_strided(parameter.shape, parameter.stride()) if master.dtype == parameter.dtype else None

@@ -112,7 +112,7 @@ class SharedTraining:
         span.end()
         step = SharedStep(sequences, by_cpu, 0.0, 0.0, 0.0, 0.0, 0.0)
         if by_cpu:
-            steps_done, ours = session.steps_done, self._prepared(session, model)
+            steps_done, ours = session.steps_done, self._prepared(session, model, span)
             cpu_s = time.perf_counter()
             yield BatchPart(ours.model, halves[1], weights[1], _CPU)
             done_s = time.perf_counter()
@@ -125,16 +125,15 @@ class SharedTraining:
         self._pending.append((span, step))
         self._last_begin_s = begin_s
 
-    def _prepared(self, session: Session, model: nn.Module) -> CpuCopy:
-        """The copy on the CPU, with the committed weights and without gradients."""
+    def _prepared(self, session: Session, model: nn.Module, span: DeviceSpan) -> CpuCopy:
+        """The copy on the CPU, with the weights of the device's part and without gradients."""
         if self.copy is None:
             self.copy = CpuCopy(model, session.table, session.config.dynamic)
         deque(self.copy.take_grads(), maxlen=0)  # of a loop that ended in an error
         with session.turns.state, whole():
             session.follow_written_weights()
             session.drain()
-            session.eager.fill([row for row in range(len(session.table)) if row in session.states.copies])
-            self.copy.refresh(model, session.states)
+            self.copy.refresh(model, session.states, span.begun)
         return self.copy
 
     def _learn(self, session: Session) -> None:

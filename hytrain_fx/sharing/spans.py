@@ -34,6 +34,11 @@ class DeviceSpan:
         event.record(torch.cuda.current_stream(self._cuda))
         self._events.append(event)
 
+    @property
+    def begun(self) -> torch.cuda.Event | None:
+        """The point of the loop's stream before the device's part; None for a model on the CPU."""
+        return self._events[0] if self._events else None
+
     def us(self) -> float | None:
         """Microseconds between the two; None while the device is at work."""
         if self._cuda is None:

@@ -121,7 +121,7 @@ def test_weights_that_the_cpu_updates_are_read_where_they_rest(twins: Twins, by_
 
 
 def test_a_model_under_autocast_is_shared() -> None:
-    """fp32 weights that the device has in bf16 are whole in the copy."""
+    """fp32 weights stay whole on the device, and the copy has them."""
 
     def make() -> Any:
         model, _ = autocast_gpt()

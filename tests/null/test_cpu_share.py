@@ -174,7 +174,8 @@ def test_what_a_share_is_not_for_is_refused(other: dict[str, Any]) -> None:
     """Weights that are elsewhere, stages of a pipeline, updates before all gradients are there."""
     with pytest.raises(ConfigError, match="cpu_share"):
         Config(cpu_share="auto", **other)
-    assert Config(cpu_share=0.5).speculate is False
+    found = Config(cpu_share=0.5)
+    assert (found.speculate, found.autocast_copies) == (False, False)
 
 
 def test_the_table_says_where_it_pays() -> None:
