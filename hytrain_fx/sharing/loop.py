@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,7 +24,10 @@ from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.on_host import add_in_slots
+from hytrain_fx.runtime.affinity import threads_on
 from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.topology import read_topology
+from hytrain_fx.runtime.training_threads import move_team, training_cpus
 from hytrain_fx.session.call_gate import CallGate
 from hytrain_fx.session.session import Session
 from hytrain_fx.sharing.batches import Weigh, counted, moved, part_of, sequences_of
@@ -81,6 +85,7 @@ class SharedTraining:
 
     control   decides how large the share is
     copy      the model on the CPU, None before it has trained
+    cpus      of another socket than the GPU's, which the CPU's part is trained on; None: all
     """
 
     def __init__(self, session: Session) -> None:
@@ -88,6 +93,8 @@ class SharedTraining:
         self._session = weakref.ref(session)
         self.copy: CpuCopy | None = None
         self._pending: deque[tuple[DeviceSpan, SharedStep]] = deque(maxlen=_MOST_PENDING)
+        self.cpus: frozenset[int] | None = None
+        self._moved_for = 0  # threads of torch that were moved there
         self._last_begin_s: float | None = None
 
     def parts(self, batch: Any, model: nn.Module, weigh: Weigh | None) -> Iterator[BatchPart]:
@@ -114,7 +121,8 @@ class SharedTraining:
         if by_cpu:
             steps_done, ours = session.steps_done, self._prepared(session, model, span)
             cpu_s = time.perf_counter()
-            yield BatchPart(ours.model, halves[1], weights[1], _CPU)
+            with self._on_their_socket(session):
+                yield BatchPart(ours.model, halves[1], weights[1], _CPU)
             done_s = time.perf_counter()
             if session.steps_done != steps_done:
                 raise UnsupportedError("optimizer.step() was called before share() had come to its end, without the CPU's gradients; call "
@@ -135,6 +143,26 @@ class SharedTraining:
             session.drain()
             self.copy.refresh(model, session.states, span.begun)
         return self.copy
+
+    @contextmanager
+    def _on_their_socket(self, session: Session) -> Iterator[None]:
+        """The calling thread and its team train on another socket than the GPU's, where they may.
+
+        The team stays there. The calling thread, which launches the GPU's work, comes back.
+        """
+        threads = torch.get_num_threads()
+        if self._moved_for != threads:
+            topology = read_topology(session.table.device)
+            self.cpus = None if topology is None else training_cpus(topology, session.engine.workers)
+        if self.cpus is None:
+            self._moved_for = threads
+            yield
+            return
+        with threads_on(self.cpus):
+            if self._moved_for != threads:
+                move_team(self.cpus)
+                self._moved_for = threads
+            yield
 
     def _learn(self, session: Session) -> None:
         """Tell the controller of batches whose times are known by now, in their order."""
@@ -184,4 +212,6 @@ def share_in_words(session: Session) -> tuple[str, ...]:
         return ()
     if all(gate.session is not session for gate in _OF_GATES):
         return ("cpu_share: no batch has gone through hytrain_fx.share(batch, model) yet",)
-    return (training_of(session).control.in_words(),)
+    of = training_of(session)
+    moved_to = () if of.cpus is None else (f"the CPU's share is trained on {len(of.cpus)} logical CPUs of another socket than the GPU's",)
+    return (of.control.in_words(), *moved_to)
