@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hytrain_fx.gradients.slots import nobody_asks
 from hytrain_fx.gradients.sources import RowGradient, clean_in_slot
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.ir.plan import Placement
@@ -26,8 +27,11 @@ def add_in_slots(
     Called `without_torch_function`, between a backward and its `step()`, where no update has begun.
 
     Norms that were taken on the way to the slots are no longer the gradients'. Who asks for one has
-    the sum brought to the device.
+    the sum brought to the device. Where each gradient is looked at as it leaves the device
+    (`on_nonfinite`), the sums are to be looked at too, and all go there.
     """
+    if gradients.slots.on_offload is not nobody_asks:
+        return dict(made)
     sources = {row: source for row, grad in made.items() if (source := _source(gradients, states, row, grad)) is not None}
     engine.landed(list(sources))
     for row, source in sources.items():

@@ -21,13 +21,14 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.session.method_call import MethodCall
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 class CpuCopy:
     """A copy of one compiled model, which it does not keep alive.
 
-    model   the copy, compiled for the CPU
+    model   the copy, compiled for the CPU, with its compiled methods where the model has some
 
     Raises UnsupportedError for a model that has parameters with gradients outside its optimizer.
     """
@@ -41,6 +42,9 @@ class CpuCopy:
         self._seen: list[tuple[int, int]] = []
         self._stream = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
         self.model.compile(dynamic=dynamic)
+        for name, value in vars(model).items():
+            if isinstance(value, MethodCall):
+                vars(self.model)[name] = torch.compile(getattr(self.model, name), dynamic=dynamic)
 
     @property
     def rows_with_memory(self) -> int:

@@ -19,12 +19,12 @@ def require_shareable(model: nn.Module, config: Config) -> None:
         raise UnsupportedError("cpu_share with several ranks: each would split its batch otherwise. Use cpu_share=0, or "
                                "process_group=False where this process trains on its own")
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and (module.track_running_stats or isinstance(module, _OVER_THE_BATCH)):
+        if isinstance(module, _OVER_THE_BATCH) or getattr(module, "track_running_stats", False):
             raise UnsupportedError(f"cpu_share with {name or 'the model'}, a {type(module).__name__}: it sees the whole batch, and parts "
                                    "of it are normalised otherwise. Use LayerNorm or GroupNorm, or cpu_share=0")
 
 
-_OVER_THE_BATCH = nn.modules.batchnorm._BatchNorm
+_OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _several_processes(group: object) -> bool:

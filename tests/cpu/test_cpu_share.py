@@ -23,7 +23,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.sharing.loop import training_of
 
-from .loops import Twins, compare, plain_loop
+from .loops import Twins, assert_same, compare, plain_loop, weights
 from .models import autocast_gpt
 from .share_loops import ByHand, gpt_of_eight, in_parts
 from .test_cut_parameters import cut_plan
@@ -129,6 +129,27 @@ def test_a_model_under_autocast_is_shared() -> None:
         return model, [(torch.randint(0, 19, (8, 6)),) for _ in range(3)]
 
     compare(make, in_parts(ByHand(BY_CPU), 5), cpu_share=0.25, warmup_steps=1)
+
+
+def test_a_step_is_left_out_where_the_cpus_part_is_not_finite(twins: Twins) -> None:
+    """With `on_nonfinite="skip"` a NaN of the CPU's gradients leaves weights as they are."""
+    _, optimizer = twins.restart()
+    twins.session.place(plan_of(twins.session, [Placement.CPU]))
+    twins.session.finite_steps.use("skip")
+    before, left_out = weights(twins.ours), twins.session.finite_steps.count
+    for scale in (1.0, float("nan")):
+        for number, part in enumerate(hytrain_fx.share(twins.batches[0], twins.ours)):
+            (part.weight * part.model(*part.batch) * (scale if number else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = weights(twins.ours)
+        if scale == 1.0:
+            assert any(not torch.equal(after[name], before[name]) for name in before)
+            before = after
+    assert_same(after, before)
+    assert twins.session.finite_steps.in_words(2) is not None
+    assert twins.session.finite_steps.count == left_out + 1
+    twins.session.finite_steps.use("allow")
 
 
 def test_the_torch_engine_shares_too() -> None:

@@ -219,6 +219,31 @@ def test_gradients_outside_the_optimizer_are_refused() -> None:
     hytrain_fx.close(model)
 
 
+class Stepping(Counting):
+    """With a loss in a method of its own."""
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self(batch).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_compiled_method_is_compiled_in_the_copy_too() -> None:
+    """`part.model.training_step` is the device's or the copy's; their gradients add up."""
+    model: Any = Stepping()
+    step, optimizer = hytrain_fx.compile(model.training_step, torch.optim.AdamW(model.parameters()), cpu_share=0.5)
+    x = torch.randn(4, 3)
+    step(x).backward()
+    expected = model.layer.weight.grad.clone()
+    optimizer.zero_grad()
+    called = []
+    for part in hytrain_fx.share(x, model):
+        (part.weight * part.model.training_step(part.batch)).backward()
+        called.append(part.model.training_step)
+    assert called[0] is step
+    assert hasattr(called[1], "_torchdynamo_orig_callable"), "the copy's method runs in plain Python"
+    torch.testing.assert_close(model.layer.weight.grad.clone(), expected)
+    hytrain_fx.close(model)
+
+
 def test_a_plain_model_has_no_share() -> None:
     """`share` needs a compiled model."""
     with pytest.raises(UnsupportedError, match=r"this Linear is not compiled with hytrain_fx\.compile\(\)"):
