@@ -57,12 +57,10 @@ def moved(part: Any, device: torch.device) -> Any:
 def counted(parts: Sequence[Any], lengths: Sequence[int], weigh: Weigh | None) -> list[float]:
     """By part: its weight in the mean of the whole batch. They add up to 1, up to rounding.
 
-    Without `weigh` each sequence counts alike. Raises UnsupportedError where the batch looks as if
-    it did not, and for counts that are no numbers >= 0 or are all zero.
+    Without `weigh` each sequence counts alike (`require_even`). Raises UnsupportedError for counts
+    that are no numbers >= 0 or are all zero.
     """
     if weigh is None:
-        for part in parts:
-            require_even(part)
         counts = [float(length) for length in lengths]
     else:
         counts = [_number(weigh(part)) for part in parts]
@@ -71,12 +69,12 @@ def counted(parts: Sequence[Any], lengths: Sequence[int], weigh: Weigh | None) -
     return [count / sum(counts) for count in counts]
 
 
-def require_even(part: Any) -> None:
+def require_even(batch: Any) -> None:
     """Raise UnsupportedError for labels that a loss leaves out, and for masks with zeros.
 
     A mean over what is left weighs sequences unevenly then.
     """
-    for name, tensor in _tensors(part, "batch"):
+    for name, tensor in _tensors(batch, "batch"):
         left_out = tensor.dtype in (torch.int64, torch.int32) and bool((tensor == _LEFT_OUT).any())
         masked = "mask" in name.lower() and not bool(tensor.all())
         if left_out or masked:

@@ -93,6 +93,11 @@ class ShareControl:
         wanted = {Phase.ALONE: 0, Phase.NONE: 0, Phase.TRIAL: 1}.get(self.phase, round(self.fraction * sequences))
         return max(0, min(wanted, sequences - 1))
 
+    @property
+    def may_share(self) -> bool:
+        """Whether a batch may still be split."""
+        return self.phase is not Phase.NONE
+
     def saw(self, step: SharedStep) -> None:
         """A batch has been trained."""
         if self.phase in (Phase.FIXED, Phase.NONE) or step.sequences < 2 or step.by_cpu != self.by_cpu(step.sequences):

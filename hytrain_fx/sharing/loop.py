@@ -30,7 +30,7 @@ from hytrain_fx.runtime.topology import read_topology
 from hytrain_fx.runtime.training_threads import move_team, training_cpus
 from hytrain_fx.session.call_gate import CallGate
 from hytrain_fx.session.session import Session
-from hytrain_fx.sharing.batches import Weigh, counted, moved, part_of, sequences_of
+from hytrain_fx.sharing.batches import Weigh, counted, moved, part_of, require_even, sequences_of
 from hytrain_fx.sharing.control import ShareControl, SharedStep
 from hytrain_fx.sharing.cpu_copy import CpuCopy
 from hytrain_fx.sharing.spans import DeviceSpan
@@ -110,23 +110,26 @@ class SharedTraining:
         by_cpu = self.control.by_cpu(sequences)
         lengths = [sequences - by_cpu, by_cpu]
         halves = [part_of(batch, 0, lengths[0]), part_of(batch, lengths[0], sequences)]
+        if weigh is None and self.control.may_share:
+            require_even(batch)
         weights = counted(halves, lengths, weigh) if by_cpu else [1.0, 0.0]
         if not all(weights):  # one of them counts nothing, and its mean would be 0 / 0
             halves, weights, by_cpu = [batch], [1.0, 0.0], 0
-        begin_s, span = time.perf_counter(), DeviceSpan(device)
+        begin_s, span, steps_done = time.perf_counter(), DeviceSpan(device), session.steps_done
+        if by_cpu:
+            session.follow_written_weights()  # not later: what the loop has written is read on the device, after all that is launched
         span.begin()
         yield BatchPart(model, moved(halves[0], device), weights[0], device)
         span.end()
         step = SharedStep(sequences, by_cpu, 0.0, 0.0, 0.0, 0.0, 0.0)
         if by_cpu:
-            steps_done, ours = session.steps_done, self._prepared(session, model, span)
+            _require_no_step(session, steps_done)
+            ours = self._prepared(session, model, span)
             cpu_s = time.perf_counter()
             with self._on_their_socket(session):
                 yield BatchPart(ours.model, halves[1], weights[1], _CPU)
             done_s = time.perf_counter()
-            if session.steps_done != steps_done:
-                raise UnsupportedError("optimizer.step() was called before share() had come to its end, without the CPU's gradients; call "
-                                       "it after the loop over the parts")
+            _require_no_step(session, steps_done)
             ours.require_unwritten(model)
             _join(session, ours)
             step = replace(step, begin_us=_us(begin_s, cpu_s), cpu_us=_us(cpu_s, done_s), join_us=_us(done_s, time.perf_counter()))
@@ -139,7 +142,6 @@ class SharedTraining:
             self.copy = CpuCopy(model, session.table, session.config.dynamic)
         deque(self.copy.take_grads(), maxlen=0)  # of a loop that ended in an error
         with session.turns.state, whole():
-            session.follow_written_weights()
             session.drain()
             self.copy.refresh(model, session.states, span.begun)
         return self.copy
@@ -174,6 +176,12 @@ class SharedTraining:
             _, step = self._pending.popleft()
             if not session.planning.awaits_times or session.steps_done > _MOST_STEPS_UNPLANNED:
                 self.control.saw(replace(step, device_us=device_us))
+
+
+def _require_no_step(session: Session, steps_done: int) -> None:
+    if session.steps_done != steps_done:
+        raise UnsupportedError("optimizer.step() was called before share() had come to its end, without the CPU's gradients; call it after "
+                               "the loop over the parts")
 
 
 def _join(session: Session, ours: CpuCopy) -> None:

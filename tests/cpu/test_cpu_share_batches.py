@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.sharing.batches import counted, moved, part_of, sequences_of
+from hytrain_fx.sharing.batches import counted, moved, part_of, require_even, sequences_of
 
 Pair = namedtuple("Pair", "x y")
 
@@ -87,9 +87,9 @@ LABELS = torch.tensor([[1, 2, 3], [4, -100, -100], [2, 2, -100], [1, 1, 1]])
     {"x": torch.zeros(4), "labels": LABELS}, (torch.zeros(4), LABELS.int()), {"x": torch.zeros(4), "attention_mask": LABELS != -100},
 ], ids=["labels", "in a tuple", "mask"])
 def test_a_batch_that_counts_unevenly_needs_to_be_weighed(batch: Any) -> None:
-    """Labels that losses leave out, and masks with zeros, are refused without `weigh`."""
+    """Labels that losses leave out, and masks with zeros: `share` asks before it splits."""
     with pytest.raises(UnsupportedError, match="count unevenly in a mean"):
-        counted([batch], [4], None)
+        require_even(batch)
 
 
 def test_weights_are_those_of_what_is_counted() -> None:
@@ -248,3 +248,9 @@ def test_a_plain_model_has_no_share() -> None:
     """`share` needs a compiled model."""
     with pytest.raises(UnsupportedError, match=r"this Linear is not compiled with hytrain_fx\.compile\(\)"):
         hytrain_fx.share(torch.zeros(2, 3), nn.Linear(3, 3))
+
+
+def test_an_uneven_batch_is_refused_before_anything_is_split(compiled: tuple[Any, Any]) -> None:
+    """With the first batch, not once a share is tried."""
+    with pytest.raises(UnsupportedError, match="count unevenly"):
+        next(hytrain_fx.share((torch.randn(4, 3), LABELS), compiled[0]))
