@@ -4,7 +4,7 @@ Metadata, norms, scaling, zeroing, detaching.
 
     norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes
                                              back for this one answer and is dropped
-    mul_, *=, _foreach_mul_                  one more logged factor
+    mul_, _foreach_mul_, div_ by 2, 4, ...   one more logged factor
     _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a
                                              factor (float32 gradients)
     zero_, _foreach_zero_                    the state becomes zeroed
@@ -18,6 +18,7 @@ then the real tensor is brought back. Lists may mix stand-ins and real tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, cast
@@ -196,6 +197,25 @@ def _mul_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     return args[0] if factor is not None and state.log(factor) else NotImplemented
 
 
+def _div_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """By a power of two, as a pipeline's schedule divides by its micro-batches.
+
+    That is the product with its reciprocal, bit for bit; by another number it is not.
+    """
+    state = state_of(args[0]) if len(args) == 2 and not kwargs else None
+    if state is None or state.real is not None or type(args[1]) not in (int, float) or not _is_power_of_two(args[1]):
+        return NotImplemented
+    return args[0] if _dtype_of(args[0]) in _SCALED and state.log(1.0 / args[1]) else NotImplemented
+
+
+_SCALED: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def _is_power_of_two(number: float) -> bool:
+    """Whose reciprocal every dtype of a gradient has."""
+    return 1.0 <= number <= 2.0**14 and math.frexp(number)[0] == 0.5
+
+
 def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     if len(args) != 2 or kwargs or not isinstance(args[0], (list, tuple)):
         return NotImplemented
@@ -368,6 +388,8 @@ _ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
         _foreach_norm: _foreach_norms,
         Tensor.mul_: _mul_,
         Tensor.__imul__: _mul_,
+        Tensor.div_: _div_,
+        Tensor.__itruediv__: _div_,
         _foreach_mul_: _foreach_muls,
         _unscale_: _unscale,
         Tensor.zero_: _zero_,
