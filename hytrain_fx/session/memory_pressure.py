@@ -6,7 +6,8 @@
                    prepared, and the error says so
 
 Half of the states on the device go to the host, before the next forward that finds no gradient in
-place, and weights that rest on the host come fewer units ahead. What the options fix stays.
+place, and weights that rest on the host come fewer units ahead. Gradients of a pipeline's stage no
+longer gather on the device. What the options fix stays.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class MemoryPressure:
         where, self._short_in = self._short_in, None
         gives = self._fewer_states(f"memory ran out in a {where} after {self._planning.last.steps_done} steps")
         gives |= self._fewer_slots()
+        gives |= self._nodes.gradients.stream_out()
         torch.cuda.empty_cache()  # pieces of what was there lie between others
         self.times += gives
         return gives

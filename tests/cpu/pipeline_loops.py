@@ -206,7 +206,8 @@ class Pipeline:
 def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool, beside: Any = None) -> Found:
     """Four steps: losses, norms and scales, weights, what `explain` says.
 
-    loop   "accumulated", "clipped", "scaler", "tied", or several of them
+    loop   "accumulated", "clipped", "scaler", "tied", "short" of memory after two steps, or several
+           of them
 
     Ours moves its states to a drawn plan before each step, and every second rank is slow. With a
     scaler the second step has an inf in the first stage alone, the third one in the last; of two
@@ -228,6 +229,8 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
         spiked = {1: 0, 2: -1}.get(step) if "scaler" in loop and not stream else None
         if spiked is not None:
             pipeline.spike(SPIKE, spiked)
+        if "short" in loop and step == 2:
+            assert not ours or all(session.nodes.gradients.stream_out() for session in pipeline.sessions())
         seen += pipeline.backward(10 * stream + step)
         if spiked is not None:
             pipeline.spike(0.0, spiked)
@@ -245,6 +248,46 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
 def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: int, size: int) -> dict[str, tuple[Found, ...]]:
     """Each loop by hand and with ours."""
     return {f"{loop} {dtype}": tuple(trained(schedule, loop, dtype, None, ours) for ours in (False, True)) for loop, dtype in kinds}
+
+
+def copies(rank: int, size: int) -> dict[str, list[tuple[int, int, int]]]:
+    """By loop: rows, gradients sent to the host and brought back, in each of three steps.
+
+    Every state is on the host.
+    """
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for schedule in ("GPipe", "1F1B"):
+        for loop in ("plain", "clipped"):
+            run = Pipeline(schedule, True, torch.bfloat16, k=0, stream=0, replan_every=0)
+            (session,) = run.sessions()
+            counts = _Counts(session.engine)
+            of_steps = found[f"{schedule} {loop}"] = []
+            for step in range(3):
+                counts.sent = counts.fetched = 0
+                run.backward(step)
+                if loop == "clipped":
+                    run.clip(0.5)
+                run.end_step()
+                of_steps.append((len(session.table), counts.sent, counts.fetched))
+            hytrain_fx.close(run.parts[0])
+    return found
+
+
+class _Counts:
+    """Counts the rows that an engine is told to bring to the host and back."""
+
+    def __init__(self, engine: Any) -> None:
+        self.sent = self.fetched = 0
+        self._send, self._fetch = engine.grad_offload, engine.fetch
+        engine.grad_offload, engine.fetch = self._sends, self._fetches
+
+    def _sends(self, rows: Sequence[int], grads: Any) -> None:
+        self.sent += len(rows)
+        self._send(rows, grads)
+
+    def _fetches(self, rows: Sequence[int], into: Any) -> Any:
+        self.fetched += len(rows)
+        return self._fetch(rows, into)
 
 
 def refused(rank: int, size: int) -> list[str]:

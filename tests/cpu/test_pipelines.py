@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {
     "GPipe": [("clipped", BF16), ("tied", BF16)],
-    "1F1B": [("plain", BF16), ("accumulated", BF16), ("clipped", BF16), ("clipped", FP32), ("scaler", FP32), ("scaler", BF16),
+    "1F1B": [("plain", BF16), ("accumulated short", BF16), ("clipped", BF16), ("clipped", FP32), ("scaler", FP32), ("scaler", BF16),
              ("tied accumulated clipped", BF16)],
     "Interleaved1F1B": [("plain", FP32), ("clipped", BF16), ("tied scaler clipped", FP32)],
 }
@@ -77,6 +77,20 @@ def test_plans_are_solved_from_what_a_stage_measures(tmp_path: Path) -> None:
         assert profile.between_us > profile.forward_us + profile.backward_us > 0  # three more micro-batches
         assert profile.bubble_us > 0
         assert re.search(r"other micro-batches +\d.*\n *other stages +\d", found["text"])
+
+
+@pytest.mark.sample(0)
+def test_a_gradient_goes_to_the_host_once_in_a_step(tmp_path: Path) -> None:
+    """However many micro-batches there are, and none comes back.
+
+    Only in the first step the norms that clipping asks for are not known ahead.
+    """
+    for found in started(pipeline_loops.copies, 2, tmp_path):
+        assert len(found) == 4
+        for loop, steps in found.items():
+            rows = steps[0][0]
+            first = (rows, rows, rows if "clipped" in loop else 0)
+            assert steps == [first, (rows, rows, 0), (rows, rows, 0)], loop
 
 
 @pytest.mark.sample(0)
