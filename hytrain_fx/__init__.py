@@ -14,6 +14,7 @@ from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, metrics, record, settle
+    from hytrain_fx.explain.timeline.stages import stages_timeline
     from hytrain_fx.loading.meta_parameters import on_meta
     from hytrain_fx.loading.recorded_init import from_init
     from hytrain_fx.loading.tensor_files import from_safetensors, from_torch
@@ -42,6 +43,7 @@ __all__ = [
     "on_meta",
     "record",
     "settle",
+    "stages_timeline",
     "tie_weights",
 ]
 _HOME = {  # of the others: hytrain_fx.api
@@ -53,6 +55,7 @@ _HOME = {  # of the others: hytrain_fx.api
     "from_torch": "hytrain_fx.loading.tensor_files",
     "graph_pass": "hytrain_fx.passes.base",
     "on_meta": "hytrain_fx.loading.meta_parameters",
+    "stages_timeline": "hytrain_fx.explain.timeline.stages",
     "tie_weights": "hytrain_fx.session.over_stages",
 }
 

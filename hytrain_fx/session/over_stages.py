@@ -32,7 +32,7 @@ def clip_grad_norm_(stages: Stages, max_norm: float, norm_type: float = 2.0) -> 
     each optimizer first. Nothing waits for the device. Raises UnsupportedError for a model that is
     not compiled as a stage, RankError where another rank does not call it.
     """
-    models, sessions, here = _of(stages)
+    models, sessions, here = stages_of(stages)
     here.add_up_ties()
     counted = parameters_counted(here, sessions, (p for model in models for p in model.parameters()))
     own = get_total_norm([p.grad for p in counted if p.grad is not None], norm_type)
@@ -59,7 +59,7 @@ def tie_weights(stages: Stages, names: Iterable[Sequence[str]]) -> None:
     their options differ; UnsupportedError for two copies on one rank, moments in bf16, a weight
     that is not contiguous, and for a model that is not compiled as a stage.
     """
-    _, sessions, here = _of(stages)
+    _, sessions, here = stages_of(stages)
     asked = [(of,) if isinstance(of, str) else tuple(of) for of in names]
     found = [_copies_here(sessions, of) for of in asked]
     here.ranks.require_alike("names of tied weights", tuple(map(str, asked)))
@@ -72,7 +72,11 @@ def tie_weights(stages: Stages, names: Iterable[Sequence[str]]) -> None:
             here.tie(session, weight)
 
 
-def _of(stages: Stages) -> tuple[list[nn.Module], list[Session], RankStages]:
+def stages_of(stages: Stages) -> tuple[list[nn.Module], list[Session], RankStages]:
+    """These compiled models, their sessions, and what they have in common.
+
+    Raises UnsupportedError for a model that is not compiled as a stage, or stages of two schedules.
+    """
     models = [stages] if isinstance(stages, nn.Module) else list(stages)
     sessions, found = list[Session](), list[RankStages]()
     for model in models:

@@ -318,13 +318,21 @@ def _error_of(call: Callable[[], object]) -> str:
 
 
 def planned(rank: int, size: int) -> Found:
-    """Nine steps; the plan is solved from what the stage measures: profile, text of explain."""
+    """Nine steps; the plan is solved from what the stage measures: profile, text of explain.
+
+    Then two recorded steps of all stages.
+    """
     run = Pipeline("1F1B", True, torch.bfloat16, warmup_steps=2)
     for step in range(9):
         run.backward(step)
         run.end_step()
     (session,) = run.sessions()
-    return {"profile": session.planning.profile, "text": hytrain_fx.explain(run.parts[0]).details(), "plan": session.planning.plan.source}
+    found = {"profile": session.planning.profile, "text": hytrain_fx.explain(run.parts[0]).details(), "plan": session.planning.plan.source}
+    with hytrain_fx.record(run.parts[0]) as recording:
+        for step in range(2):
+            run.backward(step)
+            run.end_step()
+    return {**found, "stages": hytrain_fx.stages_timeline(run.parts, recording)}
 
 
 def beside_another(rank: int, size: int) -> dict[str, tuple[Found, ...]]:

@@ -22,10 +22,12 @@ import hytrain_fx
 from hytrain_fx.capture.parallel_wrappers import as_stage
 from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError, UnsupportedError
+from hytrain_fx.explain.timeline.timeline import Timeline
+from hytrain_fx.ir.task_graph import TaskKind
 
 from . import pipeline_loops
 from .loops import assert_same
-from .pipeline_loops import SCHEDULES
+from .pipeline_loops import MICRO_BATCHES, SCHEDULES
 from .rank_loops import require_bits_by_hand, started
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
@@ -70,13 +72,36 @@ def test_four_stages_have_the_bits_of_the_schedule_by_hand(tmp_path: Path) -> No
 
 @pytest.mark.sample(0)
 def test_plans_are_solved_from_what_a_stage_measures(tmp_path: Path) -> None:
-    """One micro-batch's forward and backward, the others between them, the wait between steps."""
-    for found in started(pipeline_loops.planned, 2, tmp_path):
+    """One micro-batch's forward and backward, the others between them, the wait between steps.
+
+    Recorded steps of all stages are on one timeline, which every rank has.
+    """
+    ranks = started(pipeline_loops.planned, 2, tmp_path)
+    assert ranks[0]["stages"] == ranks[1]["stages"]
+    _require_order(ranks[0]["stages"])
+    for found in ranks:
         profile = found["profile"]
         assert found["plan"] == "windowed"
         assert profile.between_us > profile.forward_us + profile.backward_us > 0  # three more micro-batches
         assert profile.bubble_us > 0
         assert re.search(r"other micro-batches +\d.*\n *other stages +\d", found["text"])
+
+
+def _require_order(stages: Timeline) -> None:
+    """Two steps of two stages: micro-batches go forwards through them, then backwards.
+
+    A backward is told from where the work before it ended, so its wait is in it.
+    """
+    assert set(stages.lanes) == {"stage 0", "updates 0", "stage 1", "updates 1"}
+    assert re.search(r"^stage 0 +\|f0.*\nupdates 0 .*\nstage 1 .*\nupdates 1 .*", stages.text(400))
+    of_stages = [{kind: [span for span in stages.lanes[f"stage {number}"] if span.kind is kind]
+                  for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)} for number in range(2)]
+    for of in of_stages:
+        assert all([span.unit for span in spans] == 2 * list(range(MICRO_BATCHES)) for spans in of.values())
+    for kind, (first, second) in ((TaskKind.FORWARD, of_stages), (TaskKind.BACKWARD, of_stages[::-1])):
+        for before, after in zip(first[kind], second[kind], strict=True):
+            assert before.end_us <= after.end_us
+            assert kind is TaskKind.BACKWARD or before.end_us <= after.begin_us
 
 
 @pytest.mark.sample(0)
