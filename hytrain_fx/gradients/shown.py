@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hytrain_fx.gradients.noted import Noted
-from hytrain_fx.gradients.rows import Part, RowGroup, form_of_each, norm_of_each, norm_of_shard
+from hytrain_fx.gradients.rows import Part, RowGroup, in_same_order, norm_of_each, norm_of_shard
 from hytrain_fx.gradients.slots import GradientSlots, Norm
 from hytrain_fx.gradients.sources import HeldGradient, StandIns
 from hytrain_fx.gradients.standin import GradStandIn
@@ -120,7 +120,7 @@ class ShownGradients:
     def copies(self, part: Part, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the device, in the parameters' order of memory."""
         kept = [torch.empty_like(home, device=grad.device) for home, grad in zip(part.homes, grads, strict=True)]
-        if form_of_each(kept) == form_of_each(grads):
+        if in_same_order(kept, grads):
             self._engine.keep_grads(kept, grads)
         else:
             _foreach_copy_(kept, grads)

@@ -152,7 +152,7 @@ class SessionGradients(GradientsAtHand):
         Their buffers die after this call.
         """
         with without_torch_function():
-            fits = group.fits(grads)
+            fits, grads = group.laid_out(grads)
             if fits and self.shown.shows_later and not self.parts.open:
                 self._take_first(group, grads)
                 return
