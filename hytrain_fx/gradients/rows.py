@@ -10,7 +10,7 @@ What is fixed of them is read once; each run of a node compares whole lists, in 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -43,6 +43,10 @@ class Part:
     def __bool__(self) -> bool:
         return bool(self.positions)
 
+    def only(self, i: int) -> Part:
+        """Of these rows the one at place `i`."""
+        return Part((self.positions[i],), (self.rows[i],), (self.parameters[i],), (self.homes[i],))
+
     def of(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Theirs among all of the node's."""
         return [grads[i] for i in self.positions]
@@ -66,6 +70,7 @@ class RowGroup:
     on_device: Part = Part()
     pieces: Sequence[int] = ()
     _arrangement: int = -1  # of the states, for which these were made
+    _here: RowGroup | None = None
     # Strides that gradients have come with, and which of these are of another order of memory.
     _seen: tuple[list[tuple[int, ...]], tuple[int, ...]] = ([], ())
 
@@ -87,6 +92,12 @@ class RowGroup:
         self.on_host = self.part([i for i, goes in enumerate(leaves) if goes])
         self.on_device = self.part([i for i, goes in enumerate(leaves) if not goes])
         self.pieces = states.pieces.rows(self.rows)
+
+    def all_on_device(self) -> RowGroup:
+        """The same rows, all of whose gradients stay on the device. It is never placed."""
+        if self._here is None:
+            self._here = replace(self, on_host=Part(), on_device=self.part(range(len(self.rows))))
+        return self._here
 
     def part(self, positions: Sequence[int]) -> Part:
         """The rows at these positions."""

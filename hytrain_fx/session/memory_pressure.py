@@ -7,7 +7,8 @@
                    prepared, and the error says so
 
 Half of the states on the device go to the host, before the next forward that finds no gradient in
-place, and weights that rest on the host come fewer units ahead. What the options fix stays.
+place, and weights that rest on the host come fewer units ahead. Gradients of a pipeline's stage no
+longer gather on the device. What the options fix stays.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ class MemoryPressure:
         self._errors_seen = _errors_of_allocator(self._device)
         gives = self._fewer_states(f"memory ran out in {where} after {self._planning.last.steps_done} steps")
         gives |= self._fewer_slots()
+        gives |= self._nodes.gradients.stream_out()
         torch.cuda.empty_cache()  # pieces of what was there lie between others
         self.times += gives
         return gives

@@ -100,7 +100,7 @@ class Session:
         self._probe = self.update.make_probe(self.engine)
         self.resources = Resources(self.states, self.table, self.engine, self.config, self.clock)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units,
-                                  streams=self.config.fetches)
+                                  streams=self.config.fetches, micro_batches=self.config.micro_batches)
         self.builder = self.update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
