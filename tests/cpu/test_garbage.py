@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +23,7 @@ def begun() -> Iterator[list[set[str]]]:
 
     def note(phase: str, info: Mapping[str, int]) -> None:
         if phase == "start":
-            frames, frame = set(), sys._getframe()
-            while frame := frame.f_back:
-                frames.add(frame.f_code.co_qualname)
-            found.append(frames)
+            found.append({frame.f_code.co_qualname for frame, _ in traceback.walk_stack(None)})
 
     gc.callbacks.append(note)
     try:
