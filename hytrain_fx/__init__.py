@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hytrain_fx.passes.pipeline import DEFAULT_PASSES
     from hytrain_fx.runtime.lion import Lion
     from hytrain_fx.session.over_stages import clip_grad_norm_, tie_weights
+    from hytrain_fx.sharing.loop import share
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "on_meta",
     "record",
     "settle",
+    "share",
     "stages_timeline",
     "tie_weights",
 ]
@@ -55,6 +57,7 @@ _HOME = {  # of the others: hytrain_fx.api
     "from_torch": "hytrain_fx.loading.tensor_files",
     "graph_pass": "hytrain_fx.passes.base",
     "on_meta": "hytrain_fx.loading.meta_parameters",
+    "share": "hytrain_fx.sharing.loop",
     "stages_timeline": "hytrain_fx.explain.timeline.stages",
     "tie_weights": "hytrain_fx.session.over_stages",
 }

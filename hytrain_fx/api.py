@@ -16,7 +16,7 @@ from torch import nn
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.parallel_wrappers import as_stage
 from hytrain_fx.capture.units import unit_of_rows
-from hytrain_fx.config import Config, EngineName, Moments, OnNonfinite, Planner, Weights
+from hytrain_fx.config import Config, CpuShare, EngineName, Moments, OnNonfinite, Planner, Weights
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.graphs.inspected_graphs import InspectedGraph
 from hytrain_fx.explain.graphs.inspection import Inspection
@@ -37,6 +37,8 @@ from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics
+from hytrain_fx.sharing.loop import share_in_words
+from hytrain_fx.sharing.may_share import require_shareable
 from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
 from hytrain_fx.torch_private.names import require_release
 from hytrain_fx.torch_private.options import known_options
@@ -66,6 +68,7 @@ def compile(
     on_nonfinite: OnNonfinite = "allow",
     moments: Moments | None = None,
     weights: Weights = "resident",
+    cpu_share: CpuShare = 0,
     device: Any = None,
     loader: Any = None,
     process_group: Any = None,
@@ -109,6 +112,7 @@ def compile(
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
     weights          bf16 matrices rest on the device ("resident"), on the host ("streamed"), or in
                      shards of several ranks ("sharded")
+    cpu_share        share of each batch that the CPU trains (`share`): a fraction, "auto": solved
     device           with `loader`: the device to train on
     loader           gives a model on the meta device its values: `from_safetensors(path)`, ...
     process_group    ranks that share out states of matrices, None: the default group, False: none
@@ -130,12 +134,13 @@ def compile(
         shadow_memory=shadow_memory, replan_every=replan_every, warmup_steps=warmup_steps, engine=engine, workers=workers,
         pin_workers=pin_workers, ring_bytes=ring_bytes, autocast_copies=autocast_copies, on_nonfinite=on_nonfinite, moments=moments,
         weights=weights, device=device, loader=loader, process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes,
-        dump=dump, dynamic=dynamic, options=options, mode=mode, **unknown,
+        dump=dump, dynamic=dynamic, options=options, mode=mode, cpu_share=cpu_share, **unknown,
     )
     config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
     module = called.model
     require_new(module, optimizer)
+    require_shareable(module, config)
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
         optimizer.state.leave_groups()
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
@@ -211,14 +216,10 @@ def _explanation(session: Session) -> Explanation:
     return Explanation(
         plan=planning.plan,
         history=tuple(planning.history),
-        profile=planning.profile,
-        discipline=planning.discipline,
-        measured=_measured(session),
+        profile=planning.profile, discipline=planning.discipline, measured=_measured(session),
         memory=session.resources.in_use(guesses.shadow_bytes),
         startup=session.startup,
-        engine=session.engine.name,
-        library=session.engine.library_origin,
-        workers=session.engine.workers,
+        engine=session.engine.name, library=session.engine.library_origin, workers=session.engine.workers,
         steps_done=session.steps_done,
         device=torch.cuda.get_device_name(device) if cuda else THE_CPU,
         node_runs=dict(session.nodes.runs),
@@ -228,14 +229,13 @@ def _explanation(session: Session) -> Explanation:
         guesses=guesses,
         copies=session.copies.in_words(), streamed=session.eager.streamed.in_words(),
         nonfinite=session.finite_steps.in_words(session.steps_done),
-        outside=tuple(_outside(session)),
+        outside=(*_outside(session), *share_in_words(session)),
         troubles=planning.aside.troubles,
         early=session.engine.early_counts(),
         early_tried=session.foresight.tried,
         stream=session.config.stream,
         launch_queue=length_asked_for() if cuda else None,
-        planning=planning.controller.standing,
-        units=session.planning.units(),
+        planning=planning.controller.standing, units=session.planning.units(),
     )
 
 

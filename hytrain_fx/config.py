@@ -17,6 +17,7 @@ Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
 Moments = Literal["fp32", "bf16"]
 Weights = Literal["resident", "streamed", "sharded"]
+CpuShare = float | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Config:
                    ranks: each keeps its shard of them on its device, wherever the states are, and
                    all gather a unit before graphs read it. Native engine; every rank runs the same
                    graphs
+    cpu_share      share of each batch that the CPU trains beside the device, in a loop over
+                   `hytrain_fx.share(batch, model)`: a fraction below 1, 0 = none, "auto" = as many
+                   sequences as shorten the step, measured while training, most often none. One
+                   process, weights on the device, no updates before step() (`speculate`), no
+                   `autocast_copies`, and no layer that normalises over the batch
     device         with `loader`: the device to train on, "cuda" or "cpu"
     loader         where a model on the meta device has its values from: `from_safetensors`,
                    `from_torch`, `from_init`, or a function of a name in state_dict(). Each tensor
@@ -127,6 +133,7 @@ class Config:
     on_nonfinite: OnNonfinite = "allow"
     moments: Moments | None = None
     weights: Weights = "resident"
+    cpu_share: CpuShare = 0
     device: Any = None
     loader: Any = None
     process_group: Any = None
@@ -163,6 +170,10 @@ class Config:
         _require(self.moments is None or _is_one_of(self.moments, get_args(Moments)), "moments", self.moments,
                  f"None or one of {get_args(Moments)}")
         _require(_is_one_of(self.weights, get_args(Weights)), "weights", self.weights, f"one of {get_args(Weights)}")
+        _require(_is_auto(self.cpu_share) or (_is_share(self.cpu_share) and self.cpu_share != 1), "cpu_share", self.cpu_share,
+                 '"auto" or a number from 0 to less than 1: the device keeps one sequence at least')
+        if self.cpu_share != 0:
+            self._check_shared()
         _require(self.loader is None or callable(self.loader) or hasattr(self.loader, "reading"), "loader", self.loader,
                  "None, hytrain_fx.from_safetensors(path), another source, or a function of a name")
         _require((self.loader is None) == (self.device is None), "device", self.device,
@@ -201,6 +212,18 @@ class Config:
         """Whether graphs are to bring weights before they read them."""
         return self.weights != "resident"
 
+    def _check_shared(self) -> None:
+        """What a batch may not be shared with.
+
+        No update begins before all gradients are there, and every weight is whole, for the copy.
+        """
+        _require(self.weights == "resident", "weights", self.weights, '"resident" with cpu_share: weights elsewhere are not shared yet')
+        _require(self.pipeline is None, "pipeline", "a schedule", "None with cpu_share")
+        _require(self.speculate is not True, "speculate", True,
+                 'False or "auto" with cpu_share: an update before step() would be without the CPU\'s gradients')
+        object.__setattr__(self, "speculate", False)
+        object.__setattr__(self, "autocast_copies", False)
+
     def _check_inductor(self) -> None:
         """Which names and values Inductor knows is asked of the installed torch, in `compile`."""
         options = {} if self.options is None else self.options
@@ -224,7 +247,7 @@ class Config:
 
 
 _NUMBERS = ("k", "stream", "gpu_states", "host_memory", "shadow_memory", "replan_every", "warmup_steps", "workers", "ring_bytes",
-            "timeout_s")
+            "timeout_s", "cpu_share")
 _MOST_BYTES = 1 << 62  # what counts bytes in C holds more, and no machine has as much
 MOST_WORKERS = 4096
 """More threads than any host has cores for: such a number is a slip."""

@@ -53,7 +53,7 @@ def _places() -> frozenset[int]:
     Empty where none does.
     """
     found: set[int] = set()
-    for path in _openmp_runtimes():
+    for path in openmp_runtimes():
         with contextlib.suppress(OSError, AttributeError):  # not a runtime after all, or an old one
             found |= _places_of(ctypes.CDLL(path))
     return frozenset(found)
@@ -70,7 +70,7 @@ def _places_of(runtime: ctypes.CDLL) -> set[int]:
     return found
 
 
-def _openmp_runtimes() -> set[str]:
+def openmp_runtimes() -> set[str]:
     """Paths of those that are loaded."""
     try:
         paths = {line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "/" in line}

@@ -19,6 +19,7 @@ from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.engine import Engine, staging_shape
 from hytrain_fx.runtime.memory import total_bytes
 from hytrain_fx.runtime.topology import cpus_for, launching_cores, local_ranks, pick_workers, read_topology, usable_cores
+from hytrain_fx.runtime.training_threads import workers_beside_training
 from hytrain_fx.runtime.updates import KERNEL_UPDATES
 
 # part of TRANSIT_BYTES, for AdamW's streamed states
@@ -26,13 +27,16 @@ STAGING_BYTES = math.prod(staging_shape(CHUNK_PARAMS, ADAMW_DEFAULT.tensors)) * 
 _RING_SLACK_BYTES = 64 << 10  # rounding of pieces
 
 
-def default_workers(device: torch.device | None = None) -> int:
+def default_workers(device: torch.device | None = None, *, beside_training: bool = False) -> int:
     """CPU update threads where the option is not given.
 
-    This rank's physical cores less the launching ones.
+    This rank's physical cores less the launching ones. `beside_training`: those of the GPU's
+    socket, where others train.
     """
     topology = read_topology(device)
     cores = _cores_without_topology() if topology is None else usable_cores(topology)
+    if beside_training and topology is not None:
+        cores = min(cores, workers_beside_training(topology) or cores)
     return max(1, cores - launching_cores(cores))
 
 
@@ -97,7 +101,7 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     named engine cannot be had.
     """
     device = parameters[0].device
-    workers = config.workers or default_workers(device)
+    workers = config.workers or default_workers(device, beside_training=config.cpu_share != 0)
     cpus = len(allowed_cpus())
     if config.workers is not None and workers > cpus:
         warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "

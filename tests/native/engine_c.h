@@ -37,6 +37,7 @@ int hytrain_settle(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_drain(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_fetch(hytrain_fx::Engine*, const int32_t*, int, void*, int64_t, void*, uint64_t*);
 int hytrain_fetched(hytrain_fx::Engine*, uint64_t, void*);
+int hytrain_landed(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_discard(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_pending(hytrain_fx::Engine*, int, int*);
 int hytrain_factor_slots(hytrain_fx::Engine*, float**);

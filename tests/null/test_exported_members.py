@@ -18,7 +18,7 @@ from hytrain_fx import Config, errors
 
 FUNCTIONS = [
     "clip_grad_norm_", "close", "compile", "explain", "from_init", "from_safetensors", "from_torch", "graph_pass", "inspect", "metrics",
-    "on_meta", "record", "settle", "stages_timeline", "tie_weights",
+    "on_meta", "record", "settle", "share", "stages_timeline", "tie_weights",
 ]
 ERRORS = {
     "CaptureError", "ConfigError", "DroppedNodeError", "EngineError", "GradientConsumedError", "GraphInvariantError", "HostMemoryError",
@@ -27,7 +27,7 @@ ERRORS = {
 
 
 def test_the_surface_is_sorted_and_complete() -> None:
-    """`__all__` holds the passes, two value classes, a warning, an optimizer, 15 functions.
+    """`__all__` holds the passes, two value classes, a warning, an optimizer, 16 functions.
 
     `dir` shows them before they are loaded, and the version.
     """

@@ -98,8 +98,8 @@ void Engine::set_gradient_dtype(int row, Dtype dtype) {
   r.grad_dtype = dtype;
 }
 
-// A gradient that was discarded may still be on its way to the slot, whose memory the caller is
-// about to free, or back from it.
+// A gradient, also one that was discarded, may still be on its way to the slot, whose memory the
+// caller is about to write or to free, or back from it.
 void Engine::finish_landing(int row) {
   EventPtr landing, fetch;
   {

@@ -97,6 +97,11 @@ class Engine {
     return fetches_.begin(rows, n, dst, dst_bytes, stream);
   }
   void fetched(uint64_t fetch, void* stream) { fetches_.await(fetch, stream); }
+  // Returns when the gradients that were sent to the slots of these rows are there, and none is
+  // being read there: the host may add to them, until a commit.
+  void landed(const int32_t* rows, int n) {
+    for (int i = 0; i < n; ++i) finish_landing(rows[i]);
+  }
   void discard(const int32_t* rows, int n);
   bool pending(int row);
   // Whether wait() would return at once.

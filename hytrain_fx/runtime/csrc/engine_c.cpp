@@ -138,6 +138,9 @@ int hytrain_fetch(Engine* engine, const int32_t* rows, int n, void* dst, int64_t
 int hytrain_fetched(Engine* engine, uint64_t fetch, void* stream) {
   return guarded(engine, [&] { engine->fetched(fetch, stream); });
 }
+int hytrain_landed(Engine* engine, const int32_t* rows, int n) {
+  return guarded(engine, [&] { engine->landed(rows, n); });
+}
 int hytrain_discard(Engine* engine, const int32_t* rows, int n) {
   return guarded(engine, [&] { engine->discard(rows, n); });
 }

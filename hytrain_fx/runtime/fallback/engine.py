@@ -123,10 +123,7 @@ class TorchEngine:
             self._row(row).set_weight(weight)
 
     def _finish_landing(self, row: int) -> None:
-        """Wait for a discarded gradient that is still on its way to the slot or back.
-
-        The caller is about to free the slot's memory.
-        """
+        """Wait for gradients on their way to the slot or back: its memory is about to change."""
         for event in (self._row(row).landing, self._copies.last_fetch):
             if event is not None:
                 event.sync()
@@ -319,6 +316,10 @@ class TorchEngine:
         with self._locked(failures=False):
             arrival = self._copies.take_fetch(fetch)
         self._lanes.compute_wait(arrival)
+
+    def landed(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._finish_landing(row)
 
     def discard(self, rows: Sequence[int]) -> None:
         if self._forked:

@@ -264,8 +264,7 @@ class NativeEngine:
 
     def skipped(self) -> bool:
         if self._handle:
-            out = c_int()
-            self._call("skipped", byref(out))
+            self._call("skipped", byref(out := c_int()))
             self._skipped = bool(out.value)
         return self._skipped
 
@@ -276,8 +275,7 @@ class NativeEngine:
         return bool(out.value)
 
     def _commit(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
-        slots = POINTER(c_float)()
-        self._call("factor_slots", byref(slots))
+        self._call("factor_slots", byref(slots := POINTER(c_float)()))
         factors = FactorTable(slots)
         packed = packed_commit(items, factors)
         skip_at = -1 if skip is None else factors.index(skip)
@@ -345,6 +343,9 @@ class NativeEngine:
         self._call("fetched", c_uint64(fetch), self._stream())
         self._fetching.pop(fetch, None)
 
+    def landed(self, rows: Sequence[int]) -> None:
+        self._call("landed", self._rows_array(rows), len(rows))
+
     def discard(self, rows: Sequence[int]) -> None:
         self._call("discard", self._rows_array(rows), len(rows))
 
@@ -367,8 +368,7 @@ class NativeEngine:
         return records
 
     def cpu_update_us(self, row: int) -> float:
-        out = c_double()
-        self._call("cpu_update_us", row, byref(out))
+        self._call("cpu_update_us", row, byref(out := c_double()))
         return out.value
 
     def set_delay(self, stage: Stage, mean_us: float) -> None:
