@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.plan import Plan
+from hytrain_fx.ir.weights_choice import WeightsChoice
 
 EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
 Moments = Literal["fp32", "bf16"]
-Weights = Literal["resident", "streamed", "sharded"]
+Weights = Literal["resident", "streamed", "sharded", "auto"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class Config:
                    one process, no updates before step() (`speculate`). "sharded", with several
                    ranks: each keeps its shard of them on its device, wherever the states are, and
                    all gather a unit before graphs read it. Native engine; every rank runs the same
-                   graphs
+                   graphs. "auto": resident where all fit on the device beside a reserve of 40 % for
+                   activations, else streamed where they can be; `explain` says which and why. Later
+                   streamed where memory runs out all the same
     device         with `loader`: the device to train on, "cuda" or "cpu"
     loader         where a model on the meta device has its values from: `from_safetensors`,
                    `from_torch`, `from_init`, or a function of a name in state_dict(). Each tensor
@@ -194,7 +197,7 @@ class Config:
     @property
     def fetches(self) -> bool:
         """Whether graphs are to bring weights before they read them."""
-        return self.weights != "resident"
+        return self.weights in ("streamed", "sharded")
 
     def _check_inductor(self) -> None:
         """Which names and values Inductor knows is asked of the installed torch, in `compile`."""
@@ -216,6 +219,16 @@ class Config:
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
         return cls(**options)
+
+
+@dataclass(frozen=True)
+class DecidedConfig(Config):
+    """Options of which `compile` has decided one, for this model and device.
+
+    weights_choice   where weights="auto" has weights rest: `weights` has that place
+    """
+
+    weights_choice: WeightsChoice | None = None
 
 
 _NUMBERS = ("k", "stream", "gpu_states", "host_memory", "shadow_memory", "replan_every", "warmup_steps", "workers", "ring_bytes",

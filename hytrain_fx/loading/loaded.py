@@ -57,7 +57,7 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
     if getattr(optimizer, "state", None):
         raise UnsupportedError("the optimizer has states, and the model has no values yet; make a new optimizer, and load the "
                                "state_dict() of this one after hytrain_fx.compile()")
-    loading = _Loading(model, optimizer, source, _device_of(config), streams=_streams(config))
+    loading = _Loading(model, optimizer, source, device_of(config), streams=_streams(config))
     try:
         loading.load()
         yield replace(config, loader=loading.first)
@@ -79,7 +79,7 @@ class _Loading:
         self._awaited = awaited_tensors(model, source)
         groups = getattr(optimizer, "param_groups", ())
         trained = {id(p) for group in groups for p in group["params"]} if streams else set()
-        self._waiting = [of for of in self._awaited if of.tensor.is_meta and id(of.tensor) in trained and _may_wait(of.tensor)]
+        self._waiting = [of for of in self._awaited if of.tensor.is_meta and id(of.tensor) in trained and may_wait(of.tensor)]
 
     def load(self) -> None:
         """Give each tensor its values, in the model's order."""
@@ -131,17 +131,18 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _may_wait(tensor: torch.Tensor) -> bool:
+def may_wait(tensor: torch.Tensor) -> bool:
     """Whether it is a weight that can be streamed (`streamed_homes.may_stream`)."""
     return tensor.requires_grad and tensor.dtype == torch.bfloat16 and tensor.dim() > 1 and tensor.numel() > 0 and is_dense(tensor)
 
 
-def _device_of(config: Config) -> torch.device:
+def device_of(config: Config) -> torch.device:
+    """The device of the options, with its number. Raises ConfigError for what is none."""
     try:
         device = torch.device(config.device)
         if device.type not in ("cpu", "cuda"):
             raise ValueError("supported are CPU and CUDA devices")
-        return torch.empty(0, device=device).device  # with its number
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"option device={config.device!r}: expected the device to train on, \"cuda\" or \"cpu\" ({error})") from error
 

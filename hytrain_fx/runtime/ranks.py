@@ -73,6 +73,13 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None
     return ranks
 
 
+def count_of_ranks(process_group: Any) -> int:
+    """How many processes `ranks_that_begin_alike` would find; makes nothing."""
+    if process_group is False or not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size(process_group if isinstance(process_group, distributed.ProcessGroup) else None)
+
+
 class Packed(NamedTuple):
     """Memory that is to go from rank to rank, and what sends it and gives what comes of it."""
 

@@ -6,7 +6,8 @@ They are given their nodes when they are captured, and watched while they run.
                        numbered in forward order
     around_backward    a compiled backward runs: each of its nodes must, and gradients may be wanted
                        elsewhere than in `.grad`
-    must_capture_anew  a hook has come to a gradient that the graphs keep to themselves
+    must_capture_anew  a hook has come to a gradient that the graphs keep to themselves, or other
+                       passes are to run
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class SessionGraphs:
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
     copies     whose 16-bit weights the graphs may read, None where they never do
     streamed   weights that rest on the host
+    noticed    entered around each compiled backward: told that memory runs out
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class SessionGraphs:
         self._nodes = nodes
         self._plain = plain
         self._in_graph = in_graph
-        self._noticed = noticed  # that memory runs out
+        self.noticed = noticed
         self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
@@ -88,6 +90,7 @@ class SessionGraphs:
         self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
         self._copies = copies
         self._streamed = streamed
+        self._anew = False  # whether all is to be captured again
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
             table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, in_graph, phase,
@@ -122,16 +125,21 @@ class SessionGraphs:
                 self._nodes.unit_of[row] = index
                 self._pieces.set_unit(row, index)
 
+    def capture_anew(self, passes: Sequence[GraphPass]) -> None:
+        """Have every graph captured again, and these passes run on it."""
+        self._passes, self._anew = passes, True
+
     def must_capture_anew(self) -> bool:
         """Whether a tensor hook has come to a parameter whose gradient no graph returns.
 
-        The hook would see None.
+        The hook would see None. Or whether that was asked for (`capture_anew`).
 
         Answers once: the graphs that are captured next return it.
         """
         with without_torch_function():
-            if not any_tensor_hooks(self._kept.values()):
+            if not self._anew and not any_tensor_hooks(self._kept.values()):
                 return False
+        self._anew = False
         self._kept.clear()
         return True
 
@@ -158,7 +166,7 @@ class SessionGraphs:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
         reading = self._nodes.fetched.running(graph, self._fetches[graph])
-        with self._noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
+        with self.noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None

@@ -52,7 +52,7 @@ def notes(e: Explained) -> list[str]:
     for name, why in e.not_offloaded.items():
         named.setdefault(why, []).append(name)
     slower = [f"updated without overlap: {shortened(names)}: {why}" for why, names in named.items()]
-    weights = [text for text in (e.copies, e.streamed) if text]
+    weights = [str(said) for said in (e.weights_choice, e.copies, e.streamed) if said]
     said = [e.nonfinite] if e.nonfinite else []
     return [*e.troubles, *e.outside, *said, *slower, *weights, *e.optimizer, *e.plan.notes]
 

@@ -51,6 +51,7 @@ class Explanation(Explained):
         plan, history      the plan in force; all so far, oldest first
         device, engine     names, where the engine's library comes from, and the CPU workers
         optimizer, copies, streamed, nonfinite, outside, troubles, launch_queue    notes
+        weights_choice     where weights="auto" has weights rest, and the bytes that say so
         planning           what planning does now, since which step, and why
         steps_done         steps so far
         step               the step: predicted, measured
@@ -110,6 +111,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "optimizer": e.optimizer,
         "copies": e.copies,
         "streamed": e.streamed,
+        "weights_choice": {"place": e.weights_choice.place, **asdict(e.weights_choice)} if e.weights_choice else None,
         "nonfinite": e.nonfinite,
         "outside": e.outside,
         "troubles": e.troubles,

@@ -179,6 +179,22 @@ class StateStore(PlacedStates):
                 flat_alias(of.weight.detach()).copy_(self.home(parameter))
             of.current = True
 
+    def show_if_behind(self, parameter: int) -> None:
+        """The same of any parameter, where its own memory does not show the last update yet."""
+        if parameter in self.streamed and not self.streamed[parameter].shows:
+            self.show_weight(parameter)
+
+    def replace_weight(self, parameter: int, values: torch.Tensor) -> None:
+        """Make these the weight of an idle parameter whose weight rests on the host.
+
+        values   flat, on the CPU, of its dtype
+
+        An element that still is its master's rounding keeps the master's bits.
+        """
+        self._home_changes(parameter)
+        self._follow_row(parameter, values)
+        self.show_weight(parameter)
+
     def _home_changes(self, parameter: int) -> None:
         if parameter in self.streamed:
             self.on_home(parameter)
