@@ -3,7 +3,7 @@
     parameters    swapped with new ones on the device: who has a parameter, the optimizer among
                   them, has the new one (`torch.utils.swap_tensors`)
     buffers       the modules hold new ones
-    streamed      bf16 matrices wait for their masters (first_weights.py)
+    streamed, sharded    bf16 matrices wait until they are where they rest (first_weights.py)
 
 An error gives everything back as it was.
 """
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils import swap_tensors
 
 from hytrain_fx.config import Config
@@ -26,6 +26,7 @@ from hytrain_fx.loading.first_weights import FirstWeights, read_into
 from hytrain_fx.loading.meta_tensors import Awaited, awaited_tensors, on_meta_in_words
 from hytrain_fx.loading.source import AskedSource, TensorSource
 from hytrain_fx.runtime.native.storage_memory import can_put
+from hytrain_fx.runtime.ranks import count_of_ranks
 from hytrain_fx.runtime.states.store import is_dense
 
 
@@ -57,7 +58,7 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
     if getattr(optimizer, "state", None):
         raise UnsupportedError("the optimizer has states, and the model has no values yet; make a new optimizer, and load the "
                                "state_dict() of this one after hytrain_fx.compile()")
-    loading = _Loading(model, optimizer, source, device_of(config), streams=_streams(config))
+    loading = _Loading(model, optimizer, source, device_of(config), wait=_wait(config), ranks=count_of_ranks(config.process_group))
     try:
         loading.load()
         yield replace(config, loader=loading.first)
@@ -71,14 +72,16 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
 class _Loading:
     """One model that gets values."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, source: TensorSource, device: torch.device, *, streams: bool) -> None:
-        self.first = FirstWeights(source)
+    def __init__(
+        self, model: nn.Module, optimizer: Any, source: TensorSource, device: torch.device, *, wait: bool, ranks: int
+    ) -> None:
+        self.first = FirstWeights(source, compares=ranks > 1)
         self._source = source
         self._device = device
         self._undo: list[Callable[[], object]] = []
         self._awaited = awaited_tensors(model, source)
         groups = getattr(optimizer, "param_groups", ())
-        trained = {id(p) for group in groups for p in group["params"]} if streams else set()
+        trained = {id(p) for group in groups for p in group["params"]} if wait else set()
         self._waiting = [of for of in self._awaited if of.tensor.is_meta and id(of.tensor) in trained and may_wait(of.tensor)]
 
     def load(self) -> None:
@@ -147,14 +150,12 @@ def device_of(config: Config) -> torch.device:
         raise ConfigError(f"option device={config.device!r}: expected the device to train on, \"cuda\" or \"cpu\" ({error})") from error
 
 
-def _streams(config: Config) -> bool:
-    """Whether weights are to be streamed, as far as the options say.
+def _wait(config: Config) -> bool:
+    """Whether weights are to be streamed or sharded, as far as the options say.
 
     Where they cannot be for another reason, the session refuses them.
     """
-    if not config.streamed:
-        return False
-    if config.process_group is not False and distributed.is_available() and distributed.is_initialized():
+    if not config.fetches or config.streamed != (count_of_ranks(config.process_group) == 1):
         return False
     try:
         can_put()

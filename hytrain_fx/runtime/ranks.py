@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
@@ -45,10 +45,11 @@ _COMPILING: Final = timedelta(minutes=30)  # until all have compiled: one rank f
 _ALIGNED_BYTES: Final = 64  # where a tensor begins in what is summed together: kernels read whole lines
 
 
-def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None:
+def ranks_that_begin_alike(model: nn.Module, process_group: Any, waiting: Container[object] = ()) -> Ranks | None:
     """The ranks of this group, with the weights and buffers of its rank 0; None for one process.
 
     process_group   None: the default group, where torch.distributed has one; False: none
+    waiting         parameters that have no values yet
 
     Every rank of the group must call it. Raises ConfigError for anything else, RankError where the
     models differ in more than values.
@@ -69,7 +70,7 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None
         raise ConfigError(f"option process_group: the group has {backends} and the model is on {device.type}; expected one that works "
                           'there, as of init_process_group("nccl") for GPUs and "gloo" for CPUs')
     ranks = Ranks(group, device)
-    ranks.start_alike(model)
+    ranks.start_alike(model, waiting)
     return ranks
 
 
@@ -134,8 +135,8 @@ class Ranks:
         return (f"{self.size} ranks train together, this is rank {self.rank}: gradients are averaged as the backward makes them, each rank "
                 f"updates {updates}")
 
-    def start_alike(self, model: nn.Module) -> None:
-        """Give this model the weights and buffers of rank 0.
+    def start_alike(self, model: nn.Module, waiting: Container[object] = ()) -> None:
+        """Give this model the weights and buffers of rank 0, except those in `waiting`.
 
         Raises RankError where the models differ in more than values.
         """
@@ -144,6 +145,8 @@ class Ranks:
         self.require_alike("the model's parameters and buffers", form)
         with torch.no_grad():
             for name, of in tensors:
+                if of in waiting:
+                    continue
                 whole = of.detach().contiguous()
                 send = partial(distributed.broadcast, whole, group=self._group, group_src=0, async_op=True)
                 self._run(f"the values of {name}", send)

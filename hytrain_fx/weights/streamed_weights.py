@@ -137,8 +137,12 @@ class StreamedWeights:
 
     @whole()
     def begin_away(self, rows: Iterable[int]) -> None:
-        """These weights were just streamed, and never were on the device: the memory there goes."""
+        """These weights were just streamed or sharded, and never were whole on the device.
+
+        The memory there goes.
+        """
         with self.units.lock, torch.no_grad(), without_torch_function():
+            self.units.arrange()
             for row in rows:
                 self._of[row].has_memory = False
                 take_memory(self._table.parameters[row])
@@ -149,7 +153,7 @@ class StreamedWeights:
 
     def _may_begin(self, row: int) -> bool:
         if self._shared:
-            return self._fits(row)
+            return row not in self._of and self._fits(row)
         if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
             return False
         return self._states[row].low is not None and may_stream(self._table.parameters[row])

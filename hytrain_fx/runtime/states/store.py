@@ -143,6 +143,19 @@ class StateStore(PlacedStates):
         self._weights[parameter] = home
         self.pieces.set_weight(parameter, home)
 
+    def shard_first(self, parameter: int, values: torch.Tensor) -> None:
+        """The same before there are states, with the weight's first values.
+
+        values   flat, whole, of its dtype, on the CPU
+
+        The parameter's memory has no weight, and is to be taken.
+        """
+        weight = self._weights[parameter]
+        home = self.pieces.memory(parameter, values).to(weight.device, copy=True)
+        self.streamed[parameter] = StreamedWeight(weight, shard=home)
+        self._weights[parameter] = home
+        self.pieces.set_weight(parameter, home)
+
     def keep_on_device(self, parameter: int) -> None:
         """Updates of an idle streamed or sharded parameter go to its own memory again.
 
