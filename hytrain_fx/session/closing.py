@@ -38,11 +38,12 @@ def _require_room(session: Session) -> None:
     found = streamed.returning
     if found.fits:
         return
-    needed = f"close() needs {bytes_text(found.away_bytes)} for weights that are not whole anywhere, and the device has " \
-             f"{bytes_text(found.device_bytes)} for them"
+    needed, there = bytes_text(found.away_bytes), bytes_text(found.device_bytes)
     if session.nodes.gathered:
-        raise UnsupportedError(f"{needed}. Sharded weights are given back on each rank's device. Save optimizer.sharded_state_dict(), "
-                               "whose masters are the weights, and end the process instead")
+        raise UnsupportedError(f"close() needs {needed} for weights that are not whole anywhere, and the device has {there} for them. "
+                               "Sharded weights are given back on each rank's device. Save optimizer.sharded_state_dict(), whose masters "
+                               "are the weights, and end the process instead")
     if found.away_bytes > found.host_bytes:
-        raise HostMemoryError(f"{needed}, the host {bytes_text(found.host_bytes)}. Save them first, one module after the other "
-                              "(module.state_dict()), and end the process instead")
+        raise HostMemoryError(f"close() needs {needed} for weights that are not whole anywhere; the device has {there} for them, the host "
+                              f"{bytes_text(found.host_bytes)}. Save them first, one module after the other (module.state_dict()), and end "
+                              "the process instead")

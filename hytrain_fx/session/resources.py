@@ -157,17 +157,17 @@ class Resources:
         """
         placed = self._states.placed
         estimate, tiers = self.estimate(placed), self._tiers(placed)
-        on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
-        host_bytes = tiers.host_bytes
+        slabs = self._states.slabs
         away_bytes, slot_bytes = (self.streamed.away_bytes, self.streamed.units.slot_bytes) if self.streamed is not None else (0, 0)
         return MemoryInUse(
             device_states_bytes=tiers.device_bytes,
-            host_bytes=host_bytes,
+            host_bytes=tiers.host_bytes,
             ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             weights_bytes=sum(size.weight_bytes for size in self._sizes(placed)) + self._elsewhere_bytes - away_bytes,
             staging_bytes=estimate.staging_bytes,
-            pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
+            pinned_bytes=sum(slab.nbytes for slab in slabs if slab.pinning is not None),
+            unpinned_bytes=sum(slab.nbytes for slab in slabs if slab.unpinned is not None),
             shadow_bytes=shadow_bytes,
             estimate=estimate,
             weight_slots_bytes=slot_bytes,
