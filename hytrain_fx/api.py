@@ -236,7 +236,7 @@ def _explanation(session: Session) -> Explanation:
         stream=session.config.stream,
         launch_queue=length_asked_for() if cuda else None,
         planning=planning.controller.standing,
-        units=session.planning.units(),
+        units=session.planning.units(), kept_bytes=session.graphs.kept_bytes,
     )
 
 

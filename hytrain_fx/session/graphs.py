@@ -24,8 +24,9 @@ from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.casts import InputCopies
 from hytrain_fx.capture.handed_out import rows_handed_out
+from hytrain_fx.capture.kept_activations import kept_bytes
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.capture.units import Unit
+from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.destinations import Elsewhere, GradDestinations, with_gradients
 from hytrain_fx.ir.pass_record import PipelineRecord
@@ -90,6 +91,7 @@ class SessionGraphs:
         self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
         self._copies = copies
         self._streamed = streamed
+        self._kept_bytes: dict[int, int] = {}  # by number of a unit
         self._anew = False  # whether all is to be captured again
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
@@ -102,9 +104,12 @@ class SessionGraphs:
         return None if self._copies is None else self._copies.copies_for(gm, inputs, row_of_input)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
+        kept = kept_bytes(graph, unit_of_rows(self._units)) if graph.kind is GraphKind.BACKWARD else {}
         record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
         self._fetches[graph.index] = fetching_calls(graph.module)
         if graph.kind is GraphKind.BACKWARD:
+            for unit, nbytes in kept.items():
+                self._kept_bytes[unit] = max(self._kept_bytes.get(unit, 0), nbytes)
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
             self._nodes.captured_rows |= frozenset(graph.grads)
             self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)
@@ -114,6 +119,11 @@ class SessionGraphs:
             self._nodes.graph_waits[graph.index] = waited_rows(graph.module)
             self._number_units()
         return record
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """By unit, in the forward's order: the most that any forward keeps for its backward."""
+        return tuple(self._kept_bytes.get(number, 0) for number in self.capture.unit_order)
 
     def _number_units(self) -> None:
         """Units count in forward order from here on.

@@ -123,6 +123,7 @@ class Explained:
     launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has
                      its usual length
     units            the model's units, with floating-point operations as far as graphs are captured
+    kept_bytes       by unit: what the forward keeps for its backward, as far as graphs are captured
     """
 
     plan: Plan
@@ -154,6 +155,7 @@ class Explained:
     launch_queue: str | None = None
     planning: Standing | None = None
     units: tuple[Unit, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
 
     @cached_property
     def rules(self) -> dict[str, Plan]:
