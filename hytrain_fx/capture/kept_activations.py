@@ -44,12 +44,11 @@ def _kept(graph: CapturedGraph) -> Iterator[tuple[fx.Node, torch.Tensor]]:
     """What the forward has made of a backward graph's inputs."""
     weights = {holder for row in graph.held_rows for holder in graph.holders(row)}
     inputs = graph.module.graph.find_nodes(op="placeholder")
-    handed_in = {memory_of(node.meta["val"]) for node in inputs
-                 if compiling.plain_input(node.meta.get("desc")) is not None and isinstance(node.meta["val"], torch.Tensor)}
-    for node in inputs:
-        value = node.meta.get("val")
-        is_kept = node.meta.get("desc") is None and node not in weights  # others are inputs of the loop, and gradients
-        if is_kept and isinstance(value, torch.Tensor) and memory_of(value) not in handed_in:
+    values = {node: value for node in inputs if isinstance(value := node.meta.get("val"), torch.Tensor) and value.layout is torch.strided}
+    handed_in = {memory_of(value) for node, value in values.items() if compiling.plain_input(node.meta.get("desc")) is not None}
+    for node, value in values.items():
+        is_given = node in weights or compiling.is_given_gradient(node.meta.get("desc"))
+        if not is_given and memory_of(value) not in handed_in:
             yield node, value
 
 

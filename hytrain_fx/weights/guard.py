@@ -115,14 +115,14 @@ class GuardedParameter(CountedParameter):
                     return place.saved(self)
         return super().detach()
 
-    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """As any tensor's; from `Module.load_state_dict()` it goes where the weight rests."""
-        if sys._getframe(1).f_code is LOADS and type(other) in (Tensor, nn.Parameter) and other.shape == self.shape:
+        if sys._getframe(1).f_code is LOADS and type(src) in (Tensor, nn.Parameter) and src.shape == self.shape:
             with self.lock:
                 place = type(self).elsewhere(self)
-                if place is not None and place.loaded(self, other):
+                if place is not None and place.loaded(self, src):
                     return self
-        return super().copy_(other, non_blocking)
+        return super().copy_(src, non_blocking)
 
     @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
     def grad(self) -> Tensor | None:
