@@ -5,6 +5,7 @@ A CPU has no bound, so tests say what its room is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,17 @@ def train(model: Any, optimizer: Any, steps: range, before: Callable[[int], None
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@functools.cache
+def as_resident() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of nine steps with weights on the device."""
+    torch._dynamo.reset()
+    model, optimizer = compiled(made(), weights="resident", gpu_states=0.0)
+    found = train(model, optimizer, range(9)), weights(model)
+    hytrain_fx.close(model)
+    torch._dynamo.reset()
+    return found
 
 
 def choice_of(model: Any) -> WeightsChoice:
@@ -173,10 +185,7 @@ def test_weights_that_turn_out_too_large_are_streamed(where: str, step: int, mon
     """From the next forward on, with graphs captured again. Each loss and weight is as it was."""
     room_of(monkeypatch, MUCH)
     monkeypatch.setenv("HYTRAIN_FX_NAN_SLOTS", "1")
-    model, optimizer = compiled(made(), gpu_states=0.0)
-    expected, last = train(model, optimizer, range(9)), weights(model)
-    hytrain_fx.close(model)
-    torch._dynamo.reset()
+    expected, last = as_resident()
     model, optimizer = compiled(made(), gpu_states=0.0)
 
     def before(now: int) -> None:
