@@ -121,7 +121,11 @@ class EagerAccess:
         self.fill([row])
 
     def _elsewhere(self, parameter: nn.Parameter) -> Elsewhere | None:
-        return self.host_copies if not self._is_over() and self.host_copies.are_wanted else None
+        """What saves and loads it on the host; fp32 memory is there where it has a bf16 copy."""
+        if self._is_over() or not self.host_copies.are_wanted:
+            return None
+        self.copies.fill([self._table.row_of[id(parameter)]])
+        return self.host_copies
 
     def fill(self, rows: Sequence[int]) -> None:
         """Have the parameters of these rows show their weights, in memory of their own."""

@@ -301,3 +301,38 @@ def test_close_says_where_neither_memory_has_room(monkeypatch: pytest.MonkeyPatc
             hytrain_fx.close(model)
     train(model, optimizer, range(2, 3))
     hytrain_fx.close(model)
+
+
+class Mixed(nn.Module):
+    """bf16 matrices beside fp32 ones that autocast reads in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.ModuleList(nn.Linear(WIDTH, WIDTH).to(torch.bfloat16) for _ in range(2))
+        self.wide = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.narrow, *self.wide):
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def test_fp32_weights_with_bf16_copies_are_saved_whole() -> None:
+    """Their own memory is not there between steps; it is filled first."""
+    ends = []
+    for how in ("resident", "streamed"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = Mixed()
+        model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.02), weights=how, **OPTIONS)
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session = session_of(model)
+        assert how == "resident" or (len(session.states.streamed) == 2 and len(session.states.copies) == 2)
+        ends.append({name: value.clone() for name, value in model.state_dict().items()})
+        hytrain_fx.close(model)
+    assert_same(*ends)
