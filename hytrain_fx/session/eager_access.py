@@ -121,8 +121,11 @@ class EagerAccess:
         self.fill([row])
 
     def _elsewhere(self, parameter: nn.Parameter) -> Elsewhere | None:
-        """What saves and loads it on the host; fp32 memory is there where it has a bf16 copy."""
-        if self._is_over() or not self.host_copies.are_wanted:
+        """What saves and loads it on the host; fp32 memory is there where it has a bf16 copy.
+
+        None for another thread than the loop's, whose first read has all memory stay.
+        """
+        if self._is_over() or self._turns.is_elsewhere or not self.host_copies.are_wanted:
             return None
         self.copies.fill([self._table.row_of[id(parameter)]])
         return self.host_copies

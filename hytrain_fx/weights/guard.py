@@ -108,21 +108,24 @@ class GuardedParameter(CountedParameter):
 
     def detach(self) -> Tensor:
         """As any tensor's; `Module.state_dict()` gets the copy of a weight that rests elsewhere."""
+        guarded = type(self)
         if sys._getframe(1).f_code is SAVES:
-            with self.lock:
-                place = type(self).elsewhere(self)
+            with guarded.lock:
+                # Another thread may have begun a compiled call meanwhile.
+                place = guarded.elsewhere(self) if type(self) is guarded else None
                 if place is not None:
                     return place.saved(self)
-        return super().detach()
+        return Tensor.detach(self)  # `super()` would ask for its class, which that thread changes
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
         """As any tensor's; from `Module.load_state_dict()` it goes where the weight rests."""
+        guarded = type(self)
         if sys._getframe(1).f_code is LOADS and type(src) in (Tensor, nn.Parameter) and src.shape == self.shape:
-            with self.lock:
-                place = type(self).elsewhere(self)
+            with guarded.lock:
+                place = guarded.elsewhere(self) if type(self) is guarded else None
                 if place is not None and place.loaded(self, src):
                     return self
-        return super().copy_(src, non_blocking)
+        return Tensor.copy_(self, src, non_blocking)
 
     @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
     def grad(self) -> Tensor | None:

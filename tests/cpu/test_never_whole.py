@@ -6,6 +6,7 @@ What is whole there is counted: the storages of all parameters that are given me
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,6 +301,21 @@ def test_close_says_where_neither_memory_has_room(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(HostMemoryError, match=r"close\(\) needs 11\.3 kB for weights .* Save them first"):
             hytrain_fx.close(model)
     train(model, optimizer, range(2, 3))
+    hytrain_fx.close(model)
+
+
+def test_another_threads_state_dict_has_all_memory_stay() -> None:
+    """It may read on while a forward of the loop has parameters in slots. What it reads is true."""
+    model, optimizer = compiled("streamed")
+    train(model, optimizer, range(2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    found: dict[str, torch.Tensor] = {}
+    reader = threading.Thread(target=lambda: found.update({name: value.clone() for name, value in model.state_dict().items()}))
+    reader.start()
+    reader.join()
+    assert_same(found, expected)
+    train(model, optimizer, range(2, 3))
+    assert all(of.has_memory for of in session_of(model).states.streamed.values())
     hytrain_fx.close(model)
 
 
