@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import hytrain_fx
 
@@ -46,14 +45,6 @@ class Stage(nn.Module):
             x = block(x)
         logits: Tensor = x if self.norm is None or self.head is None else self.head(self.norm(x))
         return logits
-
-
-def clip(stage: nn.Module, most: float) -> Tensor:
-    """`clip_grad_norm_` over all stages: one sum over the ranks, and the same factor on each."""
-    total = get_total_norm([p.grad for p in stage.parameters() if p.grad is not None]).float() ** 2
-    distributed.all_reduce(total)
-    clip_grads_with_norm_(stage.parameters(), most, total.sqrt())
-    return total.sqrt()
 
 
 def main() -> None:
@@ -87,7 +78,7 @@ def main() -> None:
         x, y = ([batch[:, :-1].contiguous()] if stage.is_first else []), batch[:, 1:].contiguous()
         for_loss: dict[str, Any] = {"target": y, "losses": losses} if stage.is_last else {}
         schedule.step(*x, **for_loss)
-        norm = clip(model, 1.0)
+        norm = hytrain_fx.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last and step % 5 == 4:

@@ -14,12 +14,14 @@ from hytrain_fx.runtime.launch_queue import ask_for_long_queue
 
 if TYPE_CHECKING:
     from hytrain_fx.api import close, compile, explain, inspect, metrics, record, settle
+    from hytrain_fx.explain.timeline.stages import stages_timeline
     from hytrain_fx.loading.meta_parameters import on_meta
     from hytrain_fx.loading.recorded_init import from_init
     from hytrain_fx.loading.tensor_files import from_safetensors, from_torch
     from hytrain_fx.passes.base import graph_pass
     from hytrain_fx.passes.pipeline import DEFAULT_PASSES
     from hytrain_fx.runtime.lion import Lion
+    from hytrain_fx.session.over_stages import clip_grad_norm_, tie_weights
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "HytrainWarning",
     "Lion",
     "Plan",
+    "clip_grad_norm_",
     "close",
     "compile",
     "explain",
@@ -40,15 +43,20 @@ __all__ = [
     "on_meta",
     "record",
     "settle",
+    "stages_timeline",
+    "tie_weights",
 ]
 _HOME = {  # of the others: hytrain_fx.api
     "DEFAULT_PASSES": "hytrain_fx.passes.pipeline",
     "Lion": "hytrain_fx.runtime.lion",
+    "clip_grad_norm_": "hytrain_fx.session.over_stages",
     "from_init": "hytrain_fx.loading.recorded_init",
     "from_safetensors": "hytrain_fx.loading.tensor_files",
     "from_torch": "hytrain_fx.loading.tensor_files",
     "graph_pass": "hytrain_fx.passes.base",
     "on_meta": "hytrain_fx.loading.meta_parameters",
+    "stages_timeline": "hytrain_fx.explain.timeline.stages",
+    "tie_weights": "hytrain_fx.session.over_stages",
 }
 
 # The package `explain` puts itself here when it is imported. Done now and taken out, it cannot

@@ -195,6 +195,11 @@ class Config:
         return self.weights == "streamed"
 
     @property
+    def micro_batches(self) -> int:
+        """How many backwards a step has, of the stage of a pipeline; 1 where that is not known."""
+        return getattr(self.pipeline, "micro_batches", 1)
+
+    @property
     def fetches(self) -> bool:
         """Whether graphs are to bring weights before they read them."""
         return self.weights in ("streamed", "sharded")

@@ -134,13 +134,15 @@ def _report(args: argparse.Namespace) -> str:
 
 
 def _pipeline(args: argparse.Namespace) -> str:
+    from hytrain_fx.explain.timeline.text import timelines_text
     from hytrain_fx.forecast.page import section
     from hytrain_fx.forecast.report import case_of
     from hytrain_fx.forecast.stages import pipeline_forecast
 
     case = case_of(args.model, _device(args), args.tokens, sequence=args.sequence, recompute=args.recompute, autocast=args.autocast,
                    moments=args.moments)
-    return section(pipeline_forecast(case.profile, args.stages, args.micro_batches).table())
+    found = pipeline_forecast(case.profile, args.stages, args.micro_batches)
+    return f"{section(found.table())}\n\n```\n{timelines_text([found.timeline], 120)}\n```"
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

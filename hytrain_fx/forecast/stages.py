@@ -19,9 +19,15 @@ from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.timeline.lanes import Lanes
+from hytrain_fx.explain.timeline.span import STAGE, UPDATES, Span
+from hytrain_fx.explain.timeline.stage_rows import together
 from hytrain_fx.ir.figures import Table, count_text, time_text
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.schedule import Interval
+from hytrain_fx.ir.task_graph import TaskKind
 
+_Ends = dict[tuple[int, int, str, int], float]  # by step, stage, "f" or "b", and micro-batch
 _STEPS = 3  # until the order of steps repeats
 MOST_MICRO_BATCHES = 4096
 
@@ -37,6 +43,7 @@ class StageForecast:
     k          its units updated on the device, solved
     added_us   what updates add to the step: by the CPU after the step, all by the CPU beside the
                step, all on the device, as solved
+    updates    as solved; times from the begin of its last backward
     """
 
     units: tuple[int, int]
@@ -44,6 +51,7 @@ class StageForecast:
     bubble_us: float
     k: int
     added_us: tuple[float, float, float, float]
+    updates: tuple[Interval, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class PipelineForecast:
     micro_batches: int
     compute_us: float
     stages: tuple[StageForecast, ...]
+    timeline: Lanes
 
     @property
     def steps_us(self) -> tuple[float, float, float, float]:
@@ -87,7 +96,29 @@ def pipeline_forecast(profile: Profile, stages: int, micro_batches: int) -> Pipe
         between_us = period_us - bubble_us - part.forward_us - part.backward_us
         own = replace(part, bubble_us=bubble_us, between_us=max(between_us, 0.0))
         found.append(_stage(own, begin, period_us))
-    return PipelineForecast(micro_batches, period_us, tuple(found))
+    return PipelineForecast(micro_batches, period_us, tuple(found), _timeline(parts, found, micro_batches))
+
+
+def _timeline(parts: Sequence[Profile], found: Sequence[StageForecast], micro_batches: int) -> Lanes:
+    """A step of all stages, from where the last stage ends the one before, with what is solved.
+
+    The forwards and backwards are those of steps that wait for no update.
+    """
+    took_us = {"f": [part.forward_us for part in parts], "b": [part.backward_us for part in parts]}
+    end_us = _ends([_order(len(parts) - stage, micro_batches) for stage in range(len(parts))], took_us["f"], took_us["b"])
+    first_us = end_us[_STEPS - 2, len(parts) - 1, "b", micro_batches - 1]
+    rows = []
+    for number, stage in enumerate(found):
+        computed = [Span(f"{STAGE} {number}", _KINDS[kind], at, end - took_us[kind][number], end)
+                    for (_, of, kind, at), end in end_us.items() if of == number]
+        begin_us = end_us[_STEPS - 2, number, "b", micro_batches - 1] - took_us["b"][number]
+        updated = [Span(f"{UPDATES} {number}", of.task.kind, of.task.unit, begin_us + of.start_us, begin_us + of.end_us)
+                   for of in stage.updates]
+        rows.append([replace(span, begin_us=max(span.begin_us, first_us)) for span in computed + updated if span.end_us > first_us])
+    return together(rows, "predicted")
+
+
+_KINDS = {"f": TaskKind.FORWARD, "b": TaskKind.BACKWARD}
 
 
 def _part(profile: Profile, begin: int, end: int) -> Profile:
@@ -100,8 +131,10 @@ def _stage(own: Profile, begin: int, period_us: float) -> StageForecast:
     by_cpu, on_device = (prefix_plan(own.units, k, source="fixed k", reason=lambda unit: "") for k in (0, n))
     made = solve(own)
     ways = ((by_cpu, Discipline(barrier="zero_offload")), (by_cpu, Discipline()), (on_device, Discipline()), (made, Discipline()))
-    after, beside, device, solved = (max(simulate(own, plan, discipline).makespan_us - period_us, 0.0) for plan, discipline in ways)
-    return StageForecast((begin, begin + n), own.params, own.bubble_us, made.k, (after, beside, device, solved))
+    schedules = [simulate(own, plan, discipline) for plan, discipline in ways]
+    after, beside, device, solved = (max(schedule.makespan_us - period_us, 0.0) for schedule in schedules)
+    updates = tuple(of for of in schedules[-1].intervals if of.task.kind in (TaskKind.CPU_UPDATE, TaskKind.GPU_UPDATE))
+    return StageForecast((begin, begin + n), own.params, own.bubble_us, made.k, (after, beside, device, solved), updates)
 
 
 def cut(costs_us: Sequence[float], parts: int) -> list[int]:
@@ -132,7 +165,17 @@ def one_f_one_b(forward_us: Sequence[float], backward_us: Sequence[float], micro
     """
     stages = len(forward_us)
     orders = [_order(stages - stage, micro_batches) for stage in range(stages)]
-    end_us: dict[tuple[int, int, str, int], float] = {}
+    end_us = _ends(orders, forward_us, backward_us)
+    final = micro_batches - 1
+    before, last = ([end_us[step, stage, "b", final] for stage in range(stages)] for step in (_STEPS - 2, _STEPS - 1))
+    begins_us = [end_us[_STEPS - 1, stage, "f", 0] - forward_us[stage] for stage in range(stages)]
+    return max(last) - max(before), [begin_us - end for begin_us, end in zip(begins_us, before, strict=True)]
+
+
+def _ends(orders: Sequence[Sequence[tuple[str, int]]], forward_us: Sequence[float], backward_us: Sequence[float]) -> _Ends:
+    """When each forward and backward of `_STEPS` steps ends, by stage in these orders."""
+    stages = len(orders)
+    end_us: _Ends = {}
     free_us, at = [0.0] * stages, [0] * stages
     while any(at[stage] < _STEPS * len(orders[stage]) for stage in range(stages)):
         for stage in range(stages):
@@ -146,10 +189,7 @@ def one_f_one_b(forward_us: Sequence[float], backward_us: Sequence[float], micro
                 begin_us = max(free_us[stage], end_us.get(needs, 0.0))
                 free_us[stage] = end_us[step, stage, kind, number] = begin_us + (forward_us if kind == "f" else backward_us)[stage]
                 at[stage] += 1
-    final = micro_batches - 1
-    before, last = ([end_us[step, stage, "b", final] for stage in range(stages)] for step in (_STEPS - 2, _STEPS - 1))
-    begins_us = [end_us[_STEPS - 1, stage, "f", 0] - forward_us[stage] for stage in range(stages)]
-    return max(last) - max(before), [begin_us - end for begin_us, end in zip(begins_us, before, strict=True)]
+    return end_us
 
 
 def _order(warm: int, micro_batches: int) -> list[tuple[str, int]]:

@@ -30,7 +30,12 @@ from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
 
 class GradientsAtHand:
-    """What became of the gradients of one session, by row."""
+    """What became of the gradients of one session, by row.
+
+    stay   whether those of the backward that runs stay on the device, wherever their rows are
+    """
+
+    stay = False
 
     def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, shards: GradientShards | None) -> None:
         self.table = table
@@ -41,6 +46,10 @@ class GradientsAtHand:
         self._engine = engine
         self._states = states
         self._summed: dict[int, Noted] = {}  # real gradients of others that a graph has added to
+
+    def stream_out(self) -> bool:
+        """Memory is short. Gives whether gradients take less of it from now on."""
+        return False
 
     def offload_real(self, row: int, grad: torch.Tensor) -> None:
         """Offload a real `.grad` at `step()`.

@@ -14,6 +14,7 @@ follows neither rule has no factor: the gradient is brought back instead.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ Factor = float | Tensor
 A tensor is 0-dim float32 on the gradient's device and belongs to the log alone.
 """
 
-_GRADIENTS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_TENSOR_FACTORS: Final = _GRADIENTS | {torch.float64}
+GRADIENTS: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_TENSOR_FACTORS: Final = GRADIENTS | {torch.float64}
 _MAX_EXACT_INT: Final = 2**24  # integers up to here are float32 numbers
 
 
@@ -89,7 +90,7 @@ def effective_factor(factor: object, scaling: Scaling, dtype: torch.dtype, devic
     read.
     """
     kind = _kind_of(factor, device)
-    if kind is None or dtype not in _GRADIENTS or dim == 0:  # a 0-dim gradient promotes with a 0-dim factor, unlike others
+    if kind is None or dtype not in GRADIENTS or dim == 0:  # a 0-dim gradient promotes with a 0-dim factor, unlike others
         return None
     entry = _entry(scaling, kind, dtype, device)
     if entry is None:
@@ -99,6 +100,14 @@ def effective_factor(factor: object, scaling: Scaling, dtype: torch.dtype, devic
         return _to_float32(seen.item()) if kind.on_cpu else seen.to(torch.float32, copy=True)
     number = float(factor)  # type: ignore[arg-type]
     return _to_float32(number if entry is _Entry.AS_FLOAT32 else torch.tensor(number, dtype=torch.float64).to(dtype).item())
+
+
+def is_power_of_two(number: float) -> bool:
+    """Whether it is 1, 2, 4, ... and small enough for every dtype of a gradient.
+
+    Gradients that are divided by it have the bits of the product with its reciprocal.
+    """
+    return 1.0 <= number <= 2.0**14 and math.frexp(number)[0] == 0.5
 
 
 def _kind_of(factor: object, device: torch.device) -> _Kind | None:

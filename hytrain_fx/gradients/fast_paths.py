@@ -4,7 +4,7 @@ Metadata, norms, scaling, zeroing, detaching.
 
     norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes
                                              back for this one answer and is dropped
-    mul_, *=, _foreach_mul_                  one more logged factor
+    mul_, _foreach_mul_, div_ by 2, 4, ...   one more logged factor
     _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a
                                              factor (float32 gradients)
     zero_, _foreach_zero_                    the state becomes zeroed
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.gradients.factors import Factor, Form, Scaling, effective_factor
+from hytrain_fx.gradients.factors import GRADIENTS, Factor, Form, Scaling, effective_factor, is_power_of_two
 from hytrain_fx.gradients.rows import norm_of_shard
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.state import GradState, state_of
@@ -147,11 +147,12 @@ def _norms_of_shards(states: Sequence[GradState], order: float) -> list[Tensor]:
         return [torch.linalg.vector_norm(state.copy_out(), order) for state in states]
     found: list[Tensor] = []
     for state in states:
-        norm = None if state.factors else state.source.norm(order, True)
+        scale = state.scale
+        norm = None if scale is None else state.source.norm(order, True, scale)
         if norm is None:
             norm = norm_of_shard(state.copy_home(), order)
-            if not state.factors:
-                state.source.note_norm_wanted(order, True)
+            if scale is not None:
+                state.source.note_norm_wanted(order, True, scale)
         found.append(norm)
     if not states or (shards := states[0].source.shards) is None:
         return found
@@ -160,13 +161,14 @@ def _norms_of_shards(states: Sequence[GradState], order: float) -> list[Tensor]:
 
 
 def _norm_of(state: GradState, order: float, *, foreach: bool) -> Tensor:
-    norm = None if state.factors else state.source.norm(order, foreach)
+    scale = state.scale
+    norm = None if scale is None else state.source.norm(order, foreach, scale)
     if norm is not None:
         return norm
     copy = state.copy_out()
     norm = cast(Tensor, _foreach_norm([copy], order)[0] if foreach else torch.linalg.vector_norm(copy, order))
-    if not state.factors:  # after the norm was taken: an empty gradient has no inf-norm, torch raises
-        state.source.note_norm_wanted(order, foreach)
+    if scale is not None:  # after the norm was taken: an empty gradient has no inf-norm, torch raises
+        state.source.note_norm_wanted(order, foreach, scale)
     return norm
 
 
@@ -194,6 +196,17 @@ def _mul_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         return NotImplemented
     factor = _effective(args[0], args[1], Scaling(func, Form.ONE))
     return args[0] if factor is not None and state.log(factor) else NotImplemented
+
+
+def _div_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
+    """By a power of two, as a pipeline's schedule divides by its micro-batches.
+
+    That is the product with its reciprocal, bit for bit; by another number it is not.
+    """
+    state = state_of(args[0]) if len(args) == 2 and not kwargs else None
+    if state is None or state.real is not None or type(args[1]) not in (int, float) or not is_power_of_two(args[1]):
+        return NotImplemented
+    return args[0] if _dtype_of(args[0]) in GRADIENTS and state.log(1.0 / args[1]) else NotImplemented
 
 
 def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
@@ -256,13 +269,13 @@ def _unscale(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
     shards: GradientShards | None = None
     for grad in grads:
         state = state_of(grad)
-        if factor is None or state is None or state.real is not None or state.factors or grad.numel() == 0:
+        if factor is None or state is None or state.real is not None or state.scale is None or grad.numel() == 0:
             rest.append(grad)
             continue
-        norm = state.source.norm(float("inf"), True)
+        norm = state.source.norm(float("inf"), True, state.scale)
         shards = shards or state.source.shards
         if norm is None:
-            state.source.note_norm_wanted(float("inf"), True)
+            state.source.note_norm_wanted(float("inf"), True, state.scale)
             func([state.copy_home()], found_inf, inv_scale)
         else:
             norms.append(norm)
@@ -368,6 +381,8 @@ _ANSWERS: Final[Mapping[Callable[..., Any], _Answer]] = MappingProxyType(
         _foreach_norm: _foreach_norms,
         Tensor.mul_: _mul_,
         Tensor.__imul__: _mul_,
+        Tensor.div_: _div_,
+        Tensor.__itruediv__: _div_,
         _foreach_mul_: _foreach_muls,
         _unscale_: _unscale,
         Tensor.zero_: _zero_,

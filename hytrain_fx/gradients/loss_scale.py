@@ -13,21 +13,21 @@ nothing where `found_inf` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 
 from hytrain_fx.torch_private.names import private_function
-from hytrain_fx.torch_private.optimizers import asked_by_grad_scaler, has_step_hooks
+from hytrain_fx.torch_private.optimizers import asking_grad_scaler, has_step_hooks
 from hytrain_fx.torch_private.tensors import get_grad
 
 _foreach_mul_: Final = private_function("_foreach_mul_")
 _unscale_: Final = private_function("_amp_foreach_non_finite_check_and_unscale_")
 
 
-def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
+def steps_without_wait(optimizer: torch.optim.Optimizer, before: Callable[[torch.amp.GradScaler], None]) -> bool:
     """Whether GradScaler may call step() for a step that is to be skipped.
 
     The engine can leave such a step out.
@@ -35,10 +35,16 @@ def steps_without_wait(optimizer: torch.optim.Optimizer) -> bool:
     Not where somebody would see that call: through a hook, or a `step` of their own instead of
     ours (a scheduler's only counts). Others than GradScaler that ask (Lightning, whether gradients
     must be unscaled before clipping) want to do that themselves.
+
+    before   called with the GradScaler that asks
     """
+    scaler = asking_grad_scaler()
+    if scaler is None:
+        return False
+    before(scaler)
     own = vars(optimizer).get("step")
     is_watched = own is not None and not hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__func__", None) is not type(optimizer).step
-    return not is_watched and not has_step_hooks(optimizer) and asked_by_grad_scaler()
+    return not is_watched and not has_step_hooks(optimizer)
 
 
 @contextmanager

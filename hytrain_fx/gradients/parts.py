@@ -33,6 +33,9 @@ class BackwardParts:
     """Which rows have had a part in the backward that runs, and which may get more.
 
     on_end   called when the backward ends, or was found to have ended in an error, if sums are open
+
+    calls_are_apart   whether each call of the model has a backward of its own, as in a pipeline's
+                      schedule, however many calls wait for theirs
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -40,6 +43,7 @@ class BackwardParts:
         self.used_eagerly: set[int] = set()  # rows that eager code may make gradients of, before the next step()
         self.used_in_forward: set[int] = set()  # those that it has used inside the model's call
         self.several: set[int] = set()  # rows that have had several parts, or one of eager code
+        self.calls_are_apart = False
         self._arrived: set[int] = set()
         self._on_end = on_end
         self._backward = -1
@@ -68,7 +72,7 @@ class BackwardParts:
 
     def may_get_more(self, row: int) -> bool:
         """Whether the backward that runs may bring another part for a row that has one."""
-        return self._calls > 1 or row in self.several or row in self.used_eagerly
+        return (self._calls > 1 and not self.calls_are_apart) or row in self.several or row in self.used_eagerly
 
     def lay_aside(self, row: int, before: torch.Tensor, part: torch.Tensor) -> None:
         """Open a sum; `part` is the sum's own."""

@@ -10,7 +10,7 @@ What is fixed of them is read once; each run of a node compares whole lists, in 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -43,6 +43,10 @@ class Part:
     def __bool__(self) -> bool:
         return bool(self.positions)
 
+    def only(self, i: int) -> Part:
+        """Of these rows the one at place `i`."""
+        return Part((self.positions[i],), (self.rows[i],), (self.parameters[i],), (self.homes[i],))
+
     def of(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Theirs among all of the node's."""
         return [grads[i] for i in self.positions]
@@ -66,6 +70,9 @@ class RowGroup:
     on_device: Part = Part()
     pieces: Sequence[int] = ()
     _arrangement: int = -1  # of the states, for which these were made
+    _here: RowGroup | None = None
+    # Strides that gradients have come with, and which of these are of another order of memory.
+    _seen: tuple[list[tuple[int, ...]], tuple[int, ...]] = ([], ())
 
     @classmethod
     def of(cls, rows: tuple[int, ...], table: ParameterTable, copied: Container[int] = ()) -> RowGroup:
@@ -86,6 +93,12 @@ class RowGroup:
         self.on_device = self.part([i for i, goes in enumerate(leaves) if not goes])
         self.pieces = states.pieces.rows(self.rows)
 
+    def all_on_device(self) -> RowGroup:
+        """The same rows, all of whose gradients stay on the device. It is never placed."""
+        if self._here is None:
+            self._here = replace(self, on_host=Part(), on_device=self.part(range(len(self.rows))))
+        return self._here
+
     def part(self, positions: Sequence[int]) -> Part:
         """The rows at these positions."""
         rows, parameters, homes = self.rows, self.parameters, self.homes
@@ -94,7 +107,37 @@ class RowGroup:
 
     def fits(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether the gradients have the parameters' order of memory and the graphs' dtypes."""
-        return list(map(_layout_of, grads)) == self.layouts and form_of_each(grads) == (self.strides, self.dtypes)
+        return self._in_another_order(grads) == ()
+
+    def laid_out(self, grads: Sequence[torch.Tensor]) -> tuple[bool, Sequence[torch.Tensor]]:
+        """Whether gradients fit once those in another order of memory are copied, and what fits.
+
+        They stay as they are where one is sparse, or of another shape or dtype.
+        """
+        places = self._in_another_order(grads)
+        if not places:
+            return places == (), grads
+        given = list(grads)
+        for i in places:
+            given[i] = torch.empty_like(self.homes[i], dtype=grads[i].dtype, device=grads[i].device).copy_(grads[i])
+        return True, given
+
+    def _in_another_order(self, grads: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+        """Which of them are; None where one is sparse, or of another shape or dtype."""
+        if list(map(_layout_of, grads)) != self.layouts:
+            return None
+        strides, dtypes = form_of_each(grads)
+        if dtypes != self.dtypes:
+            return None
+        if strides == self.strides:
+            return ()
+        if strides == self._seen[0]:
+            return self._seen[1]
+        if any(grad.shape != home.shape for grad, home in zip(grads, self.homes, strict=True)):
+            return None
+        places = tuple(i for i, pair in enumerate(zip(grads, self.homes, strict=True)) if not _same_order(*pair))
+        self._seen = strides, places
+        return places
 
 
 class RowGroups:
@@ -123,6 +166,18 @@ class RowGroups:
 def form_of_each(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
     """Strides and dtypes. A sparse tensor has no strides: RuntimeError."""
     return list(map(_stride_of, tensors)), list(map(_dtype_of, tensors))
+
+
+def in_same_order(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether flat ranges of each tensor and the other of its shape agree, in dtype too."""
+    (strides, dtypes), (other_strides, other_dtypes) = form_of_each(tensors), form_of_each(others)
+    return dtypes == other_dtypes and (strides == other_strides or all(map(_same_order, tensors, others)))
+
+
+def _same_order(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Two of one shape. The stride of a dimension with one element says nothing."""
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(size == 1 or one == another for size, one, another in strides)
 
 
 def norm_of_each(

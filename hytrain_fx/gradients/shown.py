@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 
 from hytrain_fx.gradients.noted import Noted
-from hytrain_fx.gradients.rows import Part, RowGroup, form_of_each, norm_of_each, norm_of_shard
+from hytrain_fx.gradients.rows import Part, RowGroup, in_same_order, norm_of_each, norm_of_shard
 from hytrain_fx.gradients.slots import GradientSlots, Norm
 from hytrain_fx.gradients.sources import HeldGradient, StandIns
 from hytrain_fx.gradients.standin import GradStandIn
@@ -96,12 +96,19 @@ class ShownGradients:
         norms = [(norm, self._norm_of_each(part, grads, *norm)) for norm in self._slots.norms_wanted]
         return [{norm: values[i] for norm, values in norms} if norms else None for i in range(len(part.rows))]
 
-    def _norm_of_each(self, part: Part, grads: Sequence[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
+    def _norm_of_each(self, part: Part, grads: Sequence[torch.Tensor], order: float, foreach: bool, scale: float) -> Sequence[torch.Tensor]:
         """Those of shards are in fp32, as they are not the last rounding."""
+        if scale != 1.0:
+            each = (self._scaled(part, i, grad, scale) for i, grad in enumerate(grads))  # one at a time: they take memory
+            return [self._norm_of_each(part.only(i), [grad], order, foreach, 1.0)[0] for i, grad in enumerate(each)]
         if self._slots.shards is None:
             return norm_of_each(grads, part.homes, order, foreach)
         return [norm_of_shard(grad, order) if row in self._slots.shards else norm_of_each([grad], [home], order, foreach)[0]
                 for row, grad, home in zip(part.rows, grads, part.homes, strict=True)]
+
+    @staticmethod
+    def _scaled(part: Part, i: int, grad: torch.Tensor, scale: float) -> torch.Tensor:
+        return grad.to(part.homes[i].dtype).mul(scale)
 
     def in_slots(self, part: Part, norms: _Norms) -> None:
         """Stand-ins of gradients that have gone to their slots."""
@@ -113,7 +120,7 @@ class ShownGradients:
     def copies(self, part: Part, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the device, in the parameters' order of memory."""
         kept = [torch.empty_like(home, device=grad.device) for home, grad in zip(part.homes, grads, strict=True)]
-        if form_of_each(kept) == form_of_each(grads):
+        if in_same_order(kept, grads):
             self._engine.keep_grads(kept, grads)
         else:
             _foreach_copy_(kept, grads)

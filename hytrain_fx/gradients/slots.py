@@ -18,10 +18,10 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.states.slabs import padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
 
-Norm = tuple[float, bool]
-"""Order of a norm, and whether torch's foreach kernel computes it.
+Norm = tuple[float, bool, float]
+"""Order of a norm, whether torch's foreach kernel computes it, and what the gradient is scaled by.
 
-On CUDA the two differ in the last bits.
+On CUDA the kernels differ in the last bits.
 """
 
 

@@ -89,18 +89,18 @@ class RowGradient(_Source):
             )
         return self._slots.fetch(self._row)
 
-    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+    def norm(self, ord: float, foreach: bool, scale: float = 1.0) -> torch.Tensor | None:
         """The norm taken when the gradient was made (0-dim, on the device), handed out once.
 
         None if it was not asked for before.
         """
         if not self._norms or not self.is_live() or (self._slots.steps_may_write and self.is_taken()):
             return None
-        return self._norms.pop((float(ord), foreach), None)
+        return self._norms.pop((float(ord), foreach, scale), None)
 
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+    def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
         """Take this norm of every gradient from the next backward on."""
-        self._slots.norms_wanted.add((float(ord), foreach))
+        self._slots.norms_wanted.add((float(ord), foreach, scale))
 
 
 def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
@@ -184,11 +184,11 @@ class HeldGradient(_Source):
             self._engine.wait(self._rows)
         return self._grad.clone(memory_format=torch.preserve_format)
 
-    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+    def norm(self, ord: float, foreach: bool, scale: float = 1.0) -> torch.Tensor | None:
         """None: not taken."""
         return None
 
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+    def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
         """Norms of real gradients are taken when asked for."""
 
 
@@ -213,11 +213,11 @@ class KeptGradient(_Source):
         """A copy on the device."""
         return self._kept.to(self._device, copy=True)
 
-    def norm(self, ord: float, foreach: bool) -> torch.Tensor | None:
+    def norm(self, ord: float, foreach: bool, scale: float = 1.0) -> torch.Tensor | None:
         """None: not taken."""
         return None
 
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+    def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
         """Norms are taken when asked for."""
 
 

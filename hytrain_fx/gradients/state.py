@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.gradients.factors import Factor
+from hytrain_fx.gradients.factors import Factor, is_power_of_two
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.runtime.side_stream import read_here
 
@@ -44,17 +44,19 @@ class GradSource(Protocol):
     def shards(self) -> GradientShards | None:
         """Where the rest of a sharded gradient is; None for a whole one."""
 
-    def norm(self, ord: float, foreach: bool) -> Tensor | None:
+    def norm(self, ord: float, foreach: bool, scale: float = 1.0) -> Tensor | None:
         """The 0-dim device tensor that torch gives for this gradient, or for its shard, in fp32.
 
         None if it was not computed.
+
+        scale   by what its values are multiplied before, a power of two
 
         `foreach=True`: of `torch._foreach_norm`; False: of `torch.linalg.vector_norm`. On CUDA
         their float32 results may differ. The caller may write to what it gets: hand out a tensor
         that nobody reads again.
         """
 
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+    def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
         """Somebody asked for this norm and it was not there.
 
         Compute it at offload from the next step on.
@@ -77,10 +79,10 @@ class ZeroSource:
 
     home = fetch
 
-    def norm(self, ord: float, foreach: bool) -> Tensor | None:
+    def norm(self, ord: float, foreach: bool, scale: float = 1.0) -> Tensor | None:
         return None
 
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
+    def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
         return None
 
     def is_live(self) -> bool:
@@ -138,6 +140,17 @@ class GradState:
             return False
         self.factors = (*self.factors, factor)
         return True
+
+    @property
+    def scale(self) -> float | None:
+        """What its factors come to, 1 or a power of two below, which is exact; None for others.
+
+        So many factors that norms can be taken with each when a gradient is made.
+        """
+        if not self.factors:
+            return 1.0
+        (only, *more) = self.factors
+        return only if not more and isinstance(only, float) and only > 0.0 and is_power_of_two(1.0 / only) else None
 
     def materialize(self) -> Tensor:
         """The real gradient, which from now on holds the values. Raises GradientConsumedError."""

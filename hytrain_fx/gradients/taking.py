@@ -77,7 +77,7 @@ class SessionGradients(GradientsAtHand):
         Where it ends in an error, `.grad` is as before the backward.
         """
         if self._before.graph_begins(running_backward()):
-            self._look_for_eager_parts()
+            self._backward_begins()
         with without_torch_function():
             self.shown.begin(map(self.table.parameters.__getitem__, rows))
         try:
@@ -91,7 +91,7 @@ class SessionGradients(GradientsAtHand):
                     self._undo(row)
             raise
 
-    def _look_for_eager_parts(self) -> None:
+    def _backward_begins(self) -> None:
         """Autograd adds to earlier gradients untold where a graph hands on a view of a weight."""
         with without_torch_function():
             grads = enumerate(map(get_grad, self.table.parameters))
@@ -152,7 +152,7 @@ class SessionGradients(GradientsAtHand):
         Their buffers die after this call.
         """
         with without_torch_function():
-            fits = group.fits(grads)
+            fits, grads = group.laid_out(grads)
             if fits and self.shown.shows_later and not self.parts.open:
                 self._take_first(group, grads)
                 return

@@ -8,6 +8,7 @@
     gather                    each rank's shards come to all ranks
     send                      what these three have packed goes, and is timed in a recording
     from_owner                what one rank has comes to all ranks
+    add_up                    the sum of each rank's values
 
 A collective that one rank does not come to would hang the others. So all of them are called by the
 launching thread, in an order that the ranks agree on first. What they tell each other goes over a
@@ -311,6 +312,10 @@ class Ranks:
         found = own.new_empty(self.size * own.numel())
         self._run(of, partial(all_gather, found, own.contiguous(), group=self._group, async_op=True))
         return found.view(self.size, -1)
+
+    def add_up(self, values: torch.Tensor, of: str) -> None:
+        """Each element becomes the sum over the ranks. Raises RankError as `mean` does."""
+        self._run(of, partial(distributed.all_reduce, values, group=self._group, async_op=True))
 
     def _run(self, what: str, begin: Callable[[], Any]) -> None:
         """Run a collective with the group's time limit. On a GPU the stream waits, not the host."""

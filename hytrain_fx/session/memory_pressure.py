@@ -1,12 +1,14 @@
 """What gives way when the device's memory runs out, and comes back when it may be free again.
 
-    before_call    before the loop calls the model: what is to give way does, or comes back
+    before_call    before the loop calls the model: what is to give way does, or comes back. It
+                   knows an error in the loop's own code, such as its loss, by the allocator's count
     repeats        a compiled forward has met torch.OutOfMemoryError: whether to call it again
     noticed        around a compiled backward: it cannot be called again, so the next forward is
                    prepared, and the error says so
 
 Half of the states on the device go to the host, before the next forward that finds no gradient in
-place, and weights that rest on the host come fewer units ahead. What the options fix stays.
+place, and weights that rest on the host come fewer units ahead. Gradients of a pipeline's stage no
+longer gather on the device. What the options fix stays.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class MemoryPressure:
         self._ranks = ranks
         self._device = nodes.table.device
         self._short_in: str | None = None  # what has met the error, and nothing has given way since
+        self._errors_seen = _errors_of_allocator(self._device)
         self._since_step: int | None = None  # when states last gave way
         self._patience_steps = PATIENCE_STEPS
 
@@ -72,6 +75,8 @@ class MemoryPressure:
         """Before a forward of the loop; what `repeats` wants, None where it would not repeat it."""
         if not torch.is_grad_enabled():
             return None
+        if self._short_in is None and _errors_of_allocator(self._device) > self._errors_seen:
+            self._short_in = "code outside the model"
         if self._short_in is not None:
             self._give_way()
         elif self._since_step is not None and self._planning.last.steps_done - self._since_step >= self._patience_steps:
@@ -102,7 +107,7 @@ class MemoryPressure:
 
         Else the error says what would help.
         """
-        self._short_in = "forward"
+        self._short_in = "a forward"
         if begun is None or self._nodes.gradients.any_in_place() or not self._give_way():
             self._say(error)
             return False
@@ -115,7 +120,7 @@ class MemoryPressure:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            self._short_in = "backward"
+            self._short_in = "a backward"
             self._say(error)
             raise
 
@@ -135,8 +140,10 @@ class MemoryPressure:
     def _give_way(self) -> bool:
         """Whether anything does, now or as a plan that the next forward puts in force."""
         where, self._short_in = self._short_in, None
-        gives = self._fewer_states(f"memory ran out in a {where} after {self._planning.last.steps_done} steps")
+        self._errors_seen = _errors_of_allocator(self._device)
+        gives = self._fewer_states(f"memory ran out in {where} after {self._planning.last.steps_done} steps")
         gives |= self._fewer_slots()
+        gives |= self._nodes.gradients.stream_out()
         torch.cuda.empty_cache()  # pieces of what was there lie between others
         self.times += gives
         return gives
@@ -164,3 +171,11 @@ class MemoryPressure:
             return False
         units.look_ahead(units.ahead - 1)
         return True
+
+
+def _errors_of_allocator(device: torch.device) -> int:
+    """How often torch's allocator has run out of the device's memory in this process."""
+    if device.type != "cuda":
+        return 0
+    count: int = torch.cuda.memory_stats_as_nested_dict(device).get("num_ooms", 0)  # nothing before its first use
+    return count

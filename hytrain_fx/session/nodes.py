@@ -23,7 +23,7 @@ from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import DroppedNodeError
 from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.destinations import Elsewhere, ReturnedGradients
-from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.gradients.gathering import gradients_of
 from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
@@ -39,7 +39,7 @@ class SessionNodes:
 
     def __init__(
         self, table: ParameterTable, engine: Engine, states: StateStore, marks: StepMarks, ranks: Ranks | None = None,
-        units: Sequence[Unit] = (), *, streams: bool = False
+        units: Sequence[Unit] = (), *, streams: bool = False, micro_batches: int = 1
     ) -> None:
         self.table = table
         self.averaged = AveragedGradients(ranks, table) if ranks else None
@@ -48,7 +48,8 @@ class SessionNodes:
             self.averaged.shards.weights_first = self.gathered.all
         times = ranks.times if ranks else None
         self.fetched = units_of(table, engine, states, units, lambda: marks.held("fetch"), times, self.gathered, streams)
-        self.gradients = SessionGradients(table, engine, states, self.averaged.shards if self.averaged and table.shards else None)
+        shards = self.averaged.shards if self.averaged and table.shards else None
+        self.gradients = gradients_of(table, engine, states, shards, micro_batches)
         self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates, self.fetched)
                          if self.averaged else None)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
@@ -125,7 +126,7 @@ class SessionNodes:
             arm(rows)
 
     def _holds(self, rows: Sequence[int]) -> bool:
-        return self.of_ranks is not None and self.of_ranks.holds(rows)
+        return self.gradients.stay or (self.of_ranks is not None and self.of_ranks.holds(rows))
 
     @whole()
     def release(self, rows: Sequence[int]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
+from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
 from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states
@@ -31,6 +32,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states: Any = ParameterStates(session)
         self.state = self._states  # type: ignore[assignment]
         self._original = original
+        self._stages = stages_with(session)
+        if self._stages:
+            self._stages.add(session, self)
         _hand_over(original, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -44,16 +48,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
+        if self._stages:
+            self._stages.add_up_ties()
         with left_by_scaler(self, self.session.table.device) as found_inf:
             self.session.step(found_inf)
+        if self._stages:
+            self._stages.dropped(self.session)
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return self.session.engine.can_skip and steps_without_wait(self)
+        return steps_without_wait(self, _nobody_shares if self._stages is None else self._stages.share_inf) and self.session.engine.can_skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
+        if self._stages:
+            self._stages.dropped(self.session)
         if set_to_none:
             self.session.zero_grad()
         else:
@@ -83,7 +93,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._require_own()
         with self.session.turns.state:
             self.session.drain()
-            return sharded_states(self.session)
+            return sharded_states(self.session, self._saved_names)
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `sharded_state_dict` gave and `torch.distributed.checkpoint.load` has filled.
@@ -93,7 +103,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._require_own()
         with self.session.turns.state:
             self.session.drain()
-            load_sharded_states(self.session, state_dict, self.defaults)
+            load_sharded_states(self.session, self._saved_names, state_dict, self.defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave.
@@ -112,6 +122,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             load_states(self.session, self, state_dict)
         for hook in after:
             hook(self)
+
+    @property
+    def _saved_names(self) -> Sequence[str]:
+        return self._stages.names(self.session) if self._stages else self.session.table.names
 
     def _require_own(self) -> None:
         """Raise UnsupportedError where `state` or `param_groups` was replaced.
@@ -153,6 +167,10 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
     original.state = ours.state
     original._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # fused: GradScaler would leave its numbers at the old object
     original.register_step_pre_hook(_refuse_old_step)
+
+
+def _nobody_shares(scaler: torch.amp.GradScaler) -> None:
+    return None
 
 
 def _refuse_old_step(*_: Any) -> None:

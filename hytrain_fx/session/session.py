@@ -34,6 +34,7 @@ from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.planning.planning import Planning
 from hytrain_fx.planning.watches import FinishedStep
 from hytrain_fx.runtime.engine import Engine, settling
+from hytrain_fx.runtime.garbage import uncollected
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine
 from hytrain_fx.runtime.ranks import ranks_that_begin_alike
@@ -99,7 +100,7 @@ class Session:
         self._probe = self.update.make_probe(self.engine)
         self.resources = Resources(self.states, self.table, self.engine, self.config, self.clock)
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units,
-                                  streams=self.config.fetches)
+                                  streams=self.config.fetches, micro_batches=self.config.micro_batches)
         self.builder = self.update.make_builder(self.states, self.nodes.gradients)
         self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
                                         reads_at_once=self.table.device.type == "cpu")
@@ -209,8 +210,8 @@ class Session:
             yield
 
     def step(self, skip: torch.Tensor | None = None) -> None:
-        """`_step` in its turn: no other thread is in the compiled call."""
-        with self.turns.calls, self.turns.state:
+        """`_step` in its turn: no other thread is in the compiled call. It makes no garbage."""
+        with self.turns.calls, self.turns.state, uncollected():
             if self.depth > 0:
                 raise UnsupportedError("optimizer.step() was called inside the compiled call of the model; have its forward, or the method "
                                        "that was compiled, return the loss, and call backward() and step() in the loop")
@@ -257,9 +258,8 @@ class Session:
         self.marks.note(Mark.STEP_END)
         self.marks.end_step()
         self.steps_done += 1
-        foresight = self.foresight
-        self.planning.after_step(
-            FinishedStep(self.steps_done, tuple(self.step_us), foresight.will_go_ahead, foresight.awaits_factors, foresight.tries))
+        steps_us, ahead = tuple(self.step_us), self.foresight
+        self.planning.after_step(FinishedStep(self.steps_done, steps_us, ahead.will_go_ahead, ahead.awaits_factors, ahead.tries))
         if self.clock.step_ends():
             self.resources.full_speed()
         self._outside.stepped(self.planning.captured_steps > 0, bool(self.eager.last_gradient_rows))

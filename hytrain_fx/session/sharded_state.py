@@ -33,34 +33,38 @@ from hytrain_fx.session.state_dict import (
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 
-def sharded_states(session: Session) -> dict[str, Any]:
-    """Copies on the CPU. The session must be drained. Raises RankError."""
+def sharded_states(session: Session, names: Sequence[str]) -> dict[str, Any]:
+    """Copies on the CPU, by these names of the rows. The session must be drained.
+
+    Raises RankError.
+    """
     session.states.require_whole()
     session.follow_written_weights()
-    names, steps = session.table.names, session.builder.steps
+    steps = session.builder.steps
     if (own := own_entries(session)) is not None:
-        return {"state": {name: own.read(row) for row, name in enumerate(names) if own.has(row)}, "param_groups": _groups(session)}
+        return {"state": {name: own.read(row) for row, name in enumerate(names) if own.has(row)}, "param_groups": _groups(session, names)}
     # Before the first step there are none: zeros then, for a checkpoint to fill.
     rows = [row for row, count in enumerate(steps) if count] or range(len(steps))
     state = {names[row]: {"step": torch.tensor(float(steps[row])), **_tensors(session, row)} for row in rows}
-    return {"state": state, "param_groups": _groups(session)}
+    return {"state": state, "param_groups": _groups(session, names)}
 
 
-def load_sharded_states(session: Session, saved: Mapping[str, Any], defaults: Collection[str]) -> None:
+def load_sharded_states(session: Session, names: Sequence[str], saved: Mapping[str, Any], defaults: Collection[str]) -> None:
     """Write what `sharded_states` gave and a checkpoint has filled. The session must be drained.
 
+    names      of its rows in the checkpoint
     defaults   names of the options that the optimizer has by itself
 
     Raises ValueError, and writes nothing, where groups do not match, or a state is missing or has
     another shape; RankError where another rank does not load.
     """
     found, groups = saved["state"], saved["param_groups"]
-    _require_matching_groups(_groups(session), groups)
+    _require_matching_groups(_groups(session, names), groups)
     for group, options in zip(session.groups, groups, strict=True):
         session.update.require_same_states(group, options)
     pairs = zip(session.groups, groups, strict=True)
     group_of = session.builder.groups_by_row([{**group, **options, "params": group["params"]} for group, options in pairs])
-    entries = {row: _required(session, row, found[name], group_of[row]) for row, name in enumerate(session.table.names) if name in found}
+    entries = {row: _required(session, row, found[name], group_of[row]) for row, name in enumerate(names) if name in found}
     tell_of_rounding(session, entries)
     of_owners = _loaded_by_owners(session, entries)
     session.follow_written_weights()
@@ -97,10 +101,10 @@ def _is_slice(shard: Shard, parameter: torch.Tensor) -> bool:
     return parameter.is_contiguous() and parameter.shape[0] % shard.ranks == 0 and shard.each * shard.ranks == shard.numel
 
 
-def _groups(session: Session) -> list[dict[str, Any]]:
-    names = {id(parameter): name for name, parameter in zip(session.table.names, session.table.parameters, strict=True)}
+def _groups(session: Session, names: Sequence[str]) -> list[dict[str, Any]]:
+    name_of = {id(parameter): name for name, parameter in zip(names, session.table.parameters, strict=True)}
     return [{**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-             "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]} for group in session.groups]
+             "params": [name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of]} for group in session.groups]
 
 
 def _require_matching_groups(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hytrain_fx.ir.startup import Phase, StartupClock
 from hytrain_fx.progress import stage
+from hytrain_fx.runtime.garbage import FullCollections
 
 _WORDS = {
     Phase.COMPILE_FORWARD: "torch.compile, forward", Phase.COMPILE_BACKWARD: "torch.compile, backward",
@@ -15,16 +16,27 @@ _WORDS = {
 
 
 class ShownClock(StartupClock):
-    """Shows the outermost phase, after the start-up too: a model may be compiled again."""
+    """Shows the outermost phase, after the start-up too: a model may be compiled again.
+
+    collections   full collections of garbage since the start-up
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.collections = FullCollections()
         self._shown: ExitStack | None = None
 
     def phase(self, phase: Phase) -> AbstractContextManager[None]:
         """The block is in this phase."""
         within = super().phase(phase)
         return within if phase not in _WORDS or self._shown is not None else self._showing(phase, within)
+
+    def step_ends(self) -> bool:
+        """Whether the start-up has ended with this step."""
+        ended = super().step_ends()
+        if ended:
+            self.collections.forget()
+        return ended
 
     def open(self, phase: Phase) -> None:
         """In this phase from here to `close`."""

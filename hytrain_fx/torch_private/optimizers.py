@@ -1,4 +1,6 @@
-"""What is private of torch's optimizers: the hooks around their methods, and who calls `step`."""
+"""What is private of torch's optimizers: the hooks around their methods, who calls `step`, and what
+a GradScaler has found.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,30 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any((*of_all, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
 
 
-def asked_by_grad_scaler() -> bool:
-    """Whether what calls this was called by an attribute that `GradScaler.step` looks up."""
+def asking_grad_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler in whose `step` a property is looked up; None elsewhere.
+
+    Called by a function that the property calls.
+    """
     frame = sys._getframe(3)  # this function, what asks, the property
-    return frame.f_code is torch.amp.GradScaler.step.__code__
+    asks = frame.f_code is torch.amp.GradScaler.step.__code__
+    return cast(torch.amp.GradScaler, frame.f_locals["self"]) if asks else None
+
+
+def found_infs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What tells `step` and `update` of this scaler whether gradients hold an inf.
+
+    One element each, by device. They may be written to. The gradients are unscaled on the way, if
+    they are not yet. Raises UnsupportedError where torch keeps these elsewhere.
+    """
+    try:
+        state = scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"].name == "READY":
+            scaler.unscale_(optimizer)
+        return list(state["found_inf_per_device"].values())
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedError(f"torch {torch.__version__} keeps what a GradScaler has found elsewhere ({error}); "
+                               "hytrain_fx was run on torch 2.11 and 2.13") from error
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:

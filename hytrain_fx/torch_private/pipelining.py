@@ -4,7 +4,8 @@ micro-batches a step has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -23,12 +24,16 @@ class Stage:
     count           stages of the pipeline, on all ranks
     micro_batches   of a step
     schedule        the name of the schedule's class
+    group           the ranks that have the pipeline's stages; None: the default group
+    made_in         the schedule itself, as long as the loop keeps it
     """
 
     number: int
     count: int
     micro_batches: int
     schedule: str
+    group: Any = field(default=None, repr=False)
+    made_in: weakref.ref[Any] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"stage {self.number} of {self.count} in a {self.schedule} of {self.micro_batches} micro-batches"
@@ -49,7 +54,8 @@ def stage_of(schedule: Any, model: nn.Module) -> Stage:
                                "inputs and of weights apart, and a compiled backward makes both at once")
     try:
         stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
-        found = [Stage(of.stage_index, of.num_stages, schedule._n_microbatches, name) for of in stages if of.submod is model]
+        found = [Stage(of.stage_index, of.num_stages, schedule._n_microbatches, name, of.group, weakref.ref(schedule))
+                 for of in stages if of.submod is model]
     except AttributeError as error:
         raise UnsupportedError(f"torch {torch.__version__} keeps the stages of a {name} elsewhere ({error}); "
                                "hytrain_fx was run on torch 2.11 and 2.13") from error

@@ -13,7 +13,6 @@ process. They call `hytrain_fx.settle(model)` before they read.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from hytrain_fx.errors import HytrainWarning
+from hytrain_fx.runtime.garbage import uncollected
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.torch_private.trace import storage_uses_reader
 
@@ -57,19 +57,16 @@ class HeldWeights:
             yield
             return
         self._nested = True
-        collects = gc.isenabled()
-        gc.disable()
-        before = self._uses()
-        try:
-            yield
-        finally:
-            self._nested = False
-            storages = self._storages()
-            more = {of: now - then for of, now, then in zip(storages, self._uses(), before, strict=True)}
-            self._ours = {of: self._ours.get(of, 0) + count for of, count in more.items()}
-            self._expect()
-            if collects:
-                gc.enable()
+        with uncollected():
+            before = self._uses()
+            try:
+                yield
+            finally:
+                self._nested = False
+                storages = self._storages()
+                more = {of: now - then for of, now, then in zip(storages, self._uses(), before, strict=True)}
+                self._ours = {of: self._ours.get(of, 0) + count for of, count in more.items()}
+                self._expect()
 
     def find(self, wait: Callable[[Sequence[int]], None]) -> tuple[int, ...]:
         """The rows whose memory others hold too; warns once. About 0.5 us a parameter.

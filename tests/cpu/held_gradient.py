@@ -47,15 +47,16 @@ class HeldGradient:
 
     home = fetch
 
-    def norm(self, ord: float, foreach: bool) -> Tensor | None:
-        if (ord, foreach) not in self._known or not self._gradient.numel():
+    def norm(self, ord: float, foreach: bool, scale: float = 1.0) -> Tensor | None:
+        if scale != 1.0 or (ord, foreach) not in self._known or not self._gradient.numel():
             return None
         gradient = self._gradient
         result: Tensor = torch._foreach_norm([gradient], ord)[0] if foreach else torch.linalg.vector_norm(gradient, ord)
         return result
 
-    def note_norm_wanted(self, ord: float, foreach: bool) -> None:
-        self.wanted.append((ord, foreach))
+    def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
+        if scale == 1.0:
+            self.wanted.append((ord, foreach))
 
     def is_live(self) -> bool:
         return self.live

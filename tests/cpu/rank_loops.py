@@ -263,8 +263,15 @@ def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5, *, owned: 
 
     owned   matrices have owners: one shard has all elements
     """
+    total = norm_in_shards(size, model.parameters(), owned=owned)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, total)
+    return float(total)
+
+
+def norm_in_shards(size: int, parameters: Iterable[nn.Parameter], *, owned: bool = False) -> torch.Tensor:
+    """Of all gradients, 0-dim, where the norm of a matrix is that of its shards' norms."""
     norms: list[torch.Tensor] = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         grad = parameter.grad
         if grad is None:
             continue
@@ -275,9 +282,7 @@ def clipped_in_shards(size: int, model: nn.Module, most: float = 0.5, *, owned: 
             parts = [grad.flatten()] if owned else grad.flatten().split(shard.sizes)
             of_shards = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
             norms.append(torch.linalg.vector_norm(torch.stack(of_shards), dtype=torch.float64).float().to(grad.dtype))
-    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), most, total)
-    return float(total)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def _scaled_step(

@@ -451,7 +451,8 @@ def test_the_dropped_gradient_of_an_earlier_place_updates_nothing(make_engine: M
 def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -> None:
     """A unit's large weights that are released early are one launch on the device.
 
-    What the end of the backward releases is another launch, after all of them.
+    What the end of the backward releases is another launch, after all of them. Each of its rows is
+    told to have taken its part of that launch's time.
     """
     with running("native") as engine:
         loop = EngineLoop(engine, (70_000, 300, 80_000, 300), torch.bfloat16, on_device=frozenset(range(4)))
@@ -467,7 +468,11 @@ def test_rows_released_with_those_of_other_units_do_not_hold_their_unit_back() -
         for row, state in enumerate(loop.reference):
             adamw_(grads[row], state.master, state.states, scalars)
         loop.check()
-        assert [record.row for record in engine.take_records() if record.stage is Stage.GPU_UPDATE] == [2, 0, 1]
+        records = [record for record in engine.take_records() if record.stage is Stage.GPU_UPDATE]
+        assert [record.row for record in records] == [2, 0, 1, 3]
+        first, second = records[2:]
+        assert first.end_us == second.begin_us
+        assert first.end_us - first.begin_us == pytest.approx(second.end_us - second.begin_us, abs=0.01)
 
 
 def test_large_rows_released_together_are_updated_lowest_unit_first() -> None:

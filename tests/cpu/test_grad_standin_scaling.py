@@ -64,6 +64,22 @@ def test_logged_factors_follow_the_documented_rounding(device: str, form: str, d
     assert bits(ours) == bits(expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_division_by_a_power_of_two_is_logged(dtype: torch.dtype) -> None:
+    """So a pipeline's schedule, which divides by its micro-batches, brings no gradient back.
+
+    Any other number is left to torch. The bits are those of a real gradient.
+    """
+    for divisor, is_logged in ((8, True), (2.0**14, True), (1, True), (6, False), (2.0**15, False), (0.5, False), (-4, False)):
+        expected = torch.cat([gradient(dtype, "cpu", (61,)), torch.tensor([1e-38, 6e-8, -3e38], dtype=dtype)])
+        parameter, _ = stood_in(expected)
+        grad_of(parameter).div_(divisor)
+        grad_of(parameter).mul_(0.3)
+        expected.div_(divisor).mul_(0.3)
+        assert (type(parameter.grad) is not Tensor) == is_logged, divisor
+        assert bits(grad_of(parameter).clone()) == bits(expected)
+
+
 def test_a_fifth_factor_brings_the_gradient_back() -> None:
     """Four factors are logged; the next multiplication is done on the real tensor."""
     parameter, _ = stood_in(gradient(torch.bfloat16))

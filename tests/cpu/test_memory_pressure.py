@@ -152,6 +152,23 @@ def test_a_step_that_ran_out_is_as_any_other(where: str, breaks: bool) -> None:
     assert any(f"memory ran out in a {where} after {SHORT_STEP} steps" in note for note in hytrain_fx.explain(model).plan.notes)
 
 
+def test_an_error_in_the_loss_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes by no code of ours: the allocator's count tells. Half of the states leave, once."""
+    errors = 0
+    monkeypatch.setattr(memory_pressure, "_errors_of_allocator", lambda device: errors)
+    model, optimizer = started()
+    train(model, optimizer, range(WARMED, SHORT_STEP))
+    before = on_device(model)
+    model(torch.randn(8, WIDTH))
+    errors += 1  # in the loss, say
+    optimizer.zero_grad()
+    train(model, optimizer, range(SHORT_STEP, STEPS))
+    assert session_of(model).pressure.times == 1
+    assert on_device(model) <= before // 2
+    assert any(f"memory ran out in code outside the model after {SHORT_STEP} steps" in note
+               for note in hytrain_fx.explain(model).plan.notes)
+
+
 def test_a_forward_in_one_graph_is_called_again() -> None:
     """The loop sees no error, and the same random numbers."""
     model, optimizer = started()

@@ -13,13 +13,13 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 
 WIDTH, LAYERS = 4096, 8  # 1.6 GB of states
-SHORT_ROWS, LONG_ROWS, WARMED, STEPS = 64, 12_288, 12, 18  # a long batch takes 2 GB
+SHORT_ROWS, LONG_ROWS, WARMED, STEPS = 64, 12_288, 12, 18  # a long batch takes 2 GB, some of it in the loss
+MOST_TRIES = 6  # of a step; half of the states leave each time
 
 
 @pytest.fixture(autouse=True)
 def capped() -> Iterator[None]:
     """This process may take 4 GB of the GPU, so that it runs out beside others too."""
-    torch._dynamo.reset()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(4e9 / torch.cuda.get_device_properties(0).total_memory)
     yield
@@ -28,6 +28,7 @@ def capped() -> Iterator[None]:
 
 def train(**options: Any) -> tuple[list[float], Any]:
     """Short batches, and a long one, whose forward or backward may run out of memory."""
+    torch._dynamo.reset()  # else a second model gets graphs for any number of rows, whose sums have other last bits
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))).to("cuda", torch.bfloat16)
     model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
@@ -37,13 +38,13 @@ def train(**options: Any) -> tuple[list[float], Any]:
         if step == WARMED and not options:
             assert session_of(model).resources.tiers().device_bytes > 1e9
         x = torch.randn(rows, WIDTH, generator=data).to("cuda", torch.bfloat16)
-        while True:
+        for attempt in range(MOST_TRIES):
             try:
                 loss = model(x).float().square().mean()
                 loss.backward()
                 break
             except torch.OutOfMemoryError:
-                if not session_of(model).resources.tiers().device_bytes:
+                if attempt + 1 == MOST_TRIES or not session_of(model).resources.tiers().device_bytes:
                     raise  # nothing is left to give
                 loss = None
                 optimizer.zero_grad()
@@ -53,7 +54,6 @@ def train(**options: Any) -> tuple[list[float], Any]:
     return losses, model
 
 
-@pytest.mark.skip(reason="hung in a forward on an H100, before the long batch, torch 2.11: docs/measurements.md")
 def test_a_long_batch_trains_where_states_had_its_memory() -> None:
     """Losses are those of a run whose states are all on the host."""
     losses, model = train()

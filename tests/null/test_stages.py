@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.explain.timeline.lanes import Lanes
+from hytrain_fx.explain.timeline.text import timelines_text
 from hytrain_fx.forecast.stages import cut, one_f_one_b, pipeline_forecast
+from hytrain_fx.ir.task_graph import TaskKind
 from tests.null.profiles import uniform
 
 US = st.integers(1, 50).map(float)
@@ -65,6 +68,22 @@ def test_bubbles_hide_updates(cpu: float, gpu: float, more: int) -> None:
     rows = found.table().rows
     assert len(rows) == 5
     assert rows[-1][1] == "the step"
+    _require_timeline(found.timeline, 4, 4 + more)
+
+
+def _require_timeline(lanes: Lanes, stages: int, micro_batches: int) -> None:
+    """The last step of each stage is whole, nothing overlaps, no stage runs ahead of another."""
+    rows = [lanes.lanes[f"stage {number}"] for number in range(stages)]
+    for row in rows:
+        assert all(a.end_us <= b.begin_us + 1e-6 for a, b in pairwise(row))
+    for kind, order in ((TaskKind.FORWARD, rows), (TaskKind.BACKWARD, rows[::-1])):
+        last_step = [[span for span in row if span.kind is kind][-micro_batches:] for row in order]
+        assert all([span.unit for span in spans] == list(range(micro_batches)) for spans in last_step)
+        for before, after in pairwise(last_step):
+            assert all(a.end_us <= b.begin_us + 1e-6 for a, b in zip(before, after, strict=True))
+    assert {span.lane for span in lanes.spans if span.kind not in (TaskKind.FORWARD, TaskKind.BACKWARD)} <= {
+        f"updates {number}" for number in range(stages)}
+    assert "stage 3" in timelines_text([lanes], 100)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "message"), [

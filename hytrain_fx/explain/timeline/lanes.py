@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from hytrain_fx.explain.timeline.launching import StepLaunch
-from hytrain_fx.explain.timeline.span import Kind, Span, lane_order, share_inside
+from hytrain_fx.explain.timeline.span import STAGE, Kind, Span, lane_order, share_inside
 from hytrain_fx.ir.task_graph import TaskKind
 
 
@@ -19,12 +19,14 @@ class Lanes:
     """Spans in order of begin, with the names of the units; times start at 0.
 
     launches    what the launching thread did in each step; measured only
+    begins_us   when that 0 was, on the machine's clock; measured only
     """
 
     spans: tuple[Span, ...]
     unit_names: tuple[str, ...]
     source: Literal["measured", "predicted"]
     launches: tuple[StepLaunch, ...] = ()
+    begins_us: float = 0.0
 
     @property
     def lanes(self) -> dict[str, tuple[Span, ...]]:
@@ -45,8 +47,10 @@ class Lanes:
     def overlap_share(self) -> float | None:
         """Share 0..1 of the CPU updates' time that ran while the device computed.
 
-        Forward and backward count; None without CPU updates.
+        Forward and backward count; None without CPU updates, and for the stages of a pipeline.
         """
+        if any(span.lane.startswith(STAGE) for span in self.spans):
+            return None
         updates = [(s.begin_us, s.end_us) for s in self.spans if s.kind is TaskKind.CPU_UPDATE]
         computing = [(s.begin_us, s.end_us) for s in self.spans if s.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)]
         return share_inside(updates, computing)

@@ -42,6 +42,8 @@ WORDS: dict[Kind, str] = {
 LAUNCHING = "launching"
 COLLECTIVES = "collectives"
 FETCHED = "fetches"
+STAGE = "stage"
+UPDATES = "updates"
 _ORDER = (LAUNCHING, "device", COLLECTIVES, FETCHED, "D2H", "CPU", "H2D")  # "device updates" comes after "device"
 
 
@@ -75,6 +77,8 @@ class Span:
 def lane_order(lane: str) -> tuple[int, int]:
     """The launching thread, the device, collectives, fetches, gradients out, CPU, weights in."""
     name, _, number = lane.partition(" ")
+    if name in (STAGE, UPDATES):  # of a pipeline: its own updates below each stage
+        return (len(_ORDER), 2 * int(number) + (name == UPDATES))
     return (_ORDER.index(name), int(number) if number.isdigit() else len(number))
 
 

@@ -91,7 +91,7 @@ def from_records(
     first_us = min((span.begin_us for span in kept), default=0.0)
     inside = [launch.moved(-first_us) for launch in launches if launch.step_begin_us >= begin_us]
     moved = sorted((span.moved(-first_us) for span in kept), key=lambda span: span.begin_us)
-    return Timeline(tuple(moved), tuple(unit_names), "measured", tuple(inside))
+    return Timeline(tuple(moved), tuple(unit_names), "measured", tuple(inside), first_us)
 
 
 def read_trace(path: str | Path) -> list[Timeline]:

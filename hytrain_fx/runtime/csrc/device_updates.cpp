@@ -65,12 +65,24 @@ void DeviceUpdates::launch_together(const Launch& items, const EventPtr& end, co
   EventPtr before = state_.records.on() ? device.record(Lane::UPDATE) : nullptr;
   device.update(Lane::UPDATE, updates);
   EventPtr after = device.record(Lane::UPDATE);
-  if (before) state_.records.note_lane(kDeviceUpdate, items[0]->row, 0, before, after);
+  if (before) note(items, before, after);
   for (const CommitItem* item : items) {
     Row& row = state_.rows[item->row];
     row.give_weight(after);
     row.phase = Phase::PENDING;
     row.issued = row.size();
+  }
+}
+
+// Rows of several units may be in one launch: each takes as much of its time as of its parameters.
+void DeviceUpdates::note(const Launch& items, const EventPtr& before, const EventPtr& after) {
+  double all = 0, done = 0;  // parameters
+  for (const CommitItem* item : items) all += static_cast<double>(row_of(item).spec.numel);
+  if (all == 0) all = 1;
+  for (const CommitItem* item : items) {
+    const double from = done / all;
+    done += static_cast<double>(row_of(item).spec.numel);
+    state_.records.note_lane(kDeviceUpdate, item->row, 0, before, after, from, done / all);
   }
 }
 

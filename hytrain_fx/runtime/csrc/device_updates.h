@@ -19,6 +19,7 @@ class DeviceUpdates {
   using Launch = std::vector<const CommitItem*>;
   std::vector<Launch> launches(const std::vector<const CommitItem*>& items) const;
   void launch_together(const Launch& items, const EventPtr& end, const float* skip);
+  void note(const Launch& items, const EventPtr& before, const EventPtr& after);
   const Row& row_of(const CommitItem* item) const { return state_.rows[item->row]; }
 
   EngineState& state_;

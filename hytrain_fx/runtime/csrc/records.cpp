@@ -21,8 +21,8 @@ void Records::note_update(int row, int chunk, int worker, double begin_us, doubl
   records_.push_back({kCpuUpdate, row, chunk, worker, begin_us, end_us});
 }
 
-void Records::note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end) {
-  lanes_.push_back({kind, row, chunk, begin, end});
+void Records::note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end, double from, double to) {
+  lanes_.push_back({kind, row, chunk, begin, end, from, to});
 }
 
 // The driver is asked several times for each, which takes long while copies are launched: no lock
@@ -37,7 +37,8 @@ std::vector<TaskRecord> Records::take_done_lanes(Device& device, EngineMutex& mu
   if (undone != lanes.begin()) device.take_epoch();
   std::vector<TaskRecord> done;
   for (auto lane = lanes.begin(); lane != undone; ++lane) {
-    done.push_back({lane->kind, lane->row, lane->chunk, 0, lane->begin->time_us(), lane->end->time_us()});
+    const double begin_us = lane->begin->time_us(), all_us = lane->end->time_us() - begin_us;
+    done.push_back({lane->kind, lane->row, lane->chunk, 0, begin_us + lane->from * all_us, begin_us + lane->to * all_us});
   }
   std::lock_guard lock(mutex);
   lanes_.insert(lanes_.end(), std::make_move_iterator(undone), std::make_move_iterator(lanes.end()));

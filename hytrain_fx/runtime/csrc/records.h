@@ -21,8 +21,9 @@ class Records {
   void turn(bool on) { on_ = on; }
   // A worker takes one granule after the other; of one row they make one record.
   void note_update(int row, int chunk, int worker, double begin_us, double end_us);
-  // For several chunks together: the first.
-  void note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end);
+  // For several chunks together: the first. For several rows together: each with its part of the
+  // time between the events, `from` and `to` between 0 and 1.
+  void note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end, double from = 0, double to = 1);
   // Called without the lock, which is `mutex`.
   int take(TaskRecord* out, int capacity, Device& device, EngineMutex& mutex);
 
@@ -31,6 +32,7 @@ class Records {
     RecordKind kind;
     int row, chunk;
     EventPtr begin, end;
+    double from, to;
   };
   std::vector<TaskRecord> take_done_lanes(Device& device, EngineMutex& mutex);
 
