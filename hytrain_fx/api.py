@@ -31,12 +31,14 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.loading.loaded import loaded
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.call_gate import find_session, put_gate
+from hytrain_fx.session.closing import close_model
 from hytrain_fx.session.compiled_once import require_new
 from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics
+from hytrain_fx.session.weights_choice import choice_of, with_weights_chosen
 from hytrain_fx.sharing.loop import share_in_words
 from hytrain_fx.sharing.may_share import require_shareable
 from hytrain_fx.torch_private.modules import compiled_call, set_compiled_call
@@ -111,7 +113,7 @@ def compile(
                      ("skip"), or is left out with an error ("raise")
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
     weights          bf16 matrices rest on the device ("resident"), on the host ("streamed"), or in
-                     shards of several ranks ("sharded")
+                     shards of several ranks ("sharded"); "auto": on the device if they fit there
     cpu_share        share of each batch that the CPU trains (`share`): a fraction, "auto": solved
     device           with `loader`: the device to train on
     loader           gives a model on the meta device its values: `from_safetensors(path)`, ...
@@ -136,16 +138,16 @@ def compile(
         weights=weights, device=device, loader=loader, process_group=process_group, pipeline=pipeline, timeout_s=timeout_s, passes=passes,
         dump=dump, dynamic=dynamic, options=options, mode=mode, cpu_share=cpu_share, **unknown,
     )
-    config = replace(config, options=known_options(config.mode, config.options))
     called = called_of(model)
     module = called.model
+    config = as_stage(replace(config, options=known_options(config.mode, config.options)), module)
     require_new(module, optimizer)
     require_shareable(module, config)
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
         optimizer.state.leave_groups()
     before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
-    with loaded(module, optimizer, config) as config:
-        session = Session(module, optimizer, as_stage(config, module))
+    with loaded(module, optimizer, with_weights_chosen(module, optimizer, config)) as config:
+        session = Session(module, optimizer, config)
     put_gate(module, session)
     ours = OffloadedOptimizer(optimizer, session)
     if before is not None:
@@ -159,11 +161,12 @@ def close(model: nn.Module) -> None:
     """Finish committed updates, stop the threads and free what they used.
 
     The weights stay as trained, and the model is a plain one. Of several ranks each must call it.
+    Where streamed weights do not fit the device, it is on the CPU then, and a warning says so.
 
     The optimizer's states can be read as long as the optimizer is kept, and are freed with it.
     Raises UnsupportedError for a model that is not compiled.
     """
-    session_of(model).close()
+    close_model(session_of(model), model)
     set_compiled_call(model, None)
     remove_methods(model)
 
@@ -225,17 +228,14 @@ def _explanation(session: Session) -> Explanation:
         node_runs=dict(session.nodes.runs),
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
         spent_us=_spent_us(session),
-        optimizer=session.update.notes,
-        guesses=guesses,
-        copies=session.copies.in_words(), streamed=session.eager.streamed.in_words(),
+        optimizer=session.update.notes, guesses=guesses,
+        copies=session.copies.in_words(), streamed=session.eager.streamed.in_words(), weights_choice=choice_of(session.config),
         nonfinite=session.finite_steps.in_words(session.steps_done),
-        outside=(*_outside(session), *share_in_words(session)),
-        troubles=planning.aside.troubles,
-        early=session.engine.early_counts(),
-        early_tried=session.foresight.tried,
-        stream=session.config.stream,
-        launch_queue=length_asked_for() if cuda else None,
-        planning=planning.controller.standing, units=session.planning.units(),
+        outside=(*_outside(session), *share_in_words(session)), troubles=planning.aside.troubles,
+        early=session.engine.early_counts(), early_tried=session.foresight.tried,
+        stream=session.config.stream, launch_queue=length_asked_for() if cuda else None,
+        planning=planning.controller.standing,
+        units=session.planning.units(), kept_bytes=session.graphs.kept_bytes,
     )
 
 

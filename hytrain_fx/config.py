@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.plan import Plan
+from hytrain_fx.ir.weights_choice import WeightsChoice
 
 EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
 Moments = Literal["fp32", "bf16"]
-Weights = Literal["resident", "streamed", "sharded"]
+Weights = Literal["resident", "streamed", "sharded", "auto"]
 CpuShare = float | Literal["auto"]
 
 
@@ -82,7 +83,9 @@ class Config:
                    one process, no updates before step() (`speculate`). "sharded", with several
                    ranks: each keeps its shard of them on its device, wherever the states are, and
                    all gather a unit before graphs read it. Native engine; every rank runs the same
-                   graphs
+                   graphs. "auto": resident where all fit on the device beside a reserve of 40 % for
+                   activations, else streamed where they can be; `explain` says which and why. Later
+                   streamed where memory runs out all the same
     cpu_share      share of each batch that the CPU trains beside the device, in a loop over
                    `hytrain_fx.share(batch, model)`: a fraction below 1, 0 = none, "auto" = as many
                    sequences as shorten the step, measured while training, most often none. One
@@ -210,7 +213,7 @@ class Config:
     @property
     def fetches(self) -> bool:
         """Whether graphs are to bring weights before they read them."""
-        return self.weights != "resident"
+        return self.weights in ("streamed", "sharded")
 
     def _check_shared(self) -> None:
         """What a batch may not be shared with.
@@ -244,6 +247,16 @@ class Config:
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
         return cls(**options)
+
+
+@dataclass(frozen=True)
+class DecidedConfig(Config):
+    """Options of which `compile` has decided one, for this model and device.
+
+    weights_choice   where weights="auto" has weights rest: `weights` has that place
+    """
+
+    weights_choice: WeightsChoice | None = None
 
 
 _NUMBERS = ("k", "stream", "gpu_states", "host_memory", "shadow_memory", "replan_every", "warmup_steps", "workers", "ring_bytes",

@@ -70,7 +70,11 @@ class Footprint:
 
     def fits(self, device: DeviceSpec) -> bool:
         """Whether both tiers hold it, with a margin on each."""
-        return self.device_bytes <= DEVICE_SHARE * device.memory_bytes and self.host_fits(device)
+        return self.device_fits(device) and self.host_fits(device)
+
+    def device_fits(self, device: DeviceSpec) -> bool:
+        """Whether the device holds its part, with a margin."""
+        return self.device_bytes <= DEVICE_SHARE * device.memory_bytes
 
     def host_fits(self, device: DeviceSpec) -> bool:
         """Whether the host holds its part, with a margin."""

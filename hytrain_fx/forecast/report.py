@@ -19,7 +19,7 @@ from hytrain_fx.errors import ConfigError, PlanError
 from hytrain_fx.forecast.capacity import Capacity, capacities
 from hytrain_fx.forecast.changes import Change, changes
 from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.forecast.memory import activation_bytes, largest_params
+from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_params
 from hytrain_fx.forecast.models import find_model
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.peers import Peer, peers_of
@@ -125,7 +125,9 @@ def report(
     ranks         how many GPUs of how many machines train it; a host of fewer GPUs is enlarged
     moments       in what AdamW's two states rest, "fp32" or "bf16" (`compile(..., moments=)`);
                   None: as the shape says
-    weights       where 16-bit weights rest that the CPU updates (`compile(..., weights=)`)
+    weights       where 16-bit weights rest that the CPU updates (`compile(..., weights=)`). "auto":
+                  on the device where they fit beside this batch's activations, which `compile`
+                  does not know
     tell          is told how far the sweep is
 
     Raises ConfigError and PlanError as `case_of` does.
@@ -160,10 +162,12 @@ def case_of(
 ) -> Case:
     """The case that `report` is about; its arguments are those of `report`.
 
-    Raises ConfigError for an unknown model or device, for autocast with several ranks and for
-    streamed weights with either, PlanError for a negative budget, UnsupportedError for other
-    `moments`.
+    Raises ConfigError for an unknown model or device, for autocast with several ranks, for streamed
+    weights with either and for sharded ones, PlanError for a negative budget, UnsupportedError for
+    other `moments`.
     """
+    if weights == "sharded":
+        raise ConfigError('found weights="sharded", expected "resident", "streamed" or "auto": no others are predicted')
     if weights == "streamed" and (autocast or ranks.count > 1):
         of = "of fp32 under autocast" if autocast else f"on {ranks.words}"
         raise ConfigError(f"found streamed weights {of}, expected 16-bit weights and one GPU: no others rest on the host")
@@ -173,12 +177,13 @@ def case_of(
     shape = model if isinstance(model, ModelShape) else find_model(model)
     if autocast:
         shape = replace(shape, name=f"{shape.name}, fp32 under autocast", autocast=True)
-    shape = replace(shape, moments=moments or shape.moments, weights=weights)
-    if weights == "streamed":
-        shape = replace(shape, name=f"{shape.name}, weights on the host")
+    spec = (device if isinstance(device, DeviceSpec) else find_device(device)).in_machine_of(ranks)
+    shape = replace(shape, moments=moments or shape.moments, weights="resident")
+    too_large = not autocast and ranks.count == 1 and not footprint(shape, tokens, 0, recompute).device_fits(spec)
+    if weights == "streamed" or (weights == "auto" and too_large):
+        shape = replace(shape, name=f"{shape.name}, weights on the host", weights="streamed")
     if shape.moments != "fp32":
         shape = replace(shape, name=f"{shape.name}, moments in {shape.moments}")
-    spec = (device if isinstance(device, DeviceSpec) else find_device(device)).in_machine_of(ranks)
     sequence = min(tokens, shape.context) if sequence is None else sequence
     case = Case.of(shape, spec, tokens, sequence, recompute, budget_bytes, ranks)
     if case.budget_bytes < 0:

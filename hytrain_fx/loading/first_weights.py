@@ -1,15 +1,19 @@
-"""Weights that go from their source to their masters on the host, and never to the device.
+"""Weights that go from their source to where they rest, and are never whole on the device.
+
+That is their masters on the host, or with sharded weights this rank's shard.
 
     lend            before the session: a parameter has memory that all of these share, so that it
                     has a form, and no values
-    (called)        its master is made: the source is read, once
-    settle          states of it will rest on the device: it gets memory of its own, and the weight
+    (called)        its master, or shard, is made: the source is read, once
+    settle          it is to be whole on the device: it gets memory of its own, and the weight
     (streamed)      its memory goes, as of any streamed weight (weights/streamed_weights.py)
 """
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +34,15 @@ def read_into(target: torch.Tensor, awaited: Awaited, meta: torch.Tensor, source
 
 
 class FirstWeights:
-    """The weights of one model that are to be streamed, until its masters have them."""
+    """The weights of one model that are to be streamed or sharded, until they are where they rest.
 
-    def __init__(self, source: TensorSource) -> None:
+    compares   several ranks each read them: `told` has a digest of each then
+    """
+
+    def __init__(self, source: TensorSource, *, compares: bool = False) -> None:
         self._source = source
+        self._compares = compares
+        self._told: list[str] = []
         self._of: dict[int, tuple[Awaited, torch.Tensor]] = {}  # by id of a parameter: with what it was on the meta device
         self._lent: torch.Tensor | None = None
         self._open = ExitStack()
@@ -61,6 +70,7 @@ class FirstWeights:
         with without_torch_function(), torch.no_grad():
             if values.dtype != meta.dtype or values.stride() != meta.stride():
                 values = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype).copy_(values)
+            self._tell(awaited.name, values)
             return flat_memory(values)
 
     def settle(self, parameter: nn.Parameter) -> None:
@@ -69,6 +79,19 @@ class FirstWeights:
         put_memory(parameter, torch.empty(parameter.nbytes, dtype=torch.uint8, device=parameter.device), 0, parameter.nbytes)
         with without_torch_function():
             read_into(parameter.detach(), awaited, meta, self._source)
+            if self._compares:
+                assert awaited.name is not None
+                self._tell(awaited.name, parameter.detach().cpu())
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What was read, each with a digest of its bits, where ranks compare them."""
+        return tuple(self._told)
+
+    def _tell(self, name: str, values: torch.Tensor) -> None:
+        if self._compares:
+            memory: Any = flat_memory(values).view(torch.uint8).numpy()
+            self._told.append(f"{name} with the digest {hashlib.sha256(memory).hexdigest()[:16]}")
 
     def done(self) -> None:
         """All masters are made: what was read is let go of."""

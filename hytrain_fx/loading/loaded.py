@@ -3,7 +3,7 @@
     parameters    swapped with new ones on the device: who has a parameter, the optimizer among
                   them, has the new one (`torch.utils.swap_tensors`)
     buffers       the modules hold new ones
-    streamed      bf16 matrices wait for their masters (first_weights.py)
+    streamed, sharded    bf16 matrices wait until they are where they rest (first_weights.py)
 
 An error gives everything back as it was.
 """
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils import swap_tensors
 
 from hytrain_fx.config import Config
@@ -26,6 +26,7 @@ from hytrain_fx.loading.first_weights import FirstWeights, read_into
 from hytrain_fx.loading.meta_tensors import Awaited, awaited_tensors, on_meta_in_words
 from hytrain_fx.loading.source import AskedSource, TensorSource
 from hytrain_fx.runtime.native.storage_memory import can_put
+from hytrain_fx.runtime.ranks import count_of_ranks
 from hytrain_fx.runtime.states.store import is_dense
 
 
@@ -57,7 +58,7 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
     if getattr(optimizer, "state", None):
         raise UnsupportedError("the optimizer has states, and the model has no values yet; make a new optimizer, and load the "
                                "state_dict() of this one after hytrain_fx.compile()")
-    loading = _Loading(model, optimizer, source, _device_of(config), streams=_streams(config))
+    loading = _Loading(model, optimizer, source, device_of(config), wait=_wait(config), ranks=count_of_ranks(config.process_group))
     try:
         loading.load()
         yield replace(config, loader=loading.first)
@@ -71,15 +72,17 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
 class _Loading:
     """One model that gets values."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, source: TensorSource, device: torch.device, *, streams: bool) -> None:
-        self.first = FirstWeights(source)
+    def __init__(
+        self, model: nn.Module, optimizer: Any, source: TensorSource, device: torch.device, *, wait: bool, ranks: int
+    ) -> None:
+        self.first = FirstWeights(source, compares=ranks > 1)
         self._source = source
         self._device = device
         self._undo: list[Callable[[], object]] = []
         self._awaited = awaited_tensors(model, source)
         groups = getattr(optimizer, "param_groups", ())
-        trained = {id(p) for group in groups for p in group["params"]} if streams else set()
-        self._waiting = [of for of in self._awaited if of.tensor.is_meta and id(of.tensor) in trained and _may_wait(of.tensor)]
+        trained = {id(p) for group in groups for p in group["params"]} if wait else set()
+        self._waiting = [of for of in self._awaited if of.tensor.is_meta and id(of.tensor) in trained and may_wait(of.tensor)]
 
     def load(self) -> None:
         """Give each tensor its values, in the model's order."""
@@ -131,29 +134,28 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _may_wait(tensor: torch.Tensor) -> bool:
+def may_wait(tensor: torch.Tensor) -> bool:
     """Whether it is a weight that can be streamed (`streamed_homes.may_stream`)."""
     return tensor.requires_grad and tensor.dtype == torch.bfloat16 and tensor.dim() > 1 and tensor.numel() > 0 and is_dense(tensor)
 
 
-def _device_of(config: Config) -> torch.device:
+def device_of(config: Config) -> torch.device:
+    """The device of the options, with its number. Raises ConfigError for what is none."""
     try:
         device = torch.device(config.device)
         if device.type not in ("cpu", "cuda"):
             raise ValueError("supported are CPU and CUDA devices")
-        return torch.empty(0, device=device).device  # with its number
+        return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"option device={config.device!r}: expected the device to train on, \"cuda\" or \"cpu\" ({error})") from error
 
 
-def _streams(config: Config) -> bool:
-    """Whether weights are to be streamed, as far as the options say.
+def _wait(config: Config) -> bool:
+    """Whether weights are to be streamed or sharded, as far as the options say.
 
     Where they cannot be for another reason, the session refuses them.
     """
-    if not config.streamed:
-        return False
-    if config.process_group is not False and distributed.is_available() and distributed.is_initialized():
+    if not config.fetches or config.streamed != (count_of_ranks(config.process_group) == 1):
         return False
     try:
         can_put()

@@ -136,6 +136,11 @@ class StateSizes:
         self._rows = range(len(table))
         self._numel = max(sum(home.numel() for home in table.homes), 1)
 
+    @property
+    def may_be_streamed(self) -> bool:
+        """Whether all that has to be pinned on the host is: copies are asynchronous then."""
+        return not any(slab.unpinned for slab in self._states.slabs)
+
     def device_bytes_per_param(self) -> float:
         """States, and the gradient that stays on the device until its update has run."""
         return (self._states.device_bytes(self._rows) + self._grad_bytes(self._rows)) / self._numel

@@ -60,12 +60,12 @@ class Solver:
     def may_stream(self) -> bool:
         """Whether times for streaming are of use.
 
-        On a CPU nothing is streamed that was not asked for.
+        On a CPU nothing is streamed that was not asked for, and nowhere what could not be pinned.
         """
         config = self._config
         wanted = self._device.type == "cuda" if config.stream == "auto" else given_share(config) > 0
         given = config.plan is not None and config.plan.numel(Placement.STREAM) > 0
-        return self._can_stream and (wanted or given)
+        return self._can_stream and (wanted or given) and self._sizes.may_be_streamed
 
     def given(self, profile: Profile | None, in_force: Plan, discipline: Discipline) -> Plan:
         """The plan that was given, with its prediction where there is a profile."""

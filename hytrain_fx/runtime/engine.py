@@ -46,7 +46,8 @@ class RowStates:
     the gradient there: `.grad` may be read after `step()`. With `low` the master is in two halves
     (split_master.py), and the signs of the state `table.tie` are part of it. `out` (host only) is
     there for 16-bit weights whose master is whole. A row whose optimizer has no kernel keeps `own`
-    instead of `states`. `place` is for states that are rounded by chance.
+    instead of `states`. `place` is for states that are rounded by chance. `pinned`: whether the
+    driver could pin that host memory; for a model on the CPU nothing has to be.
     """
 
     table: StateTable
@@ -59,6 +60,7 @@ class RowStates:
     out: torch.Tensor | None = None
     own: OwnStates | None = None
     place: RoundingPlace = NO_PLACE
+    pinned: bool = True
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RowStates:
         """The same with every tensor changed; `own` states stay."""

@@ -49,6 +49,17 @@ def free_bytes(device: torch.device) -> int:
     return min(free, max(0, _allowed_bytes(device, total) - torch.cuda.memory_reserved(device)))
 
 
+def room_bytes(device: torch.device, own_bytes: int) -> float:
+    """What a model may take of a device in all; no bound for a CPU, whose memory is the host's.
+
+    own_bytes   what it has there already
+    """
+    if device.type != "cuda":
+        return math.inf
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # in torch's allocator
+    return free_bytes(device) + idle + own_bytes
+
+
 def total_bytes(device: torch.device) -> float:
     """All the memory of a GPU that this process may have.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
@@ -46,10 +46,11 @@ _COMPILING: Final = timedelta(minutes=30)  # until all have compiled: one rank f
 _ALIGNED_BYTES: Final = 64  # where a tensor begins in what is summed together: kernels read whole lines
 
 
-def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None:
+def ranks_that_begin_alike(model: nn.Module, process_group: Any, waiting: Container[object] = ()) -> Ranks | None:
     """The ranks of this group, with the weights and buffers of its rank 0; None for one process.
 
     process_group   None: the default group, where torch.distributed has one; False: none
+    waiting         parameters that have no values yet
 
     Every rank of the group must call it. Raises ConfigError for anything else, RankError where the
     models differ in more than values.
@@ -70,8 +71,15 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any) -> Ranks | None
         raise ConfigError(f"option process_group: the group has {backends} and the model is on {device.type}; expected one that works "
                           'there, as of init_process_group("nccl") for GPUs and "gloo" for CPUs')
     ranks = Ranks(group, device)
-    ranks.start_alike(model)
+    ranks.start_alike(model, waiting)
     return ranks
+
+
+def count_of_ranks(process_group: Any) -> int:
+    """How many processes `ranks_that_begin_alike` would find; makes nothing."""
+    if process_group is False or not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return distributed.get_world_size(process_group if isinstance(process_group, distributed.ProcessGroup) else None)
 
 
 class Packed(NamedTuple):
@@ -128,8 +136,8 @@ class Ranks:
         return (f"{self.size} ranks train together, this is rank {self.rank}: gradients are averaged as the backward makes them, each rank "
                 f"updates {updates}")
 
-    def start_alike(self, model: nn.Module) -> None:
-        """Give this model the weights and buffers of rank 0.
+    def start_alike(self, model: nn.Module, waiting: Container[object] = ()) -> None:
+        """Give this model the weights and buffers of rank 0, except those in `waiting`.
 
         Raises RankError where the models differ in more than values.
         """
@@ -138,6 +146,8 @@ class Ranks:
         self.require_alike("the model's parameters and buffers", form)
         with torch.no_grad():
             for name, of in tensors:
+                if of in waiting:
+                    continue
                 whole = of.detach().contiguous()
                 send = partial(distributed.broadcast, whole, group=self._group, group_src=0, async_op=True)
                 self._run(f"the values of {name}", send)

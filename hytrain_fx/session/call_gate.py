@@ -20,6 +20,7 @@ from torch import nn
 from hytrain_fx.errors import HytrainError, HytrainWarning
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.callbacks import weakly
+from hytrain_fx.session.late_streaming import LateStreaming
 from hytrain_fx.session.outside_calls import loop_level
 from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.compiling import compiled_call_of, raised_in_backend
@@ -72,6 +73,7 @@ class CallGate:
         self._calls = 0
         self._warned = False
         self.session = session
+        self._late = LateStreaming(session)
         self._forward = self.entry(plain_call)
 
     def entry(self, method: MethodType) -> Entry:
@@ -92,11 +94,12 @@ class CallGate:
         pressure = self.session.pressure
         with self.session.turns.calls:
             while True:
-                begun = pressure.before_call() if self.session.depth == 0 else None
+                outer = self.session.depth == 0
+                begun, begun_late = (pressure.before_call(), self._late.before_call()) if outer else (None, None)
                 try:
                     return self._in_turn(entry, args, kwargs)
                 except torch.OutOfMemoryError as error:  # it holds what the call has made until this handler is left
-                    if not pressure.repeats(begun, error):
+                    if not pressure.repeats(begun, error) and not self._late.repeats(begun_late, error):
                         raise
 
     def _in_turn(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

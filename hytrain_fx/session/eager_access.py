@@ -36,8 +36,9 @@ from hytrain_fx.session.outside_calls import OutsideCalls
 from hytrain_fx.session.turns import Turns
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
-from hytrain_fx.weights.guard import GuardedParameter, guard_type
+from hytrain_fx.weights.guard import Elsewhere, GuardedParameter, guard_type
 from hytrain_fx.weights.held import HeldWeights
+from hytrain_fx.weights.host_copies import HostCopies
 from hytrain_fx.weights.outside_writes import OutsideWrites
 from hytrain_fx.weights.streamed_weights import StreamedWeights
 
@@ -74,6 +75,7 @@ class EagerAccess:
         on_change = nodes.gradients.groups.forget
         self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
         self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched, lambda: turns.is_elsewhere)
+        self.host_copies = HostCopies(table, engine, states, self.writes)
         self._table = table
         self._engine = engine
         self._states = states
@@ -97,13 +99,15 @@ class EagerAccess:
 
     def guard_type(self) -> type[GuardedParameter]:
         """The class of guarded parameters that tell of each access."""
-        return guard_type(if_alive(self.touch), if_alive(self.settle_one), self._turns.state, if_alive(self.may_lose_memory))
+        return guard_type(if_alive(self.touch), if_alive(self.settle_one), self._turns.state, if_alive(self.may_lose_memory),
+                          if_alive(self._elsewhere))
 
     @whole()
     def settle_one(self, parameter: nn.Parameter) -> None:
         """Have the committed weight there, for eager code that is about to reach it."""
         if self._is_over():
             return
+        self.host_copies.follow()
         row = self._table.row_of[id(parameter)]
         if self._turns.is_elsewhere:
             self.streamed.require_loop()
@@ -115,6 +119,16 @@ class EagerAccess:
             with self._marks.held("read"):
                 self.settle([row])
         self.fill([row])
+
+    def _elsewhere(self, parameter: nn.Parameter) -> Elsewhere | None:
+        """What saves and loads it on the host; fp32 memory is there where it has a bf16 copy.
+
+        None for another thread than the loop's, whose first read has all memory stay.
+        """
+        if self._is_over() or self._turns.is_elsewhere or not self.host_copies.are_wanted:
+            return None
+        self.copies.fill([self._table.row_of[id(parameter)]])
+        return self.host_copies
 
     def fill(self, rows: Sequence[int]) -> None:
         """Have the parameters of these rows show their weights, in memory of their own."""
@@ -143,12 +157,13 @@ class EagerAccess:
             self._uses_eagerly([row])
 
     def may_lose_memory(self, parameter: nn.Parameter) -> bool:
-        """Whether its memory may be given back.
+        """Whether its memory may be given back, or `state_dict()` is to have a copy of it.
 
         Then each touch is seen, also after the loop's: any may be another thread's.
         """
         row = self._table.row_of[id(parameter)]
-        return not self._is_over() and (self.copies.may_give_back(row) or self.streamed.may_lose_memory(row))
+        return not self._is_over() and (
+            self.copies.may_give_back(row) or self.streamed.may_lose_memory(row) or self.host_copies.are_wanted)
 
     def _uses_eagerly(self, rows: Collection[int]) -> None:
         """Eager code has read these weights where gradients are on: some may come from it."""
@@ -219,6 +234,9 @@ class EagerAccess:
 
         It reads the memory that parameters have now, and copies where it has them.
         """
+        self.host_copies.follow()
+        if torch.is_grad_enabled():
+            self.host_copies.forget()
         if moved := self.writes.follow_memory():
             self.touched |= moved
             self.reads.memory_moved()
@@ -274,6 +292,7 @@ class EagerAccess:
 
         Raises UnsupportedError.
         """
+        self.host_copies.follow()
         self.touched |= self.writes.follow(self.touched)
 
     def before_step(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ They are given their nodes when they are captured, and watched while they run.
                        numbered in forward order
     around_backward    a compiled backward runs: each of its nodes must, and gradients may be wanted
                        elsewhere than in `.grad`
-    must_capture_anew  a hook has come to a gradient that the graphs keep to themselves
+    must_capture_anew  a hook has come to a gradient that the graphs keep to themselves, or other
+                       passes are to run
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.casts import InputCopies
 from hytrain_fx.capture.handed_out import rows_handed_out
+from hytrain_fx.capture.kept_activations import kept_bytes
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.capture.units import Unit
+from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.destinations import Elsewhere, GradDestinations, with_gradients
 from hytrain_fx.ir.pass_record import PipelineRecord
@@ -55,6 +57,7 @@ class SessionGraphs:
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
     copies     whose 16-bit weights the graphs may read, None where they never do
     streamed   weights that rest on the host
+    noticed    entered around each compiled backward: told that memory runs out
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class SessionGraphs:
         self._nodes = nodes
         self._plain = plain
         self._in_graph = in_graph
-        self._noticed = noticed  # that memory runs out
+        self.noticed = noticed
         self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
@@ -88,6 +91,8 @@ class SessionGraphs:
         self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
         self._copies = copies
         self._streamed = streamed
+        self._kept_bytes: dict[int, int] = {}  # by number of a unit
+        self._anew = False  # whether all is to be captured again
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
             table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, in_graph, phase,
@@ -99,9 +104,12 @@ class SessionGraphs:
         return None if self._copies is None else self._copies.copies_for(gm, inputs, row_of_input)
 
     def _rewrite(self, graph: CapturedGraph) -> PipelineRecord:
+        kept = kept_bytes(graph, unit_of_rows(self._units)) if graph.kind is GraphKind.BACKWARD else {}
         record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
         self._fetches[graph.index] = fetching_calls(graph.module)
         if graph.kind is GraphKind.BACKWARD:
+            for unit, nbytes in kept.items():
+                self._kept_bytes[unit] = max(self._kept_bytes.get(unit, 0), nbytes)
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
             self._nodes.captured_rows |= frozenset(graph.grads)
             self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)
@@ -111,6 +119,11 @@ class SessionGraphs:
             self._nodes.graph_waits[graph.index] = waited_rows(graph.module)
             self._number_units()
         return record
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """By unit, in the forward's order: the most that any forward keeps for its backward."""
+        return tuple(self._kept_bytes.get(number, 0) for number in self.capture.unit_order)
 
     def _number_units(self) -> None:
         """Units count in forward order from here on.
@@ -122,16 +135,21 @@ class SessionGraphs:
                 self._nodes.unit_of[row] = index
                 self._pieces.set_unit(row, index)
 
+    def capture_anew(self, passes: Sequence[GraphPass]) -> None:
+        """Have every graph captured again, and these passes run on it."""
+        self._passes, self._anew = passes, True
+
     def must_capture_anew(self) -> bool:
         """Whether a tensor hook has come to a parameter whose gradient no graph returns.
 
-        The hook would see None.
+        The hook would see None. Or whether that was asked for (`capture_anew`).
 
         Answers once: the graphs that are captured next return it.
         """
         with without_torch_function():
-            if not any_tensor_hooks(self._kept.values()):
+            if not self._anew and not any_tensor_hooks(self._kept.values()):
                 return False
+        self._anew = False
         self._kept.clear()
         return True
 
@@ -158,7 +176,7 @@ class SessionGraphs:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
         reading = self._nodes.fetched.running(graph, self._fetches[graph])
-        with self._noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
+        with self.noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None

@@ -67,6 +67,7 @@ class Resources:
         self._limit_bytes = config.host_memory
         self._first = config.loader if isinstance(config.loader, FirstWeights) else None
         self._parameters = table.parameters
+        self._shards = table.shards if config.weights == "sharded" else {}
         self.streamed: StreamedWeights | None = None
         self._ring_bytes = partial(ring_bytes_for, table.homes, config)
         self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(table)))
@@ -90,18 +91,29 @@ class Resources:
         self._clock.reassign(Phase.MASTERS, Phase.HOST_MEMORY, pinning_us)
 
     def _settle(self, first: FirstWeights, placed: Sequence[PlacedPiece]) -> None:
-        """Weights that the device updates are there, before anything is made of them."""
-        for row in sorted(set(self.first_rows) - whole_on_cpu(placed)):
-            first.settle(self._parameters[row])
-            self._states.pieces.set_weight(row, self._parameters[row].detach())
+        """Weights that rest on the device are there, or their shards, before masters are made."""
+        waiting = set() if self._shards else whole_on_cpu(placed)
+        for row in self.first_rows:
+            if row in self._shards:
+                self._states.shard_first(row, first(self._parameters[row]))
+            elif row not in waiting:
+                first.settle(self._parameters[row])
+                self._states.pieces.set_weight(row, self._parameters[row].detach())
 
     def _first_weight(self, row: int) -> torch.Tensor | None:
-        parameter = self._parameters[self._states.pieces.parameter(row)]
-        return self._first(parameter) if self._first is not None and parameter in self._first else None
+        number = self._states.pieces.parameter(row)
+        if self._first is None or self._parameters[number] not in self._first or number in self._states.streamed:
+            return None
+        return self._first(self._parameters[number])
+
+    @property
+    def first_told(self) -> tuple[str, ...]:
+        """What this rank has read of first weights, for the others to compare."""
+        return self._first.told if self._first is not None else ()
 
     @property
     def first_rows(self) -> list[int]:
-        """Rows whose masters have a weight that the parameter does not have."""
+        """Rows of a weight that rests elsewhere, and that the parameter does not have."""
         first = self._first
         return [] if first is None else [row for row, parameter in enumerate(self._parameters) if parameter in first]
 
@@ -145,17 +157,17 @@ class Resources:
         """
         placed = self._states.placed
         estimate, tiers = self.estimate(placed), self._tiers(placed)
-        on_host = [of for (_, of), at in zip(self._states, placed, strict=True) if not at.placement.rests_on_device]
-        host_bytes = tiers.host_bytes
+        slabs = self._states.slabs
         away_bytes, slot_bytes = (self.streamed.away_bytes, self.streamed.units.slot_bytes) if self.streamed is not None else (0, 0)
         return MemoryInUse(
             device_states_bytes=tiers.device_bytes,
-            host_bytes=host_bytes,
+            host_bytes=tiers.host_bytes,
             ring_bytes=estimate.ring_bytes,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None,
             weights_bytes=sum(size.weight_bytes for size in self._sizes(placed)) + self._elsewhere_bytes - away_bytes,
             staging_bytes=estimate.staging_bytes,
-            pinned_bytes=host_bytes - sum(of.own.nbytes for of in on_host if of.own) if self._device.type == "cuda" else 0,
+            pinned_bytes=sum(slab.nbytes for slab in slabs if slab.pinning is not None),
+            unpinned_bytes=sum(slab.nbytes for slab in slabs if slab.unpinned is not None),
             shadow_bytes=shadow_bytes,
             estimate=estimate,
             weight_slots_bytes=slot_bytes,

@@ -68,7 +68,7 @@ class Session:
         self.turns = Turns()
         self._passes = chosen_passes(config.passes, streamed=config.fetches)
         table = build_table(model, optimizer)
-        self.ranks = ranks_that_begin_alike(model, config.process_group)
+        self.ranks = ranks_that_begin_alike(model, config.process_group, config.loader or ())
         self.frozen_states: dict[torch.Tensor, dict[str, Any]] = {}  # loaded for parameters that are not trained, and given out as they are
         self.update = OptimizerUpdate(optimizer, table, self.ranks, config.moments)
         self.table: ParameterTable = self.update.table

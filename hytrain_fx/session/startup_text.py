@@ -77,10 +77,16 @@ def memory_table(m: MemoryInUse) -> Table:
         ("device: staging of streamed states", _estimated(m, "staging_bytes"), _figure(m.staging_bytes), ""),
         ("device: peak", _NONE, _figure(m.device_peak_bytes), "with activations, which are known once a step has run"),
         ("host: states and slots", _estimated(m, "host_bytes"), _figure(m.host_bytes), ""),
-        ("host: of it pinned", _estimated(m, "pinned_bytes"), _figure(m.pinned_bytes), ""),
+        ("host: of it pinned", _estimated(m, "pinned_bytes"), _figure(m.pinned_bytes), _unpinned(m)),
         ("host: states beside, in updates on a guess", _NONE, _figure(m.shadow_bytes), "the most so far; shadow_memory=... limits it"),
     )
     return Table("memory; in use: counted, the peak by CUDA's allocator", ("", "estimated", "in use", ""), rows, words=(0, 3))
+
+
+def _unpinned(m: MemoryInUse) -> str:
+    if not m.unpinned_bytes:
+        return ""
+    return f"{bytes_text(m.unpinned_bytes)} could not be: copies hold up the thread that asks for them, no states are streamed"
 
 
 def _estimated(m: MemoryInUse, name: str) -> str:

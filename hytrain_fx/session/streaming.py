@@ -22,7 +22,7 @@ def stream_weights(
     weights   as the option
 
     Raises UnsupportedError, and changes nothing, where no weight of it can be, or where what it
-    takes is not there.
+    takes is not there; RankError where ranks have loaded others.
     """
     if not streamed.wanted:
         return
@@ -48,6 +48,8 @@ def stream_weights(
         raise UnsupportedError(f'weights="{weights}" compiles a few lines with torch\'s headers, which failed: {error}') from error
     streamed.choose()
     streamed.begin_away(resources.first_rows)
+    if ranks:
+        ranks.require_alike("the weights that loaders give", resources.first_told)
     resources.streamed = streamed
     if not ranks:  # what is gathered from other ranks is no copy from the host
         planning.units.window = streamed

@@ -157,6 +157,11 @@ def plain_input(desc: object) -> int | None:
     return int(desc.idx) if isinstance(desc, plain) else None
 
 
+def is_given_gradient(desc: object) -> bool:
+    """Whether a placeholder's `meta["desc"]` names a gradient that autograd hands to a backward."""
+    return isinstance(desc, private_name("torch._functorch._aot_autograd.descriptors", "TangentAOTInput"))
+
+
 def gradient_of(desc: object) -> int | None:
     """The example input of the backend whose gradient an output's descriptor names.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import is_
-from types import MethodType
-from typing import Any
+from types import CodeType, MethodType
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -36,6 +36,21 @@ class Slots:
     def are_as_found(self) -> bool:
         """Whether each holds the object that it held when this was made."""
         return all(map(is_, map(dict.get, self._entries, self._names), self._values))
+
+
+def _code_of(method: str) -> CodeType:
+    found = getattr(nn.Module, method, None)
+    if found is None:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no nn.Module.{method}; hytrain_fx needs it and was run on torch 2.11 and 2.13")
+    code: CodeType = found.__code__
+    return code
+
+
+SAVES: Final = _code_of("_save_to_state_dict")
+"""Reads one module's own parameters for `state_dict()`, by `detach()`."""
+LOADS: Final = _code_of("_load_from_state_dict")
+"""Writes them for `load_state_dict()`, by `copy_()`."""
 
 
 def plain_call(model: nn.Module) -> MethodType:

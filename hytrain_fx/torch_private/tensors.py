@@ -93,6 +93,8 @@ get_grad: Final[Callable[[Tensor], Tensor | None]] = property_reader("grad")
 set_grad: Final[Callable[[Tensor, Tensor | None], None]] = vars(torch._C.TensorBase)["grad"].__set__
 """`.grad` written in C, whatever the class of the parameter. Call it `without_torch_function`."""
 delete_grad: Final[Callable[[Tensor], None]] = vars(torch._C.TensorBase)["grad"].__delete__
+set_data: Final[Callable[[Tensor, Tensor], None]] = vars(torch._C.TensorBase)["data"].__set__
+"""`.data` written in C, whatever the class of the parameter. Call it `without_torch_function`."""
 
 
 def any_tensor_hooks(parameters: Iterable[nn.Parameter]) -> bool:

@@ -11,7 +11,7 @@ they are first needed and stay until the model is closed, so nothing is torn int
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -156,6 +156,16 @@ class SlotPool:
             slot.free = torch.cuda.current_stream(self._device).record_event()
         self.slots.append(slot)
         return slot
+
+
+def bytes_of_slots(units: Iterable[list[int]], of_a_size: int) -> int:
+    """Bytes of the slots once each unit was fetched, at least.
+
+    units       the sizes of each unit's weights
+    of_a_size   as `SlotPool` has it
+    """
+    slots = Counter(places_in_slot(sizes)[1] for sizes in units)
+    return sum(nbytes * min(count, of_a_size) for nbytes, count in slots.items())
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -34,7 +34,7 @@ from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
-from hytrain_fx.weights.device_slots import CopyLane, Slot, SlotPool, places_in_slot, wait_for
+from hytrain_fx.weights.device_slots import CopyLane, Slot, SlotPool, bytes_of_slots, places_in_slot, wait_for
 from hytrain_fx.weights.fetch_order import FetchOrder
 from hytrain_fx.weights.fetched_unit import FetchedUnit, GraphRun
 
@@ -112,8 +112,7 @@ class FetchedUnits:
         sizes: dict[int, list[int]] = {}
         for row in sorted(rows):
             sizes.setdefault(self._unit_of[row], []).append(self.nbytes(row))
-        slots = Counter(places_in_slot(of_unit)[1] for of_unit in sizes.values())
-        return sum(nbytes * min(count, self._pool.of_a_size) for nbytes, count in slots.items())
+        return bytes_of_slots(sizes.values(), self._pool.of_a_size)
 
     def look_ahead(self, units: int) -> None:
         """Bring so many units ahead of need from now on, in one slot more of each size.

@@ -36,24 +36,33 @@ raises torch's RuntimeError: give it `p.data`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from types import new_class
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from hytrain_fx.capture.parameters import ManagedParameter
 from hytrain_fx.runtime.interrupts import whole
-from hytrain_fx.torch_private.tensors import delete_grad, get_grad, metadata_functions, set_grad, without_torch_function
+from hytrain_fx.torch_private.modules import LOADS, SAVES
+from hytrain_fx.torch_private.tensors import delete_grad, get_grad, metadata_functions, set_data, set_grad, without_torch_function
 
 OnTouch = Callable[[nn.Parameter], None]
 """Called with a parameter that is a `CountedParameter`, before the op that touched it runs.
 
 It may block. If it raises, the guard stays.
 """
+
+
+class Elsewhere(Protocol):
+    """Where a weight rests that is not on the device: what saves and loads modules goes there."""
+
+    def saved(self, parameter: nn.Parameter) -> Tensor: ...  # what `state_dict()` is to have of it
+    def loaded(self, parameter: nn.Parameter, values: Tensor) -> bool: ...  # what `load_state_dict()` gives; whether it was taken
 
 
 class CountedParameter(ManagedParameter):
@@ -72,7 +81,7 @@ class CountedParameter(ManagedParameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _set_data(touched(self), value)
+        set_data(touched(self), value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:  # nn.Parameter's would call type(self), and be a CountedParameter
         return cast(nn.Parameter, _plainly(self, lambda plain: plain.__deepcopy__(memo)))
@@ -93,8 +102,30 @@ class GuardedParameter(CountedParameter):
     on_touch: ClassVar[OnTouch]
     settle: ClassVar[OnTouch]
     stays: ClassVar[Callable[[nn.Parameter], bool | None]]
+    elsewhere: ClassVar[Callable[[nn.Parameter], Elsewhere | None]]
     lock: ClassVar[AbstractContextManager[object]]
     touching: ClassVar[set[int]]
+
+    def detach(self) -> Tensor:
+        """As any tensor's; `Module.state_dict()` gets the copy of a weight that rests elsewhere."""
+        guarded = type(self)
+        if sys._getframe(1).f_code is SAVES:
+            with guarded.lock:
+                # Another thread may have begun a compiled call meanwhile.
+                place = guarded.elsewhere(self) if type(self) is guarded else None
+                if place is not None:
+                    return place.saved(self)
+        return Tensor.detach(self)  # `super()` would ask for its class, which that thread changes
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """As any tensor's; from `Module.load_state_dict()` it goes where the weight rests."""
+        guarded = type(self)
+        if sys._getframe(1).f_code is LOADS and type(src) in (Tensor, nn.Parameter) and src.shape == self.shape:
+            with guarded.lock:
+                place = guarded.elsewhere(self) if type(self) is guarded else None
+                if place is not None and place.loaded(self, src):
+                    return self
+        return Tensor.copy_(self, src, non_blocking)
 
     @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
     def grad(self) -> Tensor | None:
@@ -137,6 +168,7 @@ def guard_type(
     settle: OnTouch | None = None,
     lock: AbstractContextManager[object] | None = None,
     stays: Callable[[nn.Parameter], bool | None] | None = None,
+    elsewhere: Callable[[nn.Parameter], Elsewhere | None] | None = None,
 ) -> type[GuardedParameter]:
     """A class of guarded parameters that call `on_touch`.
 
@@ -146,9 +178,10 @@ def guard_type(
               weight in flight for a new one
     lock      held meanwhile; one thread may take it twice
     stays     whether a parameter is guarded after a touch too: then each touch is told
+    elsewhere where its weight rests, None: in its own memory
     """
     own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(settle or (lambda _: None)), "lock": lock or RLock(),
-           "stays": staticmethod(stays or (lambda _: False)), "touching": set()}
+           "stays": staticmethod(stays or (lambda _: False)), "elsewhere": staticmethod(elsewhere or (lambda _: None)), "touching": set()}
     return new_class("GuardedParameter", (GuardedParameter,), exec_body=lambda body: body.update(own))
 
 
@@ -279,9 +312,6 @@ def _guarded_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _guarded_in(item)
-
-
-_set_data: Final[Callable[[Tensor, Tensor], None]] = vars(torch._C.TensorBase)["data"].__set__
 
 
 def _setters(*names: str) -> frozenset[Callable[..., Any]]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -24,20 +26,40 @@ from hytrain_fx.cost_model.fetch_depth import FetchDepth
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.ir.plan import PlacedPiece, Placement
+from hytrain_fx.runtime import memory
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.lane_times import LaneTimes
+from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
+from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.states.streamed_homes import may_stream
 from hytrain_fx.torch_private.autograd import accumulator
-from hytrain_fx.torch_private.tensors import without_torch_function
+from hytrain_fx.torch_private.tensors import set_data, without_torch_function
 from hytrain_fx.torch_private.trace import is_held_alone
 from hytrain_fx.weights.fetched_units import FetchedUnits
 from hytrain_fx.weights.gathered_units import GatheredUnits
 from hytrain_fx.weights.held import HeldWeights
 from hytrain_fx.weights.outside_writes import OutsideWrites
 from hytrain_fx.weights.shared_reads import SharedReads
+
+DEVICE_SHARE: Final = 0.95
+"""Of the room on the device that weights may fill when all come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returning:
+    """Bytes of weights without memory of their own, and what device and host have for them."""
+
+    away_bytes: int
+    device_bytes: float
+    host_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device can have them all, with a margin for what lies between."""
+        return self.away_bytes <= DEVICE_SHARE * self.device_bytes
 
 
 class StreamedWeights:
@@ -46,9 +68,13 @@ class StreamedWeights:
     wanted   whether there are to be any
     units    as graphs read them
     depth    how many are brought ahead of need and why, once that is solved
+    since    why they are streamed only from a later step on, in a sentence
+    left_on_host   whether the device had no room for them at the end, so that they are on the CPU
     """
 
     depth: FetchDepth | None = None
+    since: str | None = None
+    left_on_host = False
 
     def __init__(
         self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites, held: HeldWeights, units: FetchedUnits,
@@ -111,8 +137,12 @@ class StreamedWeights:
 
     @whole()
     def begin_away(self, rows: Iterable[int]) -> None:
-        """These weights were just streamed, and never were on the device: the memory there goes."""
+        """These weights were just streamed or sharded, and never were whole on the device.
+
+        The memory there goes.
+        """
         with self.units.lock, torch.no_grad(), without_torch_function():
+            self.units.arrange()
             for row in rows:
                 self._of[row].has_memory = False
                 take_memory(self._table.parameters[row])
@@ -123,7 +153,7 @@ class StreamedWeights:
 
     def _may_begin(self, row: int) -> bool:
         if self._shared:
-            return self._fits(row)
+            return row not in self._of and self._fits(row)
         if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
             return False
         return self._states[row].low is not None and may_stream(self._table.parameters[row])
@@ -226,12 +256,30 @@ class StreamedWeights:
             return
         with suppress(EngineError):
             self._engine.drain(self._states.pieces.rows(list(self._of)))
+        self.left_on_host = self.left_on_host or not (self._shared or self.returning.fits)
         with torch.no_grad(), without_torch_function(), self.units.lock:
+            self.units.drop_slots()
             for row in self._of:
                 if not self._of[row].shows:
-                    (self._shared.fill_own if self._shared else self._fill)(row)
+                    (self._shared.fill_own if self._shared else self._leave_on_host if self.left_on_host else self._fill)(row)
             self._kept.update(self._of)
-            self.units.drop_slots()
+
+    @property
+    def returning(self) -> Returning:
+        """What weights take of the device when all come back, and what it has for them."""
+        away_bytes = sum(self.units.nbytes(row) for row, of in self._of.items() if not of.has_memory)
+        return Returning(away_bytes, memory.room_bytes(self._table.device, 0) + self.units.slot_bytes, available_host_bytes())
+
+    def _leave_on_host(self, row: int) -> None:
+        """The parameter is on the CPU from now on, with a copy of its weight."""
+        of, parameter = self._of[row], self._table.parameters[row]
+        if of.has_memory:
+            self._states.show_weight(row)
+            return
+        copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+        flat_alias(copy).copy_(self._states.home(row))
+        set_data(parameter, copy)
+        of.has_memory = of.current = True
 
     # ---- as planning sees them (`planning.weight_window.WeightWindow`) ----
 
@@ -308,7 +356,8 @@ class StreamedWeights:
             return (f"sharded weights: {len(streamed)} of {len(self._table)} ({params / everything:.1%} of the parameters, "
                     f"{bytes_text(nbytes)}), of which this rank has {bytes_text(nbytes - self.away_of_ranks_bytes)}; the device has "
                     f"{bytes_text(self.units.slot_bytes)} of slots for them{kept}")
-        ahead = f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
+        ahead = f"; {self.since}" if self.since else ""
+        ahead += f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
                 f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}{ahead}")
 

@@ -70,6 +70,7 @@ class EngineLoop:
     streamed: frozenset[int] = frozenset()
     halves: bool = False
     narrow: bool = False  # moments
+    pinned: bool = True
     sends_weight: bool = False  # streamed rows, in halves: the weight goes home in each step
     states: list[RowStates] = field(default_factory=list)  # those on the host rest there; device rows have others
     weights: list[torch.Tensor] = field(default_factory=list)
@@ -84,7 +85,8 @@ class EngineLoop:
             weight = torch.randn(size).to(self.dtype)
             self.weights.append(weight)
             self.reference.append(host_states(weight, narrow=self.narrow))
-            self.states.append(host_states(weight, self.halves and self.dtype == torch.bfloat16, self.narrow))
+            states = host_states(weight, self.halves and self.dtype == torch.bfloat16, self.narrow)
+            self.states.append(replace(states, pinned=self.pinned))
             self.engine.add_row(RowSpec(size, row, weight))
             if self.sends_weight:
                 self.engine.send_weight(row, True)

@@ -28,7 +28,6 @@ import torch
 import hytrain_fx
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.native.engine import NativeEngine
-from hytrain_fx.runtime.states.slabs import HostSlab
 
 _LIBRARY = str(Path(hytrain_fx.__file__).parent)
 
@@ -61,7 +60,6 @@ class Kind:
     targets: tuple[tuple[Any, str], ...]
     error: Callable[[], BaseException]
     named: bool = False  # the first argument tells the calls of one function apart (the engine's)
-    any_thread: bool = False  # else on the loop's own
 
 
 def _no_device_memory() -> BaseException:
@@ -70,10 +68,6 @@ def _no_device_memory() -> BaseException:
 
 def _no_host_memory() -> BaseException:
     return OSError(errno.ENOMEM, "Cannot allocate memory (injected)")
-
-
-def _not_pinned() -> BaseException:
-    return EngineError("pinning 0.01 GiB of host memory failed (CUDA error 2) (injected)")
 
 
 def _device_error() -> BaseException:
@@ -98,7 +92,6 @@ KINDS = {
     for kind in (
         Kind("device memory", (*((torch, name) for name in _FACTORIES), *((torch.Tensor, name) for name in _METHODS)), _no_device_memory),
         Kind("host memory", ((mmap, "mmap"),), _no_host_memory),
-        Kind("pinning", ((HostSlab, "pin"),), _not_pinned, any_thread=True),  # a GPU's
         Kind("engine call", ((NativeEngine, "_call"),), _device_error, named=True),
         Kind("thread", ((threading.Thread, "start"),), _no_thread),
         Kind("disk", ((Path, "write_text"), (Path, "open"), (Path, "mkdir")), _disk_full),
@@ -150,7 +143,7 @@ class Faults:
 
     def _reach(self, name: str) -> None:
         frame = sys._getframe(2)
-        here = self.kind.any_thread or threading.get_ident() == self._thread
+        here = threading.get_ident() == self._thread
         if self.raised or not self.call or not here or not frame.f_code.co_filename.startswith(_LIBRARY):
             return
         line = f"{frame.f_code.co_filename[len(_LIBRARY) + 1 :]}:{frame.f_lineno} {name}"

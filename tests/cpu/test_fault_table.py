@@ -79,7 +79,7 @@ def test_a_device_that_fails_ends_the_engine_and_nothing_else(operations: int) -
 
 
 @pytest.mark.parametrize("engine", ["native", "torch"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "pinning"])  # a GPU's
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_compile_that_meets_a_fault_leaves_a_plain_model(kind: str, engine: str) -> None:
     """A fault at any place in compile() leaves model and optimizer plain, and no thread.
 

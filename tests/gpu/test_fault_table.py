@@ -33,7 +33,7 @@ def loop(request: pytest.FixtureRequest, deterministic: None) -> Iterator[FaultL
     made.close()
 
 
-@pytest.mark.parametrize("kind", ["device memory", "host memory", "pinning", "engine call"])
+@pytest.mark.parametrize("kind", ["device memory", "host memory", "engine call"])
 def test_a_fault_leaves_the_step_whole_or_undone(kind: str, loop: FaultLoop) -> None:
     """At every place the error names its cause, the step is whole or undone, training goes on.
 
@@ -42,7 +42,7 @@ def test_a_fault_leaves_the_step_whole_or_undone(kind: str, loop: FaultLoop) -> 
     assert_whole_or_undone(kind, loop)
 
 
-@pytest.mark.parametrize("kind", ["device memory", "host memory", "pinning", "engine call", "thread"])
+@pytest.mark.parametrize("kind", ["device memory", "host memory", "engine call", "thread"])
 def test_a_compile_that_meets_a_fault_leaves_a_plain_model(kind: str) -> None:
     """At every place in compile() the error names its cause, and a second try trains.
 

@@ -13,6 +13,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.config import Weights
 from hytrain_fx.ir.limits import UNITS_AHEAD
+from hytrain_fx.session.weights_choice import choice_of, with_weights_chosen
 from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
 from .feed_forward import ADAMW, STEPS, batches, build, deterministic, loss_of
@@ -66,11 +67,61 @@ def test_streamed_weights_have_the_bits_of_resident_ones(options: dict[str, Any]
     assert all(map(torch.equal, found, expected))
 
 
+WIDTH, LAYERS = 1024, 16
+
+
+def deep() -> Any:
+    """Layers of 2 MiB each."""
+    torch._dynamo.reset()
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))).to("cuda", torch.bfloat16)
+
+
+def test_saving_and_loading_bring_no_weight_to_the_device() -> None:
+    """state_dict() gives copies on the host, and load_state_dict() writes to the weights' homes."""
+    model = deep()
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), weights="streamed", k=0)
+    for _ in range(2):
+        model(torch.randn(32, WIDTH, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    saved = model.state_dict()
+    model.load_state_dict({name: value + 1 for name, value in saved.items()})
+    again = model.state_dict()
+    assert {value.device.type for value in again.values()} == {"cpu"}
+    assert all(torch.equal(again[name], value + 1) for name, value in saved.items())
+    assert torch.cuda.max_memory_allocated() - before < WIDTH * WIDTH  # half a matrix
+    hytrain_fx.close(model)
+    assert all(torch.equal(p.detach().cpu(), again[name]) for name, p in model.named_parameters())
+
+
+def test_where_weights_rest_follows_what_the_process_may_have() -> None:
+    """With "auto": on the device, and away where the process is held to little of it."""
+    model = deep()
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights_bytes = sum(p.nbytes for p in model.parameters())
+
+    def place() -> str:
+        choice = choice_of(with_weights_chosen(model, optimizer, hytrain_fx.Config(weights="auto")))
+        assert choice is not None
+        assert choice.needs.weights_bytes == weights_bytes
+        return choice.place
+
+    assert place() == "resident"
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + weights_bytes / 4) / total)
+    try:
+        assert place() == "streamed"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_the_device_has_slots_for_three_layers() -> None:
     """Of a deep model the device keeps no matrix from step to step, and few in slots."""
-    torch._dynamo.reset()
-    width, layers = 1024, 16
-    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))).to("cuda", torch.bfloat16)
+    width, layers = WIDTH, LAYERS
+    model = deep()
     model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), weights="streamed")
     for _ in range(3):
         model(torch.randn(32, width, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()

@@ -153,3 +153,14 @@ def test_what_does_not_rest_on_the_host_is_refused() -> None:
         report(SHAPE, H200, 4096, weights="streamed", autocast=True)
     with pytest.raises(ConfigError, match="on 2 GPUs"):
         report(SHAPE, H200, 4096, weights="streamed", ranks=Ranks(2))
+
+
+def test_weights_are_streamed_where_they_do_not_fit_beside_the_activations() -> None:
+    """With "auto": on 10 GB, and on 80 GB not. Under autocast and with ranks they stay."""
+    small, large = (replace(H200, memory_bytes=gb * 10**9) for gb in (10, 80))
+    assert case_of(SHAPE, small, 8192, sequence=2048, recompute=True, weights="auto").shape.weights == "streamed"
+    assert case_of(SHAPE, large, 8192, sequence=2048, recompute=True, weights="auto").shape.weights == "resident"
+    assert case_of(SHAPE, small, 8192, sequence=2048, recompute=True, weights="auto", autocast=True).shape.weights == "resident"
+    assert case_of(SHAPE, small, 8192, sequence=2048, recompute=True, weights="auto", ranks=Ranks(2, 1)).shape.weights == "resident"
+    with pytest.raises(ConfigError, match="no others are predicted"):
+        case_of(SHAPE, large, 8192, weights="sharded")

@@ -1,6 +1,7 @@
 """All that `explain` knows, as sections: what the first screen says in short is here in full.
 
-Head, step by terms, what binds, what would help, rules, units, reasons, memory, the rest.
+Head, step by terms, what binds, what would help, rules, units, reasons, memory, memory over a step,
+the rest.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hytrain_fx.explain.plan.explained import Explained
+from hytrain_fx.explain.plan.step_memory import step_memory_table
 from hytrain_fx.explain.plan.tables import helps_table, reasons_table, rules_table, step_table, units_table
 from hytrain_fx.ir.figures import Table, count_text, shortened, time_text
 from hytrain_fx.session.startup_text import memory_table, startup_line
@@ -29,7 +31,7 @@ def sections(e: Explained) -> Iterator[Table]:
     """The sections in reading order; those that have nothing to say are left out."""
     parts: tuple[Callable[[], Table | None], ...] = (
         partial(_head, e), partial(_step, e), partial(helps_table, e), partial(rules_table, e), partial(units_table, e),
-        partial(reasons_table, e.plan), partial(memory_table, e.memory), partial(_closing, e))
+        partial(reasons_table, e.plan), partial(memory_table, e.memory), partial(step_memory_table, e), partial(_closing, e))
     for part in parts:
         if (section := told(part)) is not None:
             yield section
@@ -52,7 +54,7 @@ def notes(e: Explained) -> list[str]:
     for name, why in e.not_offloaded.items():
         named.setdefault(why, []).append(name)
     slower = [f"updated without overlap: {shortened(names)}: {why}" for why, names in named.items()]
-    weights = [text for text in (e.copies, e.streamed) if text]
+    weights = [str(said) for said in (e.weights_choice, e.copies, e.streamed) if said]
     said = [e.nonfinite] if e.nonfinite else []
     return [*e.troubles, *e.outside, *said, *slower, *weights, *e.optimizer, *e.plan.notes]
 

@@ -28,6 +28,7 @@ from hytrain_fx.ir.schedule import Schedule
 from hytrain_fx.ir.startup import Startup
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 from hytrain_fx.ir.task_graph import Resource, TaskGraph, Unit
+from hytrain_fx.ir.weights_choice import WeightsChoice
 from hytrain_fx.planning.controller import Standing
 from hytrain_fx.runtime.engine import EarlyCounts, FinishTimes, GuessCounts
 from hytrain_fx.runtime.states.memory_estimate import MemoryInUse
@@ -114,6 +115,7 @@ class Explained:
     copies           how many fp32 weights the device has in 16 bits, in a sentence
     streamed         how many weights rest on the host, and the device's slots for them, in a
                      sentence
+    weights_choice   where weights="auto" has weights rest, and why; None where that was given
     nonfinite        how many steps were left out because gradients held NaN or infinities, in a
                      sentence
     outside          what ran outside captured graphs, and what that costs, in sentences
@@ -121,6 +123,7 @@ class Explained:
     launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has
                      its usual length
     units            the model's units, with floating-point operations as far as graphs are captured
+    kept_bytes       by unit: what the forward keeps for its backward, as far as graphs are captured
     """
 
     plan: Plan
@@ -145,12 +148,14 @@ class Explained:
     stream: Stream = "auto"
     copies: str | None = None
     streamed: str | None = None
+    weights_choice: WeightsChoice | None = None
     nonfinite: str | None = None
     outside: tuple[str, ...] = ()
     troubles: tuple[str, ...] = ()
     launch_queue: str | None = None
     planning: Standing | None = None
     units: tuple[Unit, ...] = ()
+    kept_bytes: tuple[int, ...] = ()
 
     @cached_property
     def rules(self) -> dict[str, Plan]:

@@ -12,6 +12,7 @@ from typing import Any
 from hytrain_fx.explain.plan.details import details_text, sections
 from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.explain.plan.screen import screen_text
+from hytrain_fx.explain.plan.step_memory import step_memory
 from hytrain_fx.explain.plan.tables import SOURCES
 from hytrain_fx.explain.plan.text import headline, place_of, reason_of
 from hytrain_fx.explain.plan.verdict import Verdict, verdict_of
@@ -51,6 +52,7 @@ class Explanation(Explained):
         plan, history      the plan in force; all so far, oldest first
         device, engine     names, where the engine's library comes from, and the CPU workers
         optimizer, copies, streamed, nonfinite, outside, troubles, launch_queue    notes
+        weights_choice     where weights="auto" has weights rest, and the bytes that say so
         planning           what planning does now, since which step, and why
         steps_done         steps so far
         step               the step: predicted, measured
@@ -62,6 +64,7 @@ class Explanation(Explained):
         units              each unit: size, place, reason, and times by source
         rules              k and predictions of each rule
         memory             bytes by tier: estimated, measured
+        step_memory        the device's bytes after each unit's forward and backward: known sizes
         startup            time until full speed by phase: measured
         node_runs          parameters that each kind of inserted node was run for
         not_offloaded      parameter -> why its gradient does not go to the host inside a graph
@@ -110,6 +113,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "optimizer": e.optimizer,
         "copies": e.copies,
         "streamed": e.streamed,
+        "weights_choice": {"place": e.weights_choice.place, **asdict(e.weights_choice)} if e.weights_choice else None,
         "nonfinite": e.nonfinite,
         "outside": e.outside,
         "troubles": e.troubles,
@@ -129,6 +133,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "units": [_unit_values(e, unit) for unit in sorted({row.unit for row in e.plan.rows})],
         "rules": {name: {"k": plan.k, "predicted": plan.predicted} for name, plan in e.rules.items()},
         "memory": _memory_values(e),
+        "step_memory": [asdict(point) for point in step_memory(e)],
         "startup": {"measured": asdict(e.startup)} if e.startup else None,
         "node_runs": e.node_runs,
         "not_offloaded": e.not_offloaded,

@@ -20,6 +20,7 @@ struct HostStates {  // where a row's states rest on the host
   States states;
   void* slot;      // of the gradient, which an update leaves there
   void* out;       // of the new 16-bit weight; null where the master, or its half, is the weight
+  int32_t pinned;  // 0: the driver reads it when a copy is asked for, not when the copy's turn has come
 };
 
 // Device memory that streamed states pass through: slots of one chunk, `arrays` (a master and its

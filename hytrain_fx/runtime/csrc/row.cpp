@@ -18,9 +18,9 @@ bool Row::may_be_queued() const {
 }
 
 // Not where the new weight has its own memory: if the update failed, what was there before would go
-// out as the weight.
+// out as the weight. Nor from memory that is not pinned, which is read before the flag is up.
 bool Row::may_be_flagged() const {
-  if (new_weight() != host.master) return false;
+  if (new_weight() != host.master || !host.pinned) return false;
   if (!is_armed(Arm::RELOAD) || !released || factors_are != Factors::KNOWN || is_early()) return false;
   return std::all_of(chunks.begin(), chunks.end(), [](const Chunk& chunk) {
     if (!chunk.flag || chunk.guessed > 0) return false;

@@ -40,6 +40,7 @@ class CHostStates(Structure):
         ("states", CStates),
         ("slot", c_void_p),
         ("out", c_void_p),
+        ("pinned", c_int32),
     ]
 
 
@@ -155,7 +156,8 @@ class FactorTable:
 
 
 def host_states(states: RowStates) -> CHostStates:
-    return CHostStates(states.master.data_ptr(), pointer(states.low), c_states(states), pointer(states.slot), pointer(states.out))
+    master, low, slot, out = states.master.data_ptr(), pointer(states.low), pointer(states.slot), pointer(states.out)
+    return CHostStates(master, low, c_states(states), slot, out, states.pinned)
 
 
 def device_states(states: RowStates) -> CDeviceStates:

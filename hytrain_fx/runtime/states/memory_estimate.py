@@ -119,6 +119,7 @@ class MemoryInUse:
     pinned. Also what the engine has on the device: the ring for gradients on their way to the host,
     and the staging area of streamed states.
 
+    unpinned_bytes       what should be pinned on the host and could not be
     shadow_bytes         the most that new states next to old ones took on the host, in updates
                          on a guess; no estimate
     device_peak_bytes    the most that torch has allocated on a CUDA device so far, activations
@@ -138,6 +139,7 @@ class MemoryInUse:
     shadow_bytes: int = 0
     estimate: MemoryEstimate | None = None
     weight_slots_bytes: int = 0
+    unpinned_bytes: int = 0
 
 
 def estimate_memory(rows: Sequence[RowSize], placement: Sequence[Placement], *, ring_bytes: int, pinned: bool) -> MemoryEstimate:

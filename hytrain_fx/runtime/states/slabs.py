@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -58,11 +59,13 @@ class HostSlab:
 
     pinning    what pinning took of it and those pinned with it; None while it is not pinned by
                `pin_slabs`
+    unpinned   why it could not be, and is used all the same
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.pinning: Pinning | None = None
+        self.unpinned: str | None = None
         # Private: shared memory gets huge pages only where an administrator has said so.
         try:
             self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -114,6 +117,7 @@ class HostSlab:
         with torch.cuda.device(device):
             result = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
         if result != 0:
+            self._map.madvise(mmap.MADV_DOFORK)
             raise EngineError(
                 f"pinning {self.nbytes / 2**30:.2f} GiB of host memory failed (CUDA error {result}); "
                 "raise the limit on locked memory (ulimit -l) or keep more states on the device (gpu_states=...)"
@@ -159,26 +163,43 @@ def padded_bytes(nbytes: int) -> int:
 
 
 def pin_slabs(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> Pinning | None:
-    """Pin fresh slabs for a GPU and note on each what it took. Raises EngineError.
+    """Pin fresh slabs for a GPU and note on each what it took, or why it could not be pinned.
 
     For a model on the CPU nothing is done, and None returned.
 
     Their pages are where so many `workers` run.
     """
-    if device.type == "cpu" or not slabs:
+    if not needs_pinning(device) or not slabs:
         return None
     begin_s = time.perf_counter()
     _populate_all(slabs, device, workers)
     populated_s = time.perf_counter()
     with threads_on(allowed_cpus()), ThreadPoolExecutor(_REGISTER_THREADS) as pool:
-        list(pool.map(lambda slab: slab.pin(device), slabs))
+        pinned = [slab for slab, done in zip(slabs, pool.map(partial(_pin_or_note, device), slabs), strict=True) if done]
     done_s = time.perf_counter()
-    pinning = Pinning(sum(slab.nbytes for slab in slabs), (populated_s - begin_s) * 1e6, (done_s - populated_s) * 1e6)
-    for slab in slabs:
+    pinning = Pinning(sum(slab.nbytes for slab in pinned), (populated_s - begin_s) * 1e6, (done_s - populated_s) * 1e6)
+    for slab in pinned:
         slab.pinning = pinning
     _log.info("pinned %.2f GB of host memory at %.1f GB/s: %.2f s making pages, %.2f s registering them",
               pinning.nbytes / 1e9, pinning.gb_per_s, pinning.populate_us / 1e6, pinning.register_us / 1e6)
     return pinning
+
+
+def needs_pinning(device: torch.device) -> bool:
+    """Whether copies to and from this device are asynchronous from pinned memory alone."""
+    return device.type != "cpu"
+
+
+def _pin_or_note(device: torch.device, slab: HostSlab) -> bool:
+    """Whether it is pinned; the slab says why not.
+
+    Copies from and to memory that is not are right too: the driver makes them while it is asked.
+    """
+    try:
+        slab.pin(device)
+    except EngineError as error:
+        slab.unpinned = str(error)
+    return slab.unpinned is None
 
 
 def _populate_all(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> None:

@@ -143,6 +143,19 @@ class StateStore(PlacedStates):
         self._weights[parameter] = home
         self.pieces.set_weight(parameter, home)
 
+    def shard_first(self, parameter: int, values: torch.Tensor) -> None:
+        """The same before there are states, with the weight's first values.
+
+        values   flat, whole, of its dtype, on the CPU
+
+        The parameter's memory has no weight, and is to be taken.
+        """
+        weight = self._weights[parameter]
+        home = self.pieces.memory(parameter, values).to(weight.device, copy=True)
+        self.streamed[parameter] = StreamedWeight(weight, shard=home)
+        self._weights[parameter] = home
+        self.pieces.set_weight(parameter, home)
+
     def keep_on_device(self, parameter: int) -> None:
         """Updates of an idle streamed or sharded parameter go to its own memory again.
 
@@ -178,6 +191,22 @@ class StateStore(PlacedStates):
             with without_torch_function():
                 flat_alias(of.weight.detach()).copy_(self.home(parameter))
             of.current = True
+
+    def show_if_behind(self, parameter: int) -> None:
+        """The same of any parameter, where its own memory does not show the last update yet."""
+        if parameter in self.streamed and not self.streamed[parameter].shows:
+            self.show_weight(parameter)
+
+    def replace_weight(self, parameter: int, values: torch.Tensor) -> None:
+        """Make these the weight of an idle parameter whose weight rests on the host.
+
+        values   flat, on the CPU, of its dtype
+
+        An element that still is its master's rounding keeps the master's bits.
+        """
+        self._home_changes(parameter)
+        self._follow_row(parameter, values)
+        self.show_weight(parameter)
 
     def _home_changes(self, parameter: int) -> None:
         if parameter in self.streamed:

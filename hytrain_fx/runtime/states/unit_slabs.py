@@ -8,11 +8,13 @@ unit stand one after the other in order of the parameters, so its gradients go t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from hytrain_fx.errors import EngineError, HytrainWarning
 from hytrain_fx.ir.plan import Piece, Placement
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.row_form import RowForm
@@ -37,6 +39,7 @@ class UnitSlabs:
     # by unit: the rows that have slots
     _slot_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _slots: dict[int, HostSlab] = field(default_factory=dict)  # by unit
+    _told: list[bool] = field(default_factory=list)  # that memory is not pinned
 
     def copy(self) -> UnitSlabs:
         """The present slabs, to go back to."""
@@ -48,9 +51,9 @@ class UnitSlabs:
         return list({id(slab): slab for slab in (*self.states.values(), *self._slots.values())}.values())
 
     def allocate(self, rows: Iterable[int]) -> dict[int, RowStates]:
-        """States of these rows on the host, without slots.
+        """States of these rows on the host, without slots. Raises HostMemoryError.
 
-        Raises HostMemoryError, EngineError where memory cannot be pinned.
+        Memory that cannot be pinned is used as it is, and a warning says so once.
         """
         made: dict[int, RowStates] = {}
         slabs: list[HostSlab] = []
@@ -61,22 +64,26 @@ class UnitSlabs:
             for row, form in zip(of_unit, forms, strict=True):
                 made[row] = form.on_host(slab)
                 self.states[row] = slab
-        pin_slabs(slabs, self.device, self.workers)
-        return made
+        self._pin(slabs)
+        return {row: replace(states, pinned=self.states[row].unpinned is None) for row, states in made.items()}
 
     def arrange_slots(self, rows: Iterable[int], placement: Mapping[int, Placement], states: dict[int, RowStates]) -> list[int]:
         """Give the units of `rows` slots for their rows on the CPU.
 
         Returns the rows that have a new slot; `states` say so.
 
-        Raises as `allocate` does, before anything is changed.
+        Raises as `allocate` does, before anything is changed, and EngineError where a row is to be
+        streamed whose states could not be pinned.
         """
         rows = set(rows)
+        for row in rows:
+            if placement.get(row) is Placement.STREAM and (why := self.states[row].unpinned) is not None:
+                raise EngineError(f"states that are not pinned cannot be streamed: {why}; use stream=0")
         slotted = self._by_unit(row for row, place in placement.items() if place.updates_on_cpu)
         wanted = {unit: tuple(slotted.get(unit, ())) for unit in self._by_unit(rows)}
         changed = {unit: of_unit for unit, of_unit in wanted.items() if of_unit != self._slot_rows.get(unit, ())}
         slabs = {unit: HostSlab(sum(self.form_of(row).slot_bytes for row in of_unit)) for unit, of_unit in changed.items() if of_unit}
-        pin_slabs(list(slabs.values()), self.device, self.workers)
+        self._pin(list(slabs.values()))
         self._slot_rows |= changed
         for row in rows.intersection(states) - {row for of_unit in wanted.values() for row in of_unit}:
             states[row] = replace(states[row], slot=None, out=None)
@@ -86,6 +93,14 @@ class UnitSlabs:
                 self._hand_out(slabs[unit], of_unit, states)
         self._slots |= slabs
         return [row for of_unit in changed.values() for row in of_unit]
+
+    def _pin(self, slabs: Sequence[HostSlab]) -> None:
+        pin_slabs(slabs, self.device, self.workers)
+        unpinned = [slab for slab in slabs if slab.unpinned is not None]
+        if unpinned and not self._told:
+            self._told.append(True)
+            warnings.warn(f"{unpinned[0].unpinned}. It is used unpinned: copies from and to it hold up the thread that asks for them, and "
+                          "no states are streamed. explain() says how much of the host's memory is pinned", HytrainWarning, stacklevel=2)
 
     def _hand_out(self, slab: HostSlab, rows: Sequence[int], states: dict[int, RowStates]) -> None:
         for row in rows:

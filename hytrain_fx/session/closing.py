@@ -1,0 +1,49 @@
+"""The end of a compiled model: its weights go back to the device, or stay on the host.
+
+A model whose weights were streamed may be larger than its device. Then `close` leaves it a plain
+model on the CPU. Shards of several ranks cannot be left so: each rank would hold all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from hytrain_fx.errors import HostMemoryError, HytrainWarning, UnsupportedError
+from hytrain_fx.ir.figures import bytes_text
+from hytrain_fx.session.session import Session
+
+
+def close_model(session: Session, model: nn.Module) -> None:
+    """Close the session; `model` has all its weights then.
+
+    Raises UnsupportedError, and closes nothing, where sharded weights do not fit, HostMemoryError
+    where streamed ones fit neither memory.
+    """
+    streamed = session.eager.streamed
+    if not session.closed and streamed.wanted:
+        session.drain()
+        _require_room(session)
+    session.close()
+    if streamed.left_on_host:
+        device = session.table.device
+        model.cpu()
+        warnings.warn(f"the weights of this model do not fit on {device}, so close() has left it on the CPU, whole: it can be saved "
+                      "there", HytrainWarning, stacklevel=3)
+
+
+def _require_room(session: Session) -> None:
+    streamed = session.eager.streamed
+    found = streamed.returning
+    if found.fits:
+        return
+    needed, there = bytes_text(found.away_bytes), bytes_text(found.device_bytes)
+    if session.nodes.gathered:
+        raise UnsupportedError(f"close() needs {needed} for weights that are not whole anywhere, and the device has {there} for them. "
+                               "Sharded weights are given back on each rank's device. Save optimizer.sharded_state_dict(), whose masters "
+                               "are the weights, and end the process instead")
+    if found.away_bytes > found.host_bytes:
+        raise HostMemoryError(f"close() needs {needed} for weights that are not whole anywhere; the device has {there} for them, the host "
+                              f"{bytes_text(found.host_bytes)}. Save them first, one module after the other (module.state_dict()), and end "
+                              "the process instead")

@@ -1,0 +1,107 @@
+"""A model with streamed weights as `state_dict()` and `load_state_dict()` reach it: on the host.
+
+    saved     `state_dict()` asks: a copy on the host, of a streamed weight made from its home.
+              Vectors are copied too, so that all are of one time
+    loaded    `load_state_dict()` gives a value: a streamed weight's goes home
+    follow    what was written into such a copy becomes the weight, as in plain torch, until the
+              next training forward
+
+So neither brings a weight to the device, and a model that never fits can be saved and loaded. From
+the next training forward on a copy is the loop's alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hytrain_fx.capture.parameters import ParameterTable
+from hytrain_fx.runtime.engine import Engine
+from hytrain_fx.runtime.interrupts import whole
+from hytrain_fx.runtime.states.pieces import flat_memory
+from hytrain_fx.runtime.states.store import StateStore
+from hytrain_fx.torch_private.tensors import increment_versions, without_torch_function
+from hytrain_fx.weights.outside_writes import OutsideWrites
+
+
+class HostCopies:
+    """Those of one session. Implements `guard.Elsewhere`."""
+
+    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites) -> None:
+        self._table = table
+        self._engine = engine
+        self._states = states
+        self._writes = writes
+        self._of = states.streamed
+        self._given: dict[int, tuple[torch.Tensor, int]] = {}  # by row: what was handed out, and its version then
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any weight rests on the host."""
+        return any(of.shard is None for of in self._of.values())
+
+    @whole()
+    def saved(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The weight of the last update, or as the loop has written it, on the host.
+
+        The same memory for each of its names, until it is another weight.
+        """
+        row = self._table.row_of[id(parameter)]
+        with torch.no_grad(), without_torch_function():
+            self._follow(row)
+            of = self._of.get(row)
+            if row not in self._given or of is None or of.has_memory:
+                self._engine.settle(self._states.pieces.rows([row]))
+                copy = _on_host(parameter)
+                if of is not None and not of.has_memory:
+                    flat_memory(copy).copy_(self._states.home(row))
+                else:
+                    self._states.show_if_behind(row)
+                    copy.copy_(parameter)
+                if row not in self._given or not torch.equal(copy.view(torch.uint8), self._given[row][0].view(torch.uint8)):
+                    self._given[row] = copy, copy._version
+            return self._given[row][0].detach()
+
+    @whole()
+    def loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
+        """These values, of its shape, are the weight from now on, where it rests on the host.
+
+        False, and nothing done, where it does not.
+        """
+        row = self._table.row_of[id(parameter)]
+        self._given.pop(row, None)
+        if row not in self._of:
+            return False
+        with torch.no_grad(), without_torch_function():
+            self._write(row, _on_host(parameter).copy_(values))
+        return True
+
+    def follow(self) -> None:
+        """Take what was written into copies for the weights."""
+        for row in self._given:
+            self._follow(row)
+
+    def forget(self) -> None:
+        """What is written into copies from now on is no weight's."""
+        self._given.clear()
+
+    def _follow(self, row: int) -> None:
+        if row in self._given:
+            copy, version = self._given[row]
+            if copy._version != version:
+                self._given[row] = copy, copy._version
+                with torch.no_grad(), without_torch_function():
+                    self._write(row, copy)
+
+    def _write(self, row: int, values: torch.Tensor) -> None:
+        if row not in self._of:  # writes on the device are seen
+            self._table.parameters[row].copy_(values)
+            return
+        self._engine.drain([row])
+        self._states.replace_weight(row, flat_memory(values))
+        increment_versions([self._table.parameters[row]])  # a graph that has saved it must not read on
+        self._writes.note([row])
+
+
+def _on_host(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
