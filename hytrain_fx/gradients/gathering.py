@@ -47,7 +47,7 @@ class GatheredGradients(SessionGradients):
         super()._backward_begins()
         with without_torch_function():
             step_begins = all(grad is None for grad in map(get_grad, self.table.parameters))
-        self._number = 0 if step_begins else (self._number + 1) % self._count
+        self._number = 0 if step_begins else min(self._number + 1, self._count - 1)
         self.stay = self._number + 1 < self._count
 
     def take(self, group: RowGroup, grads: Sequence[torch.Tensor]) -> None:

@@ -110,15 +110,19 @@ class RowGroup:
         return self._in_another_order(grads) == ()
 
     def laid_out(self, grads: Sequence[torch.Tensor]) -> tuple[bool, Sequence[torch.Tensor]]:
-        """Whether gradients fit once those in another order of memory are copied, and what fits.
+        """Whether gradients fit once those in another order of memory are copied, and all of them.
 
-        They stay as they are where one is sparse, or of another shape or dtype.
+        Those of rows on the host are copied: flat ranges of them leave. All stay as they are where
+        one is sparse, or of another shape or dtype.
         """
         places = self._in_another_order(grads)
-        if not places:
-            return places == (), grads
+        if places is None:
+            return False, grads
+        leaving = [i for i in places if i in self.on_host.positions]  # others are copied in any case
+        if not leaving:
+            return True, grads
         given = list(grads)
-        for i in places:
+        for i in leaving:
             given[i] = torch.empty_like(self.homes[i], dtype=grads[i].dtype, device=grads[i].device).copy_(grads[i])
         return True, given
 

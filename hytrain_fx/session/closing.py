@@ -7,10 +7,11 @@ model on the CPU. Shards of several ranks cannot be left so: each rank would hol
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 
 from torch import nn
 
-from hytrain_fx.errors import HostMemoryError, HytrainWarning, UnsupportedError
+from hytrain_fx.errors import EngineError, HostMemoryError, HytrainWarning, UnsupportedError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.session.session import Session
 
@@ -18,12 +19,14 @@ from hytrain_fx.session.session import Session
 def close_model(session: Session, model: nn.Module) -> None:
     """Close the session; `model` has all its weights then.
 
-    Raises UnsupportedError, and closes nothing, where sharded weights do not fit, HostMemoryError
-    where streamed ones fit neither memory.
+    Raises UnsupportedError, and closes nothing, where sharded weights do not fit on some rank's
+    device, HostMemoryError where streamed ones fit neither memory.
     """
     streamed = session.eager.streamed
     if not session.closed and streamed.wanted:
-        session.drain()
+        with suppress(EngineError):  # one that has failed can be closed too
+            session.follow_written_weights()
+            session.drain()
         _require_room(session)
     session.close()
     if streamed.left_on_host:
@@ -36,7 +39,8 @@ def close_model(session: Session, model: nn.Module) -> None:
 def _require_room(session: Session) -> None:
     streamed = session.eager.streamed
     found = streamed.returning
-    if found.fits:
+    # All ranks give weights back together, or none does.
+    if found.fits and (not session.ranks or all(session.ranks.of_all("room for whole weights", found.fits))):
         return
     needed, there = bytes_text(found.away_bytes), bytes_text(found.device_bytes)
     if session.nodes.gathered:

@@ -311,6 +311,7 @@ class EagerAccess:
 
         The weights of `held` are new when this returns, in the compute stream's order.
         """
+        self.host_copies.forget()
         self.copies.committed(rows)
         self.streamed.units.committed(rows)
         self.writes.note(rows)

@@ -21,6 +21,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.passes.pipeline import chosen_passes
 from hytrain_fx.planning.controller import Event
+from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.memory_pressure import RandomNumbers
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.streaming import stream_weights
@@ -38,7 +39,8 @@ class LateStreaming:
         self._config = _streamed(session.config) if left_there else None  # to go on with; None once that is done, or where it cannot be
         self._is_wanted = False
         self._noticed = session.graphs.noticed
-        session.graphs.noticed = self.noticed
+        if self._config is not None:
+            session.graphs.noticed = self.noticed
 
     def before_call(self) -> RandomNumbers | None:
         """Before a forward of the loop; what `repeats` wants, None where it would not repeat it."""
@@ -89,20 +91,21 @@ class LateStreaming:
         session, config, self._config, self._is_wanted = self._session, self._config, None, False
         assert config is not None
         why = f"memory ran out after {session.steps_done} steps, so weights are streamed from then on"
-        session.drain()
-        session.follow_written_weights()
-        session.nodes.gradients.before_move()
-        session.engine.discard(range(session.engine.rows))
-        session.nodes.fetched.wanted = session.eager.streamed.wanted = True
-        try:
-            stream_weights(session.eager.streamed, session.states, session.engine, session.resources, session.ranks, session.planning,
-                           config.weights)
-        except UnsupportedError:
-            session.nodes.fetched.wanted = session.eager.streamed.wanted = False
-            return False
-        session.config = config
-        session.speculate(config.speculate, self._device.type == "cuda")
-        session.graphs.capture_anew(chosen_passes(config.passes, streamed=True))
+        with session.turns.state, whole():  # weights and graphs change together
+            session.drain()
+            session.follow_written_weights()
+            session.nodes.gradients.before_move()
+            session.engine.discard(range(session.engine.rows))
+            session.nodes.fetched.wanted = session.eager.streamed.wanted = True
+            try:
+                stream_weights(session.eager.streamed, session.states, session.engine, session.resources, session.ranks, session.planning,
+                               config.weights)
+            except UnsupportedError:
+                session.nodes.fetched.wanted = session.eager.streamed.wanted = False
+                return False
+            session.config = config
+            session.speculate(config.speculate, self._device.type == "cuda")
+            session.graphs.capture_anew(chosen_passes(config.passes, streamed=True))
         session.eager.streamed.since = why
         for event in (Event.LOST, Event.ROOM):  # times without fetches are of no use
             session.planning.do(session.planning.controller.hear(event, why))

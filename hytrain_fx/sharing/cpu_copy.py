@@ -84,7 +84,7 @@ class CpuCopy:
         for row in rows:
             parameter = self._parameters[row]
             if row not in self._memory:
-                self._memory[row] = torch.empty_like(parameter, device="cpu", pin_memory=self._stream is not None)
+                self._memory[row] = _on_host(parameter, pinned=self._stream is not None)
                 self._weights[row].data = self._memory[row]
             self._memory[row].copy_(parameter, non_blocking=True)
 
@@ -102,13 +102,20 @@ class CpuCopy:
         """Modes and buffers of the model as the loop has left them."""
         for module, ours in zip(model.modules(), self.model.modules(), strict=True):
             ours.training = module.training
+        for parameter, weight in zip(self._parameters, self._weights, strict=True):
+            weight.requires_grad_(parameter.requires_grad)  # it may have been frozen meanwhile
         if self._versions(model) != self._seen:
-            for buffer, ours_of in zip(model.buffers(), self.model.buffers(), strict=True):
-                ours_of.copy_(buffer)
+            for kept, ours_of in zip(self._not_trained(model), self._not_trained(self.model), strict=True):
+                ours_of.copy_(kept)
             self._seen = self._versions(model)
 
+    def _not_trained(self, model: nn.Module) -> list[Tensor]:
+        """Buffers, and parameters that the optimizer does not have, of the model or of the copy."""
+        trained = {id(parameter) for parameter in (*self._parameters, *self._weights)}
+        return [*model.buffers(), *(parameter for parameter in model.parameters() if id(parameter) not in trained)]
+
     def _versions(self, model: nn.Module) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for of in (model, self.model) for buffer in of.buffers()]
+        return [(id(tensor), tensor._version) for of in (model, self.model) for tensor in self._not_trained(of)]
 
     def require_unwritten(self, model: nn.Module) -> None:
         """Raise UnsupportedError where a forward has written a buffer, of the model or of the copy.
@@ -126,6 +133,14 @@ class CpuCopy:
             if weight.grad is not None:
                 yield row, weight.grad
                 weight.grad = None
+
+
+def _on_host(parameter: Tensor, *, pinned: bool) -> Tensor:
+    """Memory for a weight. Copies to what the driver does not pin are slower, and right."""
+    try:
+        return torch.empty_like(parameter, device="cpu", pin_memory=pinned)
+    except RuntimeError:
+        return torch.empty_like(parameter, device="cpu")
 
 
 def weight_on_host(states: StateStore, row: int, parameter: Tensor) -> Tensor | None:

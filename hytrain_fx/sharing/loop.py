@@ -107,6 +107,8 @@ class SharedTraining:
             return
         sequences = sequences_of(batch)
         self._learn(session)
+        if not self.control.may_share:
+            self.copy = None  # it may have memory for every weight
         by_cpu = self.control.by_cpu(sequences)
         lengths = [sequences - by_cpu, by_cpu]
         halves = [part_of(batch, 0, lengths[0]), part_of(batch, lengths[0], sequences)]

@@ -4,10 +4,10 @@
               Vectors are copied too, so that all are of one time
     loaded    `load_state_dict()` gives a value: a streamed weight's goes home
     follow    what was written into such a copy becomes the weight, as in plain torch, until the
-              next training forward
+              next step() or training forward
 
 So neither brings a weight to the device, and a model that never fits can be saved and loaded. From
-the next training forward on a copy is the loop's alone.
+the next step() or training forward on a copy is the loop's alone.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ class HostCopies:
         with torch.no_grad(), without_torch_function():
             self._follow(row)
             of = self._of.get(row)
-            if row not in self._given or of is None or of.has_memory:
-                self._engine.settle(self._states.pieces.rows([row]))
-                copy = _on_host(parameter)
-                if of is not None and not of.has_memory:
-                    flat_memory(copy).copy_(self._states.home(row))
-                else:
-                    self._states.show_if_behind(row)
-                    copy.copy_(parameter)
-                if row not in self._given or not torch.equal(copy.view(torch.uint8), self._given[row][0].view(torch.uint8)):
-                    self._given[row] = copy, copy._version
+            self._engine.settle(self._states.pieces.rows([row]))
+            copy = _on_host(parameter)
+            if of is not None and not of.has_memory:
+                flat_memory(copy).copy_(self._states.home(row))
+            else:
+                self._states.show_if_behind(row)
+                copy.copy_(parameter)
+            if row not in self._given or not torch.equal(_bytes(copy), _bytes(self._given[row][0])):
+                self._given[row] = copy, copy._version
             return self._given[row][0].detach()
 
     @whole()
@@ -94,13 +93,17 @@ class HostCopies:
                     self._write(row, copy)
 
     def _write(self, row: int, values: torch.Tensor) -> None:
+        self._engine.drain(self._states.pieces.rows([row]))  # no update may write the weight any more
         if row not in self._of:  # writes on the device are seen
             self._table.parameters[row].copy_(values)
             return
-        self._engine.drain([row])
         self._states.replace_weight(row, flat_memory(values))
         increment_versions([self._table.parameters[row]])  # a graph that has saved it must not read on
         self._writes.note([row])
+
+
+def _bytes(copy: torch.Tensor) -> torch.Tensor:
+    return flat_memory(copy).view(torch.uint8)
 
 
 def _on_host(parameter: nn.Parameter) -> torch.Tensor:

@@ -12,10 +12,12 @@ from hytrain_fx.gradients.rows import RowGroup, in_same_order
 
 
 def group_of(*parameters: nn.Parameter) -> RowGroup:
-    """The rows of one node."""
+    """The rows of one node, all on the host."""
     rows, count = tuple(range(len(parameters))), len(parameters)
     strides = [parameter.stride() for parameter in parameters]
-    return RowGroup(rows, parameters, parameters, strides, [torch.float32] * count, [torch.strided] * count)
+    group = RowGroup(rows, parameters, parameters, strides, [torch.float32] * count, [torch.strided] * count)
+    group.on_host = group.part(rows)
+    return group
 
 
 @st.composite
@@ -51,6 +53,15 @@ def test_flat_ranges_agree_with_the_parameters_ones(pairs: list[tuple[nn.Paramet
             assert (given_one is grad) == torch.equal(in_memory.as_strided(*count), grad.as_strided(*count))
         assert group.fits(grads) == all(one is another for one, another in zip(grads, laid_out, strict=True))
         assert in_same_order(parameters, grads) == group.fits(grads)
+
+
+def test_rows_on_the_device_are_not_copied_twice() -> None:
+    """Theirs are copied when they are kept."""
+    group = group_of(nn.Parameter(torch.zeros(5, 2)))
+    group.on_host, group.on_device = group.on_device, group.on_host
+    grads = [torch.randn(2, 5).t()]
+    assert group.laid_out(grads) == (True, grads)
+    assert not group.fits(grads)
 
 
 @pytest.mark.parametrize("grad", [torch.randn(4, 3, dtype=torch.bfloat16), torch.randn(2, 6), torch.randn(4, 3).to_sparse()],
