@@ -120,6 +120,35 @@ def test_weights_that_the_cpu_updates_are_read_where_they_rest(twins: Twins, by_
         assert ours.rows_with_memory == own
 
 
+def test_frozen_weights_are_as_the_loop_has_them() -> None:
+    """One that is frozen after `compile` stays. What is written to one that never trains is used."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+    model[1].weight.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(trained, lr=0.05), cpu_share=0.5, workers=1)
+    batch = {"x": torch.randn(1, 8).expand(8, 8).contiguous(), "y": torch.zeros(8, dtype=torch.long)}
+    before = model[0].weight.detach().clone()
+    for change in ("freeze", "load"):
+        if change == "freeze":
+            model[0].weight.requires_grad_(False)
+        else:
+            with torch.no_grad():
+                model[1].weight.mul_(3.0)
+        losses = []
+        for part in hytrain_fx.share(batch, model):
+            loss = torch.nn.functional.cross_entropy(part.model(part.batch["x"]), part.batch["y"])
+            (part.weight * loss).backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+        assert model[0].weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(model[0].weight, before)
+    hytrain_fx.close(model)
+
+
 def test_a_model_under_autocast_is_shared() -> None:
     """fp32 weights stay whole on the device, and the copy has them."""
 

@@ -39,13 +39,14 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 48, bias=False)
         self.head.weight = self.words.weight
+        self.gain = nn.Parameter(torch.tensor(1.0))  # without a dimension
         self.scale: torch.Tensor
         self.register_buffer("scale", torch.full((1,), 0.5))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)
         for layer in self.layers:
-            x = x + torch.tanh(layer(x)) * self.scale
+            x = x + torch.tanh(layer(x)) * self.scale * self.gain
         return nn.functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
@@ -196,6 +197,31 @@ def test_what_is_written_to_a_saved_weight_is_the_weight() -> None:
         hytrain_fx.close(model)
     assert ends[0][0] == ends[1][0]
     assert_same(*(end[1] for end in ends))
+
+
+def test_a_step_makes_saved_weights_old() -> None:
+    """Saved between a backward and its `step()`, and again after it: each time the weights of then.
+
+    What is written to the old ones afterwards is no weight's.
+    """
+    found = []
+    for how in ("resident", "streamed"):
+        model, optimizer = compiled(how)
+        train(model, optimizer, range(2))
+        model(torch.arange(24).view(3, 8)).backward()
+        old = model.state_dict()
+        saved = [{name: value.clone() for name, value in old.items()}]
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "streamed":
+            with torch.no_grad():
+                old["layers.0.weight"].zero_()
+        saved.append({name: value.clone() for name, value in model.state_dict().items()})
+        assert not torch.equal(saved[0]["layers.0.weight"], saved[1]["layers.0.weight"])
+        found.append(saved)
+        hytrain_fx.close(model)
+    for resident, streamed in zip(*found, strict=True):
+        assert_same(resident, streamed)
 
 
 def test_weights_that_the_loop_has_written_are_saved_so() -> None:
