@@ -121,7 +121,7 @@ def test_weights_that_the_cpu_updates_are_read_where_they_rest(twins: Twins, by_
 
 
 def test_frozen_weights_are_as_the_loop_has_them() -> None:
-    """One that is frozen after `compile` stays. What is written to one that never trains is used."""
+    """One that is frozen after `compile` stays. What is written to an untrained one is used."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
