@@ -49,7 +49,7 @@ int main() {
   for (int r = 0; r < kRows; ++r) {
     RowSpec spec{kSize, kRows - 1 - r, static_cast<int32_t>(Dtype::kF32), rows[r].weight.data()};
     check(hytrain_add_row(engine, &spec));
-    HostStates states{rows[r].master.data(), nullptr, {{rows[r].m.data(), rows[r].v.data(), nullptr}}, nullptr, nullptr};
+    HostStates states{rows[r].master.data(), nullptr, {{rows[r].m.data(), rows[r].v.data(), nullptr}}, nullptr, nullptr, 1};
     check(hytrain_place_streamed(engine, r, &states));
     items[r].row = r;
     items[r].grad = rows[r].grad.data();

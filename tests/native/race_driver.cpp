@@ -208,7 +208,7 @@ class Run {
       row.v = row.state_width == kWideState ? narrowed(marked, Dtype::kF32) : narrowed(marked, Dtype::kBF16);
     }
     HostStates host{row.split() ? static_cast<void*>(row.high.data()) : master.data(), row.split() ? row.low.data() : nullptr,
-                    row.states(row.m, row.v), slot.data(), row.apart() ? out.data() : nullptr};
+                    row.states(row.m, row.v), slot.data(), row.apart() ? out.data() : nullptr, 1};
     if (where == kHost) {
       check(hytrain_place_on_host(engine_, number, &host));
     } else if (where == kStreamed) {

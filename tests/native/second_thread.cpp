@@ -40,7 +40,7 @@ struct Trained {
     check(hytrain_create(&options, &engine));
     RowSpec spec{n, 0, static_cast<int32_t>(Dtype::kF32), weight.data()};
     check(hytrain_add_row(engine, &spec));
-    HostStates host{master.data(), nullptr, {{m.data(), v.data(), nullptr}}, reinterpret_cast<char*>(slot.data()), nullptr};
+    HostStates host{master.data(), nullptr, {{m.data(), v.data(), nullptr}}, reinterpret_cast<char*>(slot.data()), nullptr, 1};
     DeviceStates device{weight.data(), {{m.data(), v.data(), nullptr}}};
     check(on_device ? hytrain_place_on_device(engine, 0, &device) : hytrain_place_on_host(engine, 0, &host));
     item.row = 0;

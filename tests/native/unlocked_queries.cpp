@@ -98,7 +98,7 @@ int main() {
     RowSpec spec{kSize, r, static_cast<int32_t>(Dtype::kF32), row.weight.data()};
     check(hytrain_add_row(engine, &spec));
     const bool streamed = r % 2 == 1;
-    HostStates states{row.master.data(), nullptr, {{row.m.data(), row.v.data(), nullptr}}, streamed ? nullptr : row.slot.data(), nullptr};
+    HostStates states{row.master.data(), nullptr, {{row.m.data(), row.v.data(), nullptr}}, streamed ? nullptr : row.slot.data(), nullptr, 1};
     check(streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
     items[r].row = r;
     items[r].grad = streamed ? row.grad.data() : nullptr;
