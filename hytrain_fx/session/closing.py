@@ -39,8 +39,9 @@ def close_model(session: Session, model: nn.Module) -> None:
 def _require_room(session: Session) -> None:
     streamed = session.eager.streamed
     found = streamed.returning
-    # All ranks give weights back together, or none does.
-    if found.fits and (not session.ranks or all(session.ranks.of_all("room for whole weights", found.fits))):
+    # All ranks give weights back together, or none does. One without room tells the others too.
+    of_ranks = session.ranks.of_all("room for whole weights", found.fits) if session.ranks else [found.fits]
+    if all(of_ranks):
         return
     needed, there = bytes_text(found.away_bytes), bytes_text(found.device_bytes)
     if session.nodes.gathered:

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import HytrainError
+from hytrain_fx.errors import HytrainError, UnsupportedError
 from hytrain_fx.gradients.averaging import AveragedGradients
+from hytrain_fx.runtime import memory
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
@@ -261,6 +262,22 @@ def dropped(rank: int, size: int) -> tuple[bool, bool]:
         flat = kept.detach().flatten()
         own = torch.equal(flat[shard.begin : shard.end], expected)
         return own, bool(torch.cat([flat[: shard.begin], flat[shard.end :]]).isnan().all())
+
+
+def one_without_room(without: int, rank: int, size: int) -> tuple[str, bool]:
+    """One rank's device has no room for whole weights: what close() says, and whether it closed."""
+    run = _trained(rank)
+    session, said = session_of(run.model), ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == without:
+            patch.setattr(memory, "room_bytes", lambda device, own_bytes: 0)
+        try:
+            hytrain_fx.close(run.model)
+        except UnsupportedError as error:
+            said = str(error)
+    closed = session.closed
+    hytrain_fx.close(run.model)  # with room again
+    return said, closed
 
 
 def one_ends(rank: int, size: int) -> None:

@@ -91,7 +91,7 @@ def train(model: Any, optimizer: Any, steps: range, before: Callable[[int], None
     """
     losses = []
     for step in steps:
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
         before(step)
         for _ in range(2):
             torch.manual_seed(step)  # dropout

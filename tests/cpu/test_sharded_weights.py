@@ -165,6 +165,15 @@ def test_a_parameter_of_a_dropped_model_has_this_ranks_shard(tmp_path: Path) -> 
 
 
 @pytest.mark.sample(0)
+@pytest.mark.parametrize("without", [0, 1])
+def test_ranks_close_together_or_not_at_all(without: int, tmp_path: Path) -> None:
+    """Where one rank has no room for whole weights, none gives its own back, and all say so."""
+    for said, closed in started(partial(sharded_loops.one_without_room, without), 2, tmp_path, timeout_s=30.0):
+        assert "for weights that are not whole anywhere" in said
+        assert not closed
+
+
+@pytest.mark.sample(0)
 def test_a_rank_that_ends_is_told_to_the_others(tmp_path: Path) -> None:
     """In the next forward, at once."""
     first, _ = started(sharded_loops.one_ends, 2, tmp_path, timeout_s=30.0)

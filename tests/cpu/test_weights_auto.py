@@ -20,7 +20,7 @@ from hytrain_fx.runtime import memory
 from hytrain_fx.session import weights_choice
 
 from .loops import assert_same, weights
-from .test_memory_pressure import SHORT, WIDTH, Net
+from .test_memory_pressure import SHORT, WIDTH, Net, train
 
 OPTIONS: dict[str, Any] = {"workers": 1, "timeout_s": 60.0, "warmup_steps": 2}
 PARAMS = 6 * (WIDTH * WIDTH + WIDTH)
@@ -50,26 +50,6 @@ def compiled(model: Any, **options: Any) -> tuple[Any, Any]:
     """With weights="auto", if nothing else is said."""
     options = {"weights": "auto", **OPTIONS, **options}
     return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
-
-
-def train(model: Any, optimizer: Any, steps: range, before: Callable[[int], None] = lambda step: None) -> list[float]:
-    """The loop, which repeats a step that has run out of memory."""
-    losses = []
-    for step in steps:
-        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
-        before(step)
-        for _ in range(2):
-            torch.manual_seed(step)
-            try:
-                loss = model(x)
-                loss.backward()
-                break
-            except torch.OutOfMemoryError:
-                optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @functools.cache
