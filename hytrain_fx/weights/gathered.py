@@ -140,10 +140,11 @@ class GatheredWeights:
                 return set(rows)
             return set().union(*self._ranks.of_all(what, sorted(rows)))
 
-    def bring(self, rows: tuple[int, ...], wholes: Sequence[torch.Tensor]) -> None:
+    def bring(self, rows: tuple[int, ...], wholes: Sequence[torch.Tensor], kind: TaskKind = TaskKind.ALL_GATHER) -> None:
         """Write the whole weights of sharded rows, on the current stream, of every rank's shards.
 
         wholes   flat, bf16
+        kind     what it is in a recording
 
         All ranks have agreed on it. Raises RankError where one does not come.
         """
@@ -151,7 +152,7 @@ class GatheredWeights:
             shard = self._table.shards[row]
             whole[shard.begin : shard.end].copy_(self._states.home(row), non_blocking=True)
         packed = self._ranks.gather(wholes, self._layouts[rows], f"the weights of {self._table.names[rows[0]]} and others")
-        self._ranks.send([packed], TaskKind.ALL_GATHER, rows[0])
+        self._ranks.send([packed], kind, rows[0])
 
     def whole(self, row: int, part: torch.Tensor) -> torch.Tensor:
         """What every rank keeps of one parameter, together, flat on the CPU.
