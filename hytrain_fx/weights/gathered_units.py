@@ -32,6 +32,7 @@ class GatheredUnits(FetchedUnits):
     """Those of one session.
 
     gathered   the weights of all ranks
+    wish       how many units ahead this rank would bring. They all bring the fewest that any wishes
     whole      rows that all ranks have had gathered for the loop, and keep (`is_whole`): no graph
                gathers them
     """
@@ -42,6 +43,7 @@ class GatheredUnits(FetchedUnits):
     ) -> None:  # fmt: skip
         super().__init__(table, engine, states, units, held, times, wanted=True)
         self.gathered = gathered
+        self.wish = self.ahead
         self.whole: set[int] = set()
 
     # ---- while graphs run ----
@@ -55,7 +57,10 @@ class GatheredUnits(FetchedUnits):
                     found.setdefault(self._unit_of[row], gradients)
         if found:
             told = tuple(f"{self._name(unit)}, after {gradients} gradients" for unit, gradients in found.items())
-            self.gathered.agree("the weights that a graph reads", told)
+            agreed = self.gathered.agree_ahead("the weights that a graph reads", told, self.wish)
+            if agreed != self.ahead and getattr(self._runs, "now", None) is None:
+                self.look_ahead(agreed)
+            self.wish = agreed
         return GraphRun(GatherOrder(list(found), list(found.values()), self.ahead))
 
     def _name(self, unit: int) -> str:

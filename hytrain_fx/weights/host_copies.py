@@ -37,8 +37,8 @@ class HostCopies:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether any weight rests on the host."""
-        return any(of.shard is None for of in self._of.values())
+        """Whether any whole weight rests on the host."""
+        return any(not of.sharded for of in self._of.values())
 
     @whole()
     def saved(self, parameter: nn.Parameter) -> torch.Tensor:

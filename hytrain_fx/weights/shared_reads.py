@@ -18,12 +18,14 @@ from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.gathered_units import GatheredUnits
+from hytrain_fx.weights.shard_homes import ShardHomes
 
 
 class SharedReads:
     """Those of one session.
 
     units          as graphs read them
+    homes          where this rank's shards rest
     is_elsewhere   whether the calling thread is another one than the loop's
     """
 
@@ -32,6 +34,7 @@ class SharedReads:
         self._of = states.streamed
         self._states = states
         self.units = units
+        self.homes = ShardHomes(table, states)
         self._is_elsewhere = is_elsewhere
         self._pid = os.getpid()
 
