@@ -75,6 +75,19 @@ class SharedReads:
                 put_memory(parameter, memory, 0, memory.nbytes)
         of.has_memory = of.current = True
 
+    def on_host(self, row: int) -> torch.Tensor:
+        """The whole weight, flat on the CPU. The device has it only meanwhile.
+
+        Raises as `fill`.
+        """
+        self.require_loop()
+        with torch.no_grad(), without_torch_function(), self.units.lock:
+            self.units.gathered.agree("weights that the loop reads", (self._table.names[row],))
+            self.units.end_updates(row)
+            memory = torch.empty(self.units.nbytes(row), dtype=torch.uint8, device=self._table.device).view(torch.bfloat16)
+            self.units.gathered.bring((row,), [memory])
+            return memory.cpu()
+
     def fill_own(self, row: int) -> None:
         """Give a parameter memory with this rank's shard of its weight; the rest is NaN.
 

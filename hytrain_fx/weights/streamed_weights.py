@@ -238,6 +238,15 @@ class StreamedWeights:
                     self._shared.units.stays(row)
             self._kept.update(rows)
 
+    def gathered_on_host(self, row: int) -> torch.Tensor | None:
+        """The weight of a sharded parameter, flat on the CPU; None where its own memory has it.
+
+        Raises RankError and UnsupportedError as `fill`.
+        """
+        if not self._shared or row not in self._of or self._shared.units.is_whole(row):
+            return None
+        return self._shared.on_host(row)
+
     def keep_all(self) -> None:
         """Code that nobody can watch may read any weight from now on."""
         self.keep(range(len(self._table)))

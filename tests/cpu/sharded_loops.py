@@ -168,6 +168,15 @@ def what_rests(weights: str, rank: int, size: int) -> Found:
         "shards": {session.table.names[row]: one.shard.nbytes for row, one in of.items() if one.shard is not None},
         "slots": fetched.slot_bytes, "fetched": fetched.bytes_fetched, "bytes": bytes_of, "runs": dict(session.nodes.runs),
         "in use": memory.weights_bytes, "in slots": memory.weight_slots_bytes, "text": hytrain_fx.explain(model).details()}
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value.neg() for name, value in saved.items()})
+    negated = model.state_dict()
+    found["negated"] = all(torch.equal(negated[name], value.neg()) for name, value in saved.items())
+    with torch.no_grad():
+        negated["head.weight"].neg_()  # writes into what state_dict() has given are followed
+    found["head"] = torch.equal(model.state_dict()["head.weight"], saved["head.weight"])
+    found["away after saving"] = [session.table.names[row] for row, one in of.items() if not one.has_memory]
+    model.load_state_dict(saved)
     assert memory.estimate is not None
     found["estimate"] = memory.estimate.weights_bytes, memory.estimate.weight_slots_bytes
     window = session.planning.units.window

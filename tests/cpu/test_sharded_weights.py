@@ -68,11 +68,14 @@ def test_inductor_keeps_the_order_of_gathers_and_gradients(tmp_path: Path) -> No
 
 
 @pytest.mark.sample(0)
-def test_drawn_programs_have_the_bits_of_averaging_by_hand() -> None:
+@pytest.mark.parametrize(("seed", "options"), [(8, "weights sharded, solved"), (9, "shards on the host")])
+def test_drawn_programs_have_the_bits_of_averaging_by_hand(seed: int, options: str) -> None:
     """Every loss, norm, weight, gradient and state, with other plans and delays on each rank."""
-    found = search(8, 15, drawn_sharded_setup(8), RankWorkshop, shrink_s=0.0)
+    setup = drawn_sharded_setup(seed)
+    assert setup.options == options
+    found = search(seed, 8, setup, RankWorkshop, shrink_s=0.0)
     assert not found.failures, f"{found.failures[0].error}\n{found.failures[0].program}"
-    assert found.programs == 15
+    assert found.programs == 8
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,16 @@ def test_no_rank_has_whole_weights_between_steps(checks: Sequence[Found]) -> Non
         assert found["estimate"][1] >= found["slots"]
         assert "of which this rank has" in " ".join(found["text"].split())
         assert all(found[place] == (MATRICES, 0, found["in use"]) for place in Placement)
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("of", ["rests", "rests on the host"])
+def test_saving_and_loading_bring_no_weight_to_stay(of: str, checks: Sequence[Found]) -> None:
+    """`state_dict()` gathers one after the other for the host. What is loaded goes to shards."""
+    for found in (rank[of] for rank in checks):
+        assert found["negated"]
+        assert found["head"]
+        assert set(found["away after saving"]) == MATRICES
 
 
 @pytest.mark.sample(0)

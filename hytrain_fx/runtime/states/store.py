@@ -210,14 +210,14 @@ class StateStore(PlacedStates):
             self.show_weight(parameter)
 
     def replace_weight(self, parameter: int, values: torch.Tensor) -> None:
-        """Make these the weight of an idle parameter whose weight rests on the host.
+        """Make these the weight of an idle parameter whose weight rests elsewhere.
 
-        values   flat, on the CPU, of its dtype
+        values   flat, whole, on the CPU, of its dtype
 
         An element that still is its master's rounding keeps the master's bits.
         """
         self._home_changes(parameter)
-        self._follow_row(parameter, values)
+        self._follow_home(parameter, self.pieces.memory(parameter, values))
         self.show_weight(parameter)
 
     def _home_changes(self, parameter: int) -> None:
@@ -296,11 +296,13 @@ class StateStore(PlacedStates):
             self._follow_row(row, self._weight(row))
 
     def _follow_streamed(self, parameter: int) -> None:
-        of = self.streamed[parameter]
-        written = self.pieces.memory(parameter, of.weight)
-        if of.shard is None:
+        self._follow_home(parameter, self.pieces.memory(parameter, self.streamed[parameter].weight))
+
+    def _follow_home(self, parameter: int, written: torch.Tensor) -> None:
+        shard = self.streamed[parameter].shard
+        if shard is None:
             return self._follow_row(parameter, written)
-        of.shard.copy_(written)
+        shard.copy_(written)
         for row in self.pieces.of(parameter):
             self._follow_row(row, self._weight(row))
         return None
