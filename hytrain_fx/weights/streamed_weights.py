@@ -163,7 +163,7 @@ class StreamedWeights:
 
     def _may_begin(self, row: int) -> bool:
         if self._shared:
-            return row not in self._of and self._fits(row)
+            return row not in self._of and row not in self._kept and self._fits(row)
         if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
             return False
         return self._states[row].low is not None and may_stream(self._table.parameters[row])

@@ -190,6 +190,11 @@ def what_rests(weights: str, rank: int, size: int) -> Found:
         found[place] = on_device, window.back_bytes(), session.resources.in_use().weights_bytes
     hytrain_fx.settle(model)
     found["settled"] = [session.table.names[row] for row, one in of.items() if one.shows]
+    session.eager.streamed.keep([0])
+    session.place(plan_of(session, [Placement.GPU]))
+    run.backward(9)
+    run.end_step()
+    found["sharded again"] = 0 in of
     hytrain_fx.close(model)
     return found
 

@@ -107,6 +107,7 @@ def test_no_rank_has_whole_weights_between_steps(checks: Sequence[Found]) -> Non
         assert found["estimate"][1] >= found["slots"]
         assert "of which this rank has" in " ".join(found["text"].split())
         assert all(found[place] == (MATRICES, 0, found["in use"]) for place in Placement)
+        assert not found["sharded again"]  # what eager code reads stays whole, also when states move
 
 
 @pytest.mark.sample(0)
