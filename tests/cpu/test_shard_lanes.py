@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import pytest
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.fetch_depth import FetchDepth
+from hytrain_fx.cost_model.gathers import collective_order, gathers
 from hytrain_fx.explain.timeline.recording import Recording
 from hytrain_fx.explain.timeline.span import COLLECTIVES, FETCHED
 from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import FETCHES, GATHERS, TaskKind
+from hytrain_fx.ir.task_graph import FETCHES, GATHERS, TaskId, TaskKind
 from hytrain_fx.session.session import Session
 from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
@@ -135,6 +136,26 @@ def test_each_gather_has_a_record(ranks: Sequence[dict[str, Any]], tmp_path: Pat
         assert "C weights gathered for the backward" in text
         saved = found.recording.save(tmp_path / "steps.json")
         assert list(read_trace(saved)[0].lanes) == list(timeline.lanes)
+
+
+def test_a_recorded_step_has_the_order_that_is_predicted(ranks: Sequence[dict[str, Any]]) -> None:
+    """Of gathers and gradients, from the begin of a backward to the end of the next forward.
+
+    No backward reads the embedding, and no graph the last unit. The head's gradient is made before
+    its weight is read, which the model does not know: it is left out.
+    """
+    for found in (of["sharded"] for of in ranks):
+        lanes = found.recording.timeline.lanes
+        bars = sorted((*lanes[FETCHED], *lanes[COLLECTIVES]), key=lambda bar: bar.begin_us)
+        *units, head, unused = found.profile.units
+        assert (head.name, unused.name) == ("head", "side")
+        early = TaskId(TaskKind.REDUCE_SCATTER, head.index)
+        recorded = [task for bar in bars if (task := TaskId(TaskKind(bar.kind), bar.unit)) != early][len(found.reads[0]) :]
+        profile = replace(found.profile, node_ranks=2, units=(*units, head, replace(unused, gathered_params=0)))
+        order = collective_order(profile, gathers(profile, UNITS_AHEAD), UNITS_AHEAD)
+        predicted = [task for task in order if task in recorded]
+        assert len(predicted) == (len(recorded) + len(found.reads[0])) / STEPS
+        assert recorded[: len(predicted)] == predicted
 
 
 def test_copies_of_shards_from_the_host_have_a_record(ranks: Sequence[dict[str, Any]]) -> None:
