@@ -190,8 +190,8 @@ def pin_factors(slab: HostSlab, device: torch.device) -> None:
     """Pin the slab that factors of gradients come to. Where that fails, warn, and note why."""
     pin_slabs([slab], device, workers=1)
     if slab.unpinned is not None:
-        warnings.warn(f"{slab.unpinned}. So memory for the factors of clipping and loss scaling is left unpinned: with one of these, step() "
-                      "waits until the device has made it", HytrainWarning, stacklevel=2)
+        warnings.warn(f"{slab.unpinned}. So memory for the factors of clipping and loss scaling is left unpinned: with one of these, "
+                      "step() waits until the device has made it", HytrainWarning, stacklevel=2)
 
 
 def needs_pinning(device: torch.device) -> bool:
