@@ -17,7 +17,8 @@ from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.peers import zero_offload_config
 from benchmarks.ranks import ZERO_STAGES, ranks_markdown
-from hytrain_fx.forecast.bench.process import run_to_end, why_none
+from hytrain_fx.forecast.bench import process
+from hytrain_fx.forecast.bench.process import lacked_memory, run_to_end, why_none
 
 LINE = ["ranks", "--size", "tiny", "--batch", "1", "--sequence", "16", "--window", "1", "--warmup", "4"]
 
@@ -92,6 +93,19 @@ def test_the_error_of_a_rank_is_told() -> None:
     """Not torchrun's, which comes last and says only that there was one."""
     printed = "[rank1]: torch.OutOfMemoryError: CUDA out of memory.\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n=="
     assert why_none(1, printed, 1.0) == "torch.OutOfMemoryError: CUDA out of memory."
+
+
+def test_a_row_killed_by_somebody_is_not_said_to_lack_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outer time limit sends the signal that the system does, whose count tells them apart."""
+    counts = iter((7, 7, 7, 8, None))
+    monkeypatch.setattr(process, "_kills_for_memory", lambda: next(counts))
+    told = []
+    for _ in range(3):
+        with (tmp_path / "log").open("w") as log:
+            status = run_to_end(["sh", "-c", "kill -9 $$"], log.fileno(), 60.0, os.environ)
+        told.append(why_none(status, "", 60.0))
+    assert told[0].startswith("killed from outside, and not for want of memory")
+    assert list(map(lacked_memory, told)) == [False, True, True]
 
 
 def test_ranks_end_with_their_row(tmp_path: Path) -> None:

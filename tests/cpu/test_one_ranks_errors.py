@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import hytrain_fx
@@ -69,6 +70,7 @@ def of_all(rank: int, size: int) -> dict[str, Said]:
     return found
 
 
+@pytest.mark.sample(0)  # .ci/run names this file
 def test_an_error_of_one_rank_is_told_to_the_other_at_once(tmp_path: Path) -> None:
     """The rank that has it raises it as it is, the other RankError with its text. Both go on."""
     other, failed = started(of_all, 2, tmp_path, timeout_s=LIMIT_S)
