@@ -28,7 +28,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.planning.aside import Aside
+from hytrain_fx.planning.aside import Aside, Looks
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
 from hytrain_fx.planning.first_plan import FIRST_STEPS, first_plan
@@ -89,8 +89,7 @@ class Planning:
         self.recording = False
         self.captured_steps = 0
         self._reader = StepReader(engine, marks, self.units.time_fetches)
-        self._balancing = Balancing()
-        self._stream_trial = StreamTrial()
+        self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Looks()
         self.last = FinishedStep()
         self._due: _Due | None = None
         self.guard = GUARD
@@ -186,7 +185,7 @@ class Planning:
             lost=self._marks.steps == 0,
             order_known=done == 1 and self._config.plan is None and not self.solver.solves,
             follows_ends=follows,
-            ends_seen=self._balancing.fresh,
+            ends_seen=self._balancing.fresh, may_look=self._looks.may,
             predicted_us=self.plan.predicted.get("step_us"),
             all_on_device_us=None if reading else self._all_on_device_us(),
         )
@@ -220,7 +219,8 @@ class Planning:
             case Action.RENEW:
                 self._due = _Due(Event.PLACED, self.solver.given(None, self.plan, self.discipline))
             case Action.BALANCE:
-                self._balance()
+                with self._looks.look():
+                    self._balance()
             case Action.TRY:
                 assert self.profile is not None
                 self._before_trial = self.plan
@@ -296,10 +296,11 @@ class Planning:
         """
         if self._due is None or self._due.plan is not None:
             return None if self._due is None else self._due.plan
-        begin_s = time.perf_counter()
-        profile = self.profile = self._measured(device_update_us_per_param)
-        read_s = time.perf_counter()
-        new = self._solve(profile) if self.solver.solves else self.solver.given(profile, self.plan, self.discipline)
+        with self._looks.look():
+            begin_s = time.perf_counter()
+            profile = self.profile = self._measured(device_update_us_per_param)
+            read_s = time.perf_counter()
+            new = self._solve(profile) if self.solver.solves else self.solver.given(profile, self.plan, self.discipline)
         self.read_us, self.solve_us = (read_s - begin_s) * 1e6, (time.perf_counter() - read_s) * 1e6
         return new
 
