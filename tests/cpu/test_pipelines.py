@@ -25,15 +25,16 @@ from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.explain.timeline.timeline import Timeline
 from hytrain_fx.ir.task_graph import TaskKind
 
-from . import pipeline_loops
+from . import pipeline_checkpoints, pipeline_loops, pipeline_plans
 from .loops import assert_same
 from .pipeline_loops import MICRO_BATCHES, SCHEDULES
+from .pipeline_plans import require_fixed_plans
 from .rank_loops import require_bits_by_hand, started
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {
-    "GPipe": [("clipped", BF16), ("tied", BF16)],
+    "GPipe": [("tied", BF16)],
     "1F1B": [("plain", BF16), ("accumulated short", BF16), ("clipped", FP32), ("scaler", FP32), ("tied accumulated clipped", BF16)],
     "Interleaved1F1B": [("plain", FP32), ("clipped", BF16), ("tied scaler clipped", FP32)],
 }
@@ -51,6 +52,13 @@ def test_two_ranks_have_the_bits_of_the_schedule_by_hand(schedule: str, tmp_path
         for _, ours in loops.values():
             told = f"this model is stage {rank} of {count} in a Schedule{schedule} of 4 micro-batches"
             assert told in " ".join(ours["text"].split())
+
+
+@pytest.mark.sample(0)
+def test_fixed_plans_have_the_bits_of_the_schedule_by_hand(tmp_path: Path) -> None:
+    """All states on the host, or some in each place; the number of micro-batches is any."""
+    loops = pipeline_plans.LOOPS[:2]
+    require_fixed_plans(started(partial(pipeline_plans.fixed_plans, loops, 1), 2, tmp_path), len(loops))
 
 
 @pytest.mark.sample(0)
@@ -105,7 +113,7 @@ def _require_order(stages: Timeline) -> None:
 
 @pytest.mark.sample(0)
 def test_a_gradient_goes_to_the_host_once_in_a_step(tmp_path: Path) -> None:
-    """However many micro-batches there are, and none comes back.
+    """However many micro-batches there are, and none comes back, by whatever the schedule divides.
 
     Only in the first step the norms that clipping asks for are not known ahead.
     """
@@ -149,10 +157,10 @@ def test_checkpoints_of_stages_are_those_of_the_model(tmp_path: Path) -> None:
     The head is the embedding: two copies in the stages, one entry in the checkpoint.
     """
     by_stage, by_one = str(tmp_path / "by_stage"), str(tmp_path / "by_one")
-    stages = started(partial(pipeline_loops.saved_by_stage, by_stage), 2, tmp_path)
-    loaded, saved = pipeline_loops.whole_model(by_stage, by_one)
+    stages = started(partial(pipeline_checkpoints.saved_by_stage, by_stage), 2, tmp_path)
+    loaded, saved = pipeline_checkpoints.whole_model(by_stage, by_one)
     _require_parts(stages, loaded)
-    _require_parts(started(partial(pipeline_loops.resumed_by_stage, by_one), 2, tmp_path), saved)
+    _require_parts(started(partial(pipeline_checkpoints.resumed_by_stage, by_one), 2, tmp_path), saved)
 
 
 def _require_parts(stages: Any, whole: Any) -> None:
