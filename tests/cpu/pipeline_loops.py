@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import ConfigError, UnsupportedError
+from hytrain_fx.errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, weights
@@ -94,10 +94,13 @@ class Pipeline:
     beside  two ranks that train the same stages on other batches
     scaled  with a GradScaler
     tied    the head is the embedding
+    skips   steps with gradients that are not finite are left out (`on_nonfinite`)
+
+    factor  of the loss
     """
 
     def __init__(self, schedule: str, ours: bool, dtype: torch.dtype, group: Any = None, beside: Any = None, *, scaled: bool = False,
-                 tied: bool = False, micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
+                 tied: bool = False, skips: bool = False, micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
         torch._dynamo.reset()
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         each = 2 if schedule == "Interleaved1F1B" else 1
@@ -106,10 +109,10 @@ class Pipeline:
         link = torch.device("cpu") if "gloo" in distributed.get_backend_config(group) else device
         self.parts = [Part(number, each * size, link).to(device, dtype) for number in range(rank, each * size, size)]
         stages = [PipelineStage(part, rank + size * i, each * size, link, group=group) for i, part in enumerate(self.parts)]
+        self.skips, self.factor = skips, 1.0
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16, growth_interval=2, enabled=scaled)
         self.scaler.scale(torch.ones(1, device=device))  # a scaler begins with its first loss, and most stages have none
-        self.schedule = SCHEDULES[schedule](
-            stages if each > 1 else stages[0], micro_batches, loss_fn=lambda logits, target: self.scaler.scale(loss_of(logits, target)))
+        self.schedule = SCHEDULES[schedule](stages if each > 1 else stages[0], micro_batches, loss_fn=self._loss)
         self.optimizers = [self._optimizer(part, beside, options) for part in self.parts]
         self.is_first, self.is_last = stages[0].is_first, stages[-1].is_last
         if tied and ours:
@@ -122,7 +125,11 @@ class Pipeline:
             part.compile()
             return HandAdam(part.parameters(), **HYPER)
         plain = torch.optim.AdamW(part.parameters(), **HYPER)
+        options = {"on_nonfinite": "skip" if self.skips else "allow", **options}
         return hytrain_fx.compile(part, plain, pipeline=self.schedule, process_group=beside, workers=1, **options)[1]
+
+    def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.scaler.scale(loss_of(logits, target))
 
     def backward(self, number: int, scale: float = 1.0) -> list[float]:
         """All micro-batches of a step: the losses, on the last stage's rank."""
@@ -133,7 +140,7 @@ class Pipeline:
         return [loss.item() for loss in losses]
 
     def before_step(self) -> None:
-        """By hand: the sum of the tied weight's gradients, and the same inf everywhere."""
+        """By hand: the sum of the tied weight's gradients, the same inf everywhere."""
         if self.ours:
             return
         if self.tied:
@@ -169,6 +176,8 @@ class Pipeline:
 
     def end_step(self) -> float:
         """step() and zero_grad() of all. Gives the next scale."""
+        if self.skips and not self.ours:
+            self._skip()
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         if self.scaler.is_enabled():
@@ -176,6 +185,14 @@ class Pipeline:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return self.scaler.get_scale()
+
+    def _skip(self) -> None:
+        """By hand: no gradients, where one of any stage is not finite."""
+        parameters = [p for part in self.parts for p in part.parameters()]
+        bad = torch.stack([~p.grad.isfinite().all() for p in parameters if p.grad is not None]).any().float()
+        distributed.all_reduce(bad, distributed.ReduceOp.MAX, group=self.group)
+        for p in parameters if bad else ():
+            p.grad = None
 
     def spike(self, factor: float, number: int) -> None:
         """In the first stage (0) or in the last one (-1)."""
@@ -210,14 +227,16 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
             micro_batches: int = MICRO_BATCHES, **plan: Any) -> Found:
     """Four steps: losses, norms and scales, weights, what `explain` says.
 
-    loop   "accumulated", "clipped", "scaler", "tied", "short" of memory after two steps, or several
-           of them
+    loop   "accumulated", "clipped", "scaler", "tied", "skipped", "short" of memory after two steps,
+           or several of them
 
     Ours moves its states to a drawn plan before each step, unless a `plan` is given, as options of
-    compile. Every second rank is slow. With a scaler the second step has an inf in the first stage
-    alone, the third one in the last; of two pipelines side by side only the first has them.
+    compile. Every second rank is slow. With a scaler, and where steps are skipped, the second step
+    has an inf in the first stage alone, the third one in the last; of two pipelines side by side
+    only the first has them.
     """
-    options: dict[str, Any] = {"scaled": "scaler" in loop, "tied": "tied" in loop, "micro_batches": micro_batches, **plan}
+    of_loop: dict[str, Any] = {"scaled": "scaler" in loop, "tied": "tied" in loop, "skips": "skipped" in loop}
+    options = {**of_loop, "micro_batches": micro_batches, **plan}
     pipeline = Pipeline(schedule, ours, dtype, group, beside, replan_every=0 if ours else 20, **options)
     for p in () if ours or beside is None else pipeline.parts[0].parameters():
         p.register_hook(partial(_averaged, beside))
@@ -230,14 +249,16 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
         for session in pipeline.sessions() if ours else ():
             if session.engine.can_stream and not plan:
                 place_anywhere(session, draw)
-        spiked = {1: 0, 2: -1}.get(step) if "scaler" in loop and not stream else None
+        spiked = {1: 0, 2: -1}.get(step) if ("scaler" in loop or "skipped" in loop) and not stream else None
         if spiked is not None:
             pipeline.spike(SPIKE, spiked)
+            pipeline.factor = 2.0**16 if "skipped" in loop else 1.0
         if "short" in loop and step == 2:
             assert not ours or all(session.nodes.gradients.stream_out() for session in pipeline.sessions())
         seen += pipeline.backward(10 * stream + step)
         if spiked is not None:
             pipeline.spike(0.0, spiked)
+            pipeline.factor = 1.0
         if "accumulated" in loop:
             seen += pipeline.backward(100 + step)
         pipeline.before_step()
@@ -246,8 +267,9 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
             seen.append(norm if math.isfinite(norm) else math.inf)
         seen.append(pipeline.end_step())
     text = hytrain_fx.explain(pipeline.parts[0]).details() if ours else ""
+    left_out = [session.finite_steps.count for session in pipeline.sessions()] if ours else []
     places = {str(of.placement) for session in pipeline.sessions() for of in session.states.placed} if ours else set()
-    return {"seen": seen, "weights": pipeline.weights(), "text": text, "places": places}
+    return {"seen": seen, "weights": pipeline.weights(), "text": text, "places": places, "left_out": left_out}
 
 
 def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: int, size: int) -> dict[str, tuple[Found, ...]]:
@@ -296,7 +318,10 @@ class _Counts:
 
 
 def refused(rank: int, size: int) -> list[str]:
-    """The errors of weights that cannot be tied, and of a backward after their sum."""
+    """The errors of weights that cannot be tied, and of a backward after their sum.
+
+    Then that of a step for which the first stage alone has gradients that are not finite.
+    """
     run = Pipeline("1F1B", True, torch.bfloat16)
     (group,) = run.optimizers[0].param_groups
     errors = [_error_of(lambda: hytrain_fx.tie_weights(run.parts, [TIED[:1]]))]
@@ -311,13 +336,18 @@ def refused(rank: int, size: int) -> list[str]:
     run.clip(0.5)
     run.backward(1)
     errors.append(_error_of(lambda: run.clip(0.5)))
+    run = Pipeline("1F1B", True, torch.float32, on_nonfinite="raise")
+    run.factor = 2.0**16
+    run.spike(SPIKE, 0)
+    run.backward(0)
+    errors.append(_error_of(run.end_step))
     return errors
 
 
 def _error_of(call: Callable[[], object]) -> str:
     try:
         call()
-    except (ConfigError, UnsupportedError) as error:
+    except (ConfigError, UnsupportedError, NonFiniteGradientError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

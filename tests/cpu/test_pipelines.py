@@ -35,8 +35,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = {
     "GPipe": [("tied", BF16)],
-    "1F1B": [("plain", BF16), ("accumulated short", BF16), ("clipped", FP32), ("scaler", FP32), ("tied accumulated clipped", BF16)],
-    "Interleaved1F1B": [("plain", FP32), ("clipped", BF16), ("tied scaler clipped", FP32)],
+    "1F1B": [("plain", BF16), ("accumulated short", BF16), ("clipped skipped", FP32), ("scaler", FP32), ("tied accumulated clipped", BF16)],
+    "Interleaved1F1B": [("skipped", FP32), ("clipped", BF16), ("tied scaler clipped", FP32)],
 }
 
 
@@ -49,7 +49,8 @@ def test_two_ranks_have_the_bits_of_the_schedule_by_hand(schedule: str, tmp_path
     require_bits_by_hand(ranks, "seen")
     count = 4 if schedule == "Interleaved1F1B" else 2
     for rank, loops in enumerate(ranks):
-        for _, ours in loops.values():
+        for loop, (_, ours) in loops.items():
+            assert ours["left_out"] == [2 if "skipped" in loop else 0] * (count // 2), loop
             told = f"this model is stage {rank} of {count} in a Schedule{schedule} of 4 micro-batches"
             assert told in " ".join(ours["text"].split())
 
@@ -139,15 +140,20 @@ def test_stages_may_have_ranks_beside_them(tmp_path: Path) -> None:
 
 @pytest.mark.sample(0)
 def test_weights_that_cannot_be_tied_are_refused(tmp_path: Path) -> None:
-    """On every rank alike. So is a backward after the sum of their gradients was taken."""
+    """On every rank alike. So is a backward after the sum of their gradients was taken.
+
+    Every rank is told of gradients that are not finite, in whatever stage.
+    """
     of_ranks = started(pipeline_loops.refused, 2, tmp_path)
-    assert of_ranks[0] == of_ranks[1]
+    assert of_ranks[0][:-1] == of_ranks[1][:-1]
     expected = (r"ConfigError: tie_weights: expected words\.weight in stages of two ranks or more, found it on 1",
                 r"ConfigError: tie_weights: copies of words\.weight differ: .*'lr': 0\.0.* on rank 0, .*'lr': 1\.0.* on rank 1",
                 r"UnsupportedError: tie_weights: words\.weight is in a parameter group with moments in bf16",
                 r"UnsupportedError: a backward came after the gradients of words\.weight, .*: run all backwards of a step first")
-    for found, error in zip(of_ranks[0], expected, strict=True):
+    for found, error in zip(of_ranks[0][:-1], expected, strict=True):
         assert re.match(error, found)
+    for errors, where in zip(of_ranks, (r"among them that of layers\.\d\.down\.bias", "in another stage"), strict=True):
+        assert re.match(rf"NonFiniteGradientError: the gradients of step 1 hold NaN or infinite values \({where}\)", errors[-1])
 
 
 @pytest.mark.sample(0)
