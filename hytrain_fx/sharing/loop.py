@@ -34,6 +34,7 @@ from hytrain_fx.session.session import Session
 from hytrain_fx.sharing.batches import Weigh, counted, moved, part_of, require_even, sequences_of
 from hytrain_fx.sharing.control import ShareControl, SharedStep
 from hytrain_fx.sharing.cpu_copy import CpuCopy
+from hytrain_fx.sharing.placing import SharePlacing
 from hytrain_fx.sharing.spans import DeviceSpan
 from hytrain_fx.torch_private.modules import compiled_call
 from hytrain_fx.torch_private.tensors import without_torch_function
@@ -90,7 +91,8 @@ class SharedTraining:
     """
 
     def __init__(self, session: Session) -> None:
-        self.control = ShareControl(session.config.cpu_share)
+        self._placing = SharePlacing(session.planning)
+        self.control = ShareControl(session.config.cpu_share, self._placing.solved)
         self._session = weakref.ref(session)
         self.copy: CpuCopy | None = None
         self._pending: deque[tuple[DeviceSpan, SharedStep]] = deque(maxlen=_MOST_PENDING)
@@ -180,6 +182,8 @@ class SharedTraining:
             _, step = self._pending.popleft()
             if not session.planning.awaits_times or session.steps_done > _MOST_STEPS_UNPLANNED:
                 self.control.saw(replace(step, device_us=device_us))
+        if session.config.cpu_share == "auto":
+            self._placing.hold(self.control.holds_states)
 
 
 def _join(session: Session, ours: CpuCopy) -> None:
