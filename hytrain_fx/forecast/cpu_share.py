@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Final
 
 from hytrain_fx.cost_model.cpu_share import LEAST_GAIN, CpuShare
-from hytrain_fx.cost_model.share_and_states import ShareRates, solve_together
+from hytrain_fx.cost_model.share_and_states import Shared, ShareRates, solve_together
 from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.device import LAUNCH_US_PER_UNIT, DeviceSpec, analytic_profile
 from hytrain_fx.forecast.named_devices import find_device
@@ -103,11 +103,14 @@ def shares(model: Any, tokens: int, *, sequence: int | None = None, recompute: b
 
 
 def _solved(gpu: str, cores: int, case: Case, clips: bool) -> ShareCase:
-    """States and share that are solved together."""
-    rates = share_rates(case, cores, clips)
-    found = solve_together(case.profile, rates, case.plan_of(OUR_SYSTEM), partial(_plan_within, case))
+    found = solved_together(case, cores, clips)
     on_device = found.plan.numel(Placement.GPU) / case.shape.params
     return ShareCase(gpu, cores, on_device, case.row_of(OUR_SYSTEM, found.plan).fits, found.share)
+
+
+def solved_together(case: Case, cores: int, clips: bool = False) -> Shared:
+    """Where states rest and what the CPU trains, for a case on a host of so many cores."""
+    return solve_together(case.profile, share_rates(case, cores, clips), case.plan_of(OUR_SYSTEM), partial(_plan_within, case))
 
 
 def _plan_within(case: Case, k: int) -> Plan:

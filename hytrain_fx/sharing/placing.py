@@ -57,9 +57,9 @@ class SharePlacing:
         return solve_together(profile, rates, alone, plan_at)
 
     def hold(self, shares: bool) -> None:
-        """Whether the CPU trains, or is about to: states stay then, and no plan is made."""
+        """Whether the CPU trains in this step, or is tried: states stay then; no plan is made."""
         planning = self._planning
-        planning.held = shares
+        planning.held = planning.last.steps_done + 1 if shares else 0
         if not shares and self._before is not None:
             before, self._before = self._before, None
             planning.want(before, "no share pays: states are where they were")

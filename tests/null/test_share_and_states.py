@@ -16,6 +16,7 @@ from hytrain_fx.cost_model.share_and_states import PlanAt, ShareRates, solve_tog
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.planning.watches import FinishedStep
 from hytrain_fx.sharing.placing import SharePlacing
 from tests.null.profiles import profiles, uniform
 
@@ -85,7 +86,8 @@ class Planned:
     """As much of `Planning` as a share needs. All states are on the host."""
 
     def __init__(self, profile: Profile | None) -> None:
-        self.profile, self.guard, self.discipline, self.held = profile, 1.0, Discipline(), False
+        self.profile, self.guard, self.discipline, self.held = profile, 1.0, Discipline(), 0
+        self.last = FinishedStep(steps_done=7)
         self.plan = plan(uniform(8) if profile is None else profile, k=0)
         self.wanted: list[Plan] = []
         self.solver = SimpleNamespace(solves=True, at=lambda k, profile, guard, discipline: plan(profile, k=k))
@@ -111,10 +113,10 @@ def test_a_session_moves_its_states_and_holds_them() -> None:
     assert around_us >= 0.0
     assert wanted.notes[-1].startswith("solved with the CPU's share: ")
     placing.hold(True)
-    assert planning.held
+    assert planning.held == 8, "the step to come"
     placing.hold(False)
     placing.hold(False)
-    assert not planning.held
+    assert planning.held == 0
     assert [of.rows for of in planning.wanted[1:]] == [before.rows]
 
 
