@@ -50,7 +50,8 @@ class Part(nn.Module):
 
     Every part is made of the whole model's draws, so parts together are one model.
 
-    link   the device that activations are on between stages: gloo sends from host memory alone
+    link   the device that what comes to a stage is on, and what it hands to the next one: gloo
+           sends from host memory alone
     """
 
     def __init__(self, number: int = 0, count: int = 1, link: torch.device | None = None) -> None:
@@ -66,7 +67,8 @@ class Part(nn.Module):
         self.register_buffer("spike", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.spike.device) if self.words is None else self.words(x)
+        x = x.to(self.spike.device)
+        x = x if self.words is None else self.words(x)
         for layer in self.layers.values():
             x = layer(x)
             bias = layer.get_parameter("down.bias") * self.spike
@@ -136,7 +138,7 @@ class Pipeline:
         tokens, target = batch(number, self.micro_batches)
         losses: list[torch.Tensor] = []
         given = {"target": target, "losses": losses} if self.is_last else {}
-        self.schedule.step(*([tokens] if self.is_first else []), **given)
+        self.schedule.step(*([tokens.to(self.parts[0].link)] if self.is_first else []), **given)
         return [loss.item() for loss in losses]
 
     def before_step(self) -> None:
