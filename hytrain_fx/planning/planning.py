@@ -67,8 +67,8 @@ class Planning:
     verdict             why states moved or stayed when the plan was last solved again
     read_us, solve_us   how long the launching thread was held up to read the last times, and to
                         make the last plan
-    recording           inside hytrain_fx.record(): the engine's records are the user's, so no plan
-                        is made from them
+    recording, held     no plan is made from what steps show: inside hytrain_fx.record(); up to the
+                        step of this number, as the CPU trains a share that plans do not know of
     captured_steps      steps with a captured backward, so far
     """
 
@@ -86,7 +86,7 @@ class Planning:
         self.profile: Profile | None = None
         self.verdict: Verdict | None = None
         self.read_us = self.solve_us = 0.0
-        self.recording = False
+        self.recording, self.held = False, 0
         self.captured_steps = 0
         self._reader = StepReader(engine, marks, self.units.time_fetches)
         self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Looks()
@@ -155,8 +155,8 @@ class Planning:
 
     def _after_step(self) -> None:
         self.captured_steps += self._marks.captured
-        if self.recording:  # what was measured before is lost, and is measured again later
-            self.do(self.controller.hear(Event.LOST, "steps were recorded meanwhile"))
+        if self.recording or self.last.steps_done <= self.held:  # what was measured before is lost, and is measured again later
+            self.do(self.controller.hear(Event.LOST, "steps were recorded or shared meanwhile"))
             return
         if self._reader.is_reading:
             self._reader.step_ended()
