@@ -237,9 +237,15 @@ def test_weights_that_stay_for_good_are_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_room_of_a_gpu_counts_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory, what torch's allocator has idle, and what the model has there already."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    """Free memory, what torch's allocator has idle, and what the model has there already.
+
+    No more than the process may have, also where the allocator got more before that was set.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
-    assert memory.room_bytes(torch.device("cuda"), 300) == 1500
+    for share, room_bytes in ((1.0, 1500), (0.15, 400), (0.1, 300)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index, share=share: share)
+        assert memory.room_bytes(torch.device("cuda"), 300) == room_bytes
     assert memory.room_bytes(torch.device("cpu"), 300) == float("inf")
