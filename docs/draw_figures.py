@@ -34,14 +34,17 @@ from benchmarks.estimates import spec_of
 from benchmarks.figures import estimates_and_trials
 from benchmarks.plots import Look, Series, draw_bars, draw_lines, dress, figure, legend, save
 from benchmarks.results import Results
+from hytrain_fx.cost_model.cpu_share import ShareTimes
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import plan
 from hytrain_fx.cost_model.rules import compare
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.explain.timeline.span import union
 from hytrain_fx.explain.timeline.timeline import Timeline, read_trace
+from hytrain_fx.forecast.cpu_share import on_host, solved_together
 from hytrain_fx.forecast.device import analytic_profile
 from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.report import case_of
 from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.forecast.stages import pipeline_forecast
 from hytrain_fx.ir.profile import Profile
@@ -55,7 +58,8 @@ LOOKS = {"light": Look(dpi=200), "dark": Look("#0d1117", "#e6edf3", "#3d444d", d
 OURS, GPU, ZERO = "#54a24b", "#4c78a8", "#e45756"
 COLOURS = {
     "backward": "#9ecae9", "forward": "#4c78a8", "wait": "#e45756", "update on the CPU": OURS, "update on the GPU": "#a6d854",
-    "gradients": "#f2cf5b", "new weights": "#b279a2", "states": "#ff9da6",
+    "gradients": "#f2cf5b", "new weights": "#b279a2", "states": "#ff9da6", "launching, weights to the CPU": "#bab0ac",
+    "the CPU trains": "#f58518", "gradients are added": "#f2cf5b",
 }
 KINDS = {
     TaskKind.BACKWARD: "backward", TaskKind.FORWARD: "forward", TaskKind.WAIT: "wait", TaskKind.CPU_UPDATE: "update on the CPU",
@@ -210,8 +214,32 @@ def pipeline(path: Path, look: Look) -> None:
                "% of the step in which a stage is idle (4 to 64 micro-batches)", "step over the step without updates", lines, look=look)
 
 
+def stages(path: Path, look: Look) -> None:
+    """A predicted step of four stages, with few micro-batches and with many."""
+    profile = analytic_profile(read_shape("llama-7b"), find_device(DEVICE), SEQUENCE, sequence=SEQUENCE)
+    made = {count: pipeline_forecast(profile, 4, count) for count in (4, 16)}
+    steps = [Lanes(f"{count} micro-batches: {of.steps_us[3] / 1e3:.0f} ms a step; updates after the step: {of.steps_us[0] / 1e3:.0f} ms",
+                   of.timeline.length_us / 1e3, {lane: _bars(spans) for lane, spans in of.timeline.lanes.items()})
+             for count, of in made.items()]
+    draw_lanes(path, f"Predicted, not measured: a Llama of 6.7 G as 4 stages in 1F1B, each on one {DEVICE.upper()}, k solved", steps, look,
+               since="where the last stage has ended the step before")
+
+
+def share(path: Path, look: Look) -> None:
+    """A predicted step without the CPU's share of the batch, and with it."""
+    card, cores, tokens = "rtx4090", 64, 32768
+    case = case_of(MODEL, on_host(find_device(card), cores), tokens, sequence=SEQUENCE, recompute=True)
+    found = solved_together(case, cores)
+    count, all_of_it = found.share.by_cpu, found.share.sequences
+    ways = {0: "The GPU trains the whole batch", count: f"The CPU trains {count} of {all_of_it} sequences"}
+    steps = [Lanes(f"{title}: {found.times.step_us(by_cpu) / 1e3:.0f} ms a step", found.times.step_us(by_cpu) / 1e3,
+                   _lanes_of_share(found.times, by_cpu, case.profile)) for by_cpu, title in ways.items()]
+    draw_lanes(path, f"Predicted, not measured: {MODEL} on one {card.upper()} with {cores} cores, {tokens} tokens a step", steps, look,
+               since="the begin of the step")
+
+
 FIGURES: dict[str, Callable[[Path, Look], None]] = {
-    one.__name__: one for one in (before_after, step_by_k, throughput, memory, idle, sweep, overlap, largest, pipeline)
+    one.__name__: one for one in (before_after, step_by_k, throughput, memory, idle, sweep, overlap, largest, pipeline, stages, share)
 }
 
 
@@ -226,7 +254,7 @@ def steps_of(data: dict[str, Any]) -> list[Lanes]:
             for name, title in titles.items()]
 
 
-def draw_lanes(path: Path, heading: str, steps: Sequence[Lanes], look: Look) -> None:
+def draw_lanes(path: Path, heading: str, steps: Sequence[Lanes], look: Look, since: str = "the begin of a backward") -> None:
     """Steps below one another on one scale."""
     heights = [len(step.lanes) for step in steps]
     canvas = figure(8, 0.9 + sum(0.24 * count + 0.45 for count in heights), look)
@@ -243,7 +271,7 @@ def draw_lanes(path: Path, heading: str, steps: Sequence[Lanes], look: Look) -> 
         axes.set_title(step.title, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         dress(axes, look)
-    plots[-1].set_xlabel("ms from the begin of a backward", fontsize=8)
+    plots[-1].set_xlabel(f"ms from {since}", fontsize=8)
     seen = {kind for step in steps for bars in step.lanes.values() for *_, kind in bars}
     legend(canvas, look, handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in seen],
            loc="outside lower center", ncols=4)
@@ -257,6 +285,22 @@ def _profile() -> Profile:
 
 def _group(row: dict[str, Any]) -> str:
     return f"{row['model']}\n{row['tokens'] // SEQUENCE} x {SEQUENCE}"
+
+
+def _lanes_of_share(times: ShareTimes, by_cpu: int, profile: Profile) -> dict[str, list[Bar]]:
+    """What the GPU and the cores do, in turn; what both wait for is at the step's end."""
+    of_gpu = (times.sequences - by_cpu) / times.sequences / 1e3
+    forward_ms = of_gpu * profile.forward_us
+    parts = (("update on the CPU", times.update_us), ("launching, weights to the CPU", times.begin_us if by_cpu else 0.0),
+             ("the CPU trains", by_cpu * times.cpu_sequence_us))
+    cores, at_ms = list[Bar](), 0.0
+    for kind, us in parts:
+        cores += [(at_ms, at_ms + us / 1e3, kind)] if us else []
+        at_ms += us / 1e3
+    both_ms = max(times.rows_us(by_cpu).values()) / 1e3
+    joined = [(both_ms, both_ms + times.join_us / 1e3, "gradients are added")] if by_cpu else []
+    of_device = [(0.0, forward_ms, "forward"), (forward_ms, forward_ms + of_gpu * profile.backward_us, "backward")]
+    return {"GPU": of_device, "cores": cores + joined}
 
 
 def _lanes_of(schedule: Schedule) -> dict[str, list[Bar]]:

@@ -5,6 +5,7 @@
                run)
     plan       the plan for a model on a machine, as text or JSON (nothing is run)
     pipeline   what a model would cost as the stages of a pipeline (nothing is run)
+    ways       ways to train a large model on several GPUs, side by side (nothing is run)
     share      where it pays that the CPU trains a part of each batch (nothing is run)
     bench      steps of a model timed on this machine: plain, all states on the host, plan solved
     profile    this machine's rates, measured, as a file for `report --device`
@@ -29,6 +30,7 @@ from hytrain_fx.errors import ConfigError, EngineError, HytrainError
 from hytrain_fx.forecast.bench.command import add_bench
 from hytrain_fx.forecast.command import Answer, add_doctor, add_pipeline, add_plan, add_profile, add_report, plan_of
 from hytrain_fx.forecast.share_command import add_share
+from hytrain_fx.forecast.ways_command import add_ways
 from hytrain_fx.ir.named_files import read_text, require_writable
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add_report(commands)
     add_plan(commands, _plan)
     add_pipeline(commands)
+    add_ways(commands)
     add_share(commands)
     add_profile(commands)
     add_bench(commands)

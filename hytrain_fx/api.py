@@ -373,8 +373,7 @@ def _outside(session: Session) -> Iterator[str]:
         yield (f"{done - captured} of {done} steps ran outside captured graphs: {why}. There updates begin at step(), and the next forward "
                f"waits for each where it reads the weight; step() itself took {time_text(session.in_step_us)} in the last step"
                + ("" if session.planning.profile else ", and no times could be measured to plan with"))
-    if told := session.clock.collections.in_words():
-        yield told
+    yield from filter(None, (session.clock.collections.in_words(), session.planning.aside.in_words()))
     if breaks := list(session.capture.breaks):
         yield f"the forward is not one graph; torch.compile ends graphs at {_first_of(breaks, '; ')}"
     if session.marks.broken:

@@ -68,7 +68,8 @@ class Config:
                    GradScaler does; "raise", it is left out and NonFiniteGradientError is raised, at
                    that step(), the next forward or the next step(). For the last two each update on
                    the device waits for the end of the backward, and `step()` waits for the device
-                   with an engine other than the native one
+                   with an engine other than the native one. All stages of a pipeline need the same,
+                   and leave steps out together
     moments        in what states of AdamW, Adam and Lion rest. "bf16": in 16 bits, rounded up or
                    down by chance, so that their mean is right; masters stay exact. An update on the
                    CPU and its copies move 22 bytes of host memory a parameter, not 30. Parameter

@@ -1,9 +1,8 @@
 """Where the CPU's share of a batch pays: classes of GPU by classes of CPU.
 
-Each GPU is put into a host of each class, and `cost_model.cpu_share` is asked how many sequences
-the CPU should train: with states placed as `plan` does it, and with all on the GPU where they fit,
-as what updates on the CPU does not train there. A host's figures are per core, up to what its
-memory gives:
+Each GPU is put into a host of each class, and `cost_model.share_and_states` is asked where states
+should rest and how many sequences the CPU should train: what updates on the CPU does not train
+there. A host's figures are per core, up to what its memory gives:
 
     training    FLOPS_PER_CORE of matrix products in bf16 with AMX
     updates     the H200's host: 5.9 G parameters a second by 16 cores
@@ -15,16 +14,17 @@ Without a GPU both parts would run on the same cores, so nothing is to be shared
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
-from hytrain_fx.cost_model.cpu_share import LEAST_GAIN, CpuShare, ShareTimes, answer, best_share
-from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes
+from hytrain_fx.cost_model.cpu_share import LEAST_GAIN, CpuShare
+from hytrain_fx.cost_model.share_and_states import Shared, ShareRates, solve_together
+from hytrain_fx.errors import PlanError
 from hytrain_fx.forecast.device import LAUNCH_US_PER_UNIT, DeviceSpec, analytic_profile
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.report import case_of
 from hytrain_fx.forecast.systems import OUR_SYSTEM, Case
 from hytrain_fx.ir.figures import Table, time_text
-from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.states import UPDATE_BYTES_PER_PARAM
 
@@ -36,8 +36,6 @@ BANDWIDTHS: Final = {2: 30.0, 16: 215.0, 64: 215.0, 128: 430.0}
 """By cores, 10^9 bytes a second: estimated for 2, measured on the H200's host for a socket, twice
 that for two."""
 GPUS: Final = ("h200", "rtx4090")
-_SUM_BYTES: Final = 3 * HALF_BYTES  # of host memory a parameter: two gradients read, their sum written
-_PASSES: Final = 3  # forward, and two products for each in the backward: each reads the weights or writes their gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +103,22 @@ def shares(model: Any, tokens: int, *, sequence: int | None = None, recompute: b
 
 
 def _solved(gpu: str, cores: int, case: Case, clips: bool) -> ShareCase:
-    """The shortest steps with a share and without one, each with the placement that suits it."""
-    plans = [case.plan_of(OUR_SYSTEM)]
-    if case.shape.state_bytes_per_param * case.shape.params <= case.budget_bytes:
-        plans.append(case.plan_at(OUR_SYSTEM, len(case.profile.units)))
-    each = [(times, best_share(times), plan) for times, plan in ((share_times(case, cores, plan, clips), plan) for plan in plans)]
-    times, found, plan = min(each, key=lambda of: of[1].best_us)
-    share = answer(times, found.best, min(of.without_us for _, of, _ in each))
-    return ShareCase(gpu, cores, plan.numel(Placement.GPU) / case.shape.params, case.row_of(OUR_SYSTEM, plan).fits, share)
+    found = solved_together(case, cores, clips)
+    on_device = found.plan.numel(Placement.GPU) / case.shape.params
+    return ShareCase(gpu, cores, on_device, case.row_of(OUR_SYSTEM, found.plan).fits, found.share)
+
+
+def solved_together(case: Case, cores: int, clips: bool = False) -> Shared:
+    """Where states rest and what the CPU trains, for a case on a host of so many cores."""
+    return solve_together(case.profile, share_rates(case, cores, clips), case.plan_of(OUR_SYSTEM), partial(_plan_within, case))
+
+
+def _plan_within(case: Case, k: int) -> Plan:
+    """The plan with so many units on the device. Raises PlanError where they do not fit there."""
+    made = case.plan_at(OUR_SYSTEM, k)
+    if case.shape.state_bytes_per_param * made.numel(Placement.GPU) > case.budget_bytes:
+        raise PlanError(f"{k} units do not fit")
+    return made
 
 
 def on_host(device: DeviceSpec, cores: int) -> DeviceSpec:
@@ -124,37 +130,12 @@ def on_host(device: DeviceSpec, cores: int) -> DeviceSpec:
                    host_memory_gb_per_s=BANDWIDTHS[cores], sources=sources)
 
 
-def share_times(case: Case, cores: int, plan: Plan, clips: bool = False) -> ShareTimes:
-    """What a step takes of each resource, from the rates of the device and of so many cores.
+def share_rates(case: Case, cores: int, clips: bool = False) -> ShareRates:
+    """What a share takes under any plan, from the rates of the device and of so many cores.
 
-    plan    where the updates are done
     clips   whether the loop takes norms of gradients
     """
-    shape, device, profile = case.shape, case.device, case.profile
-    by_cpu = {unit.index: 0.0 for unit in profile.units}
-    for row in plan.rows:
-        if row.placement is Placement.CPU:
-            by_cpu[row.unit] += row.numel
-    parts = [(unit, by_cpu[unit.index] / max(unit.params, 1)) for unit in profile.units]
-    on_host = sum(by_cpu.values())
-    cores_of_host = replace(device, achieved_flops=cores * FLOPS_PER_CORE, memory_bytes_per_s=BANDWIDTHS[cores] * 1e9)
-    of_one = analytic_profile(shape, cores_of_host, case.sequence, case.recompute, sequence=case.sequence)
-    bandwidth = bytes_per_us(profile) or 1e3 * BANDWIDTHS[cores]
-    up_us, down_us = 1e6 * HALF_BYTES / device.h2d_bytes_per_s, 1e6 * HALF_BYTES / device.d2h_bytes_per_s  # a parameter in 16 bits
-    join_us = up_us * (shape.params - on_host) + _SUM_BYTES * on_host / bandwidth
-    if clips:  # norms are the device's: sums come there for them
-        join_us += up_us * on_host
-    times = ShareTimes(
-        case.tokens // case.sequence,
-        device_us=profile.forward_us + profile.backward_us,
-        cpu_sequence_us=of_one.forward_us + of_one.backward_us,
-        begin_us=LAUNCH_US_PER_UNIT * len(profile.units) + down_us * (shape.params - on_host),
-        update_us=sum(part * unit.cpu_update_us for unit, part in parts),
-        join_us=join_us,
-        host_us=sum(part * cpu_bytes(unit) for unit, part in parts) / bandwidth,
-        share_host_us=HALF_BYTES * 2 * (shape.params + on_host) / bandwidth,
-        sequence_host_us=HALF_BYTES * _PASSES * shape.params / bandwidth,
-    )
-    stalls_us = max(0.0, plan.predicted["step_us"] - times.step_us(0))
-    return replace(times, around_us=stalls_us)
-
+    cores_of_host = replace(case.device, achieved_flops=cores * FLOPS_PER_CORE, memory_bytes_per_s=BANDWIDTHS[cores] * 1e9)
+    of_one = analytic_profile(case.shape, cores_of_host, case.sequence, case.recompute, sequence=case.sequence)
+    return ShareRates(case.tokens // case.sequence, of_one.forward_us + of_one.backward_us,
+                      LAUNCH_US_PER_UNIT * len(case.profile.units), clips)

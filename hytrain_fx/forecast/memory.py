@@ -87,7 +87,7 @@ def activation_bytes(shape: ModelShape, tokens: int, recompute: bool = False) ->
 
     With `recompute` each layer's input, and the inside of one layer at a time.
     """
-    return sum(_kept_bytes(shape, tokens, recompute)) + _recomputed_bytes(shape, tokens, recompute)
+    return sum(kept_bytes(shape, tokens, recompute)) + recomputed_bytes(shape, tokens, recompute)
 
 
 def ring_bytes(shape: ModelShape, streams: bool, ranks: Ranks = ONE_RANK) -> int:
@@ -125,7 +125,7 @@ def footprint(
     at_home = shape.params if shape.weights == "resident" else on_device + (streamed_params if shape.on_host else on_host)
     weights = WEIGHT_BYTES * at_home + _slots_bytes(shape, k, streamed_params / max(on_host, 1))
     return Footprint(weights, gradients + in_transit, state_bytes * on_device + staging_bytes,
-                     activations + _recomputed_bytes(shape, tokens, recompute), state_bytes * on_host * ranks.gpus,
+                     activations + recomputed_bytes(shape, tokens, recompute), state_bytes * on_host * ranks.gpus,
                      slot_bytes * by_cpu * ranks.gpus)
 
 
@@ -174,12 +174,12 @@ def _grad_bytes(shape: ModelShape) -> int:
     return AUTOCAST_GRAD_BYTES if shape.autocast else GRAD_BYTES
 
 
-def _kept_bytes(shape: ModelShape, tokens: int, recompute: bool) -> list[int]:
+def kept_bytes(shape: ModelShape, tokens: int, recompute: bool) -> list[int]:
     """What each unit keeps until its backward."""
     return [2 * (u.output_values if recompute and u.attention_width else u.saved_values) * tokens for u in shape.units]
 
 
-def _recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
+def recomputed_bytes(shape: ModelShape, tokens: int, recompute: bool) -> int:
     """The inside of one layer at a time."""
     return max((2 * u.saved_values * tokens for u in shape.units if u.attention_width), default=0) if recompute else 0
 
@@ -191,15 +191,15 @@ def _fullest(
 
     That moment is the end of some unit's backward.
     """
-    kept_bytes, grad_bytes = _kept_bytes(shape, tokens, recompute), _grad_bytes(shape)
-    gradients, activations = 0, sum(kept_bytes)
+    each_kept, grad_bytes = kept_bytes(shape, tokens, recompute), _grad_bytes(shape)
+    gradients, activations = 0, sum(each_kept)
     fullest = (gradients, activations)  # the backward begins
     most = activations
     for unit in reversed(range(len(shards))):
         gradients += int(grad_bytes * shards[unit] * (1.0 if unit < k else streamed_share))
         if gradients + activations > most:
             fullest, most = (gradients, activations), gradients + activations
-        activations -= kept_bytes[unit]
+        activations -= each_kept[unit]
     return fullest
 
 

@@ -199,18 +199,29 @@ def read_config(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, An
 def registered_configs() -> dict[str, Mapping[str, Any]]:
     """Configs known by name.
 
-    `llama-3.1b` and `llama-7b` are the models measured with 4 x 2048 tokens.
+    `llama-3.1b` and `llama-7b` are the models measured with 4 x 2048 tokens. `moe-30b` has the
+    sizes of Qwen3-30B-A3B, `moe-70b` wider layers of the same kind; transformers reads both.
     """
     widths = {  # hidden, layers, intermediate, heads, key-value heads
         "llama-1.3b": (2048, 24, 5504, 16, 16),
         "llama-3.1b": (3072, 26, 8192, 24, 24),
         "llama-7b": (4096, 32, 11008, 32, 32),
         "llama-10b": (4096, 48, 11008, 32, 32),
+        "llama-30b": (6656, 60, 17920, 52, 52),
         "llama-70b": (8192, 80, 28672, 64, 8),
     }
     keys = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     common = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
-    return {name: {**common, **dict(zip(keys, width, strict=True))} for name, width in widths.items()}
+    experts = {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "max_position_embeddings": 4096, "head_dim": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "tie_word_embeddings": False}
+    sparse = {"moe-30b": (2048, 768), "moe-70b": (3072, 1216)}  # hidden, one expert's intermediate
+    return {
+        **{name: {**common, **dict(zip(keys, width, strict=True))} for name, width in widths.items()},
+        **{name: {**experts, "hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": 8 * inner}
+           for name, (hidden, inner) in sparse.items()},
+    }
 
 
 def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:

@@ -82,6 +82,18 @@ class PipelineForecast:
 def pipeline_forecast(profile: Profile, stages: int, micro_batches: int) -> PipelineForecast:
     """What a model of this profile takes, whose times are those of one micro-batch.
 
+    Raises as `in_stages` does.
+    """
+    period_us, made = in_stages(profile, stages, micro_batches)
+    found = [_stage(own, begin, period_us) for begin, own in made]
+    return PipelineForecast(micro_batches, period_us, tuple(found), _timeline([own for _, own in made], found, micro_batches))
+
+
+def in_stages(profile: Profile, stages: int, micro_batches: int) -> tuple[float, list[tuple[int, Profile]]]:
+    """The step in which nothing waits for updates, and each stage: its first unit, its profile.
+
+    A stage's profile has what lies between its first forward and its last backward, and its bubble.
+
     Raises ConfigError where there are not as many units as stages, or too few micro-batches.
     """
     if not 1 <= stages <= len(profile.units):
@@ -91,12 +103,11 @@ def pipeline_forecast(profile: Profile, stages: int, micro_batches: int) -> Pipe
     cuts = cut([u.forward_us + u.backward_us for u in profile.units], stages)
     parts = [_part(profile, begin, end) for begin, end in pairwise(cuts)]
     period_us, bubbles_us = one_f_one_b([part.forward_us for part in parts], [part.backward_us for part in parts], micro_batches)
-    found = []
+    made = []
     for part, bubble_us, begin in zip(parts, bubbles_us, cuts, strict=False):
         between_us = period_us - bubble_us - part.forward_us - part.backward_us
-        own = replace(part, bubble_us=bubble_us, between_us=max(between_us, 0.0))
-        found.append(_stage(own, begin, period_us))
-    return PipelineForecast(micro_batches, period_us, tuple(found), _timeline(parts, found, micro_batches))
+        made.append((begin, replace(part, bubble_us=bubble_us, between_us=max(between_us, 0.0))))
+    return period_us, made
 
 
 def _timeline(parts: Sequence[Profile], found: Sequence[StageForecast], micro_batches: int) -> Lanes:

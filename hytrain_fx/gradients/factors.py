@@ -14,7 +14,6 @@ follows neither rule has no factor: the gradient is brought back instead.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,14 +99,6 @@ def effective_factor(factor: object, scaling: Scaling, dtype: torch.dtype, devic
         return _to_float32(seen.item()) if kind.on_cpu else seen.to(torch.float32, copy=True)
     number = float(factor)  # type: ignore[arg-type]
     return _to_float32(number if entry is _Entry.AS_FLOAT32 else torch.tensor(number, dtype=torch.float64).to(dtype).item())
-
-
-def is_power_of_two(number: float) -> bool:
-    """Whether it is 1, 2, 4, ... and small enough for every dtype of a gradient.
-
-    Gradients that are divided by it have the bits of the product with its reciprocal.
-    """
-    return 1.0 <= number <= 2.0**14 and math.frexp(number)[0] == 0.5
 
 
 def _kind_of(factor: object, device: torch.device) -> _Kind | None:

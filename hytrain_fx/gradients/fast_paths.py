@@ -4,7 +4,7 @@ Metadata, norms, scaling, zeroing, detaching.
 
     norm, _foreach_norm                      the norm taken at offload; if none was, a copy comes
                                              back for this one answer and is dropped
-    mul_, _foreach_mul_, div_ by 2, 4, ...   one more logged factor
+    mul_, _foreach_mul_, div_ by 2, 3, ...   one more logged factor
     _amp_foreach_non_finite_check_...        found_inf from the inf-norm, 1 / scale logged as a
                                              factor (float32 gradients)
     zero_, _foreach_zero_                    the state becomes zeroed
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from hytrain_fx.errors import UnsupportedError
-from hytrain_fx.gradients.factors import GRADIENTS, Factor, Form, Scaling, effective_factor, is_power_of_two
+from hytrain_fx.gradients.divisors import reciprocal
+from hytrain_fx.gradients.factors import Factor, Form, Scaling, effective_factor
 from hytrain_fx.gradients.rows import norm_of_shard
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.state import GradState, state_of
@@ -199,14 +200,16 @@ def _mul_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _div_(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
-    """By a power of two, as a pipeline's schedule divides by its micro-batches.
+    """By a whole number, as a pipeline's schedule divides by its micro-batches.
 
-    That is the product with its reciprocal, bit for bit; by another number it is not.
+    Where that is a product, bit for bit.
     """
     state = state_of(args[0]) if len(args) == 2 and not kwargs else None
-    if state is None or state.real is not None or type(args[1]) not in (int, float) or not is_power_of_two(args[1]):
+    if state is None or state.real is not None:
         return NotImplemented
-    return args[0] if _dtype_of(args[0]) in GRADIENTS and state.log(1.0 / args[1]) else NotImplemented
+    with without_torch_function():
+        factor = reciprocal(args[1], args[0].dtype, args[0].device, args[0].dim())
+    return args[0] if factor is not None and state.log(factor) else NotImplemented
 
 
 def _foreach_muls(func: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:

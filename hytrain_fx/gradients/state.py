@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.gradients.factors import Factor, is_power_of_two
+from hytrain_fx.gradients.divisors import is_reciprocal
+from hytrain_fx.gradients.factors import Factor
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.runtime.side_stream import read_here
 
@@ -49,7 +50,7 @@ class GradSource(Protocol):
 
         None if it was not computed.
 
-        scale   by what its values are multiplied before, a power of two
+        scale   by what its values are multiplied before: `GradState.scale`
 
         `foreach=True`: of `torch._foreach_norm`; False: of `torch.linalg.vector_norm`. On CUDA
         their float32 results may differ. The caller may write to what it gets: hand out a tensor
@@ -143,14 +144,14 @@ class GradState:
 
     @property
     def scale(self) -> float | None:
-        """What its factors come to, 1 or a power of two below, which is exact; None for others.
+        """What its factors come to, 1 or a whole number's reciprocal; None for others.
 
-        So many factors that norms can be taken with each when a gradient is made.
+        So few factors that norms can be taken with each when a gradient is made.
         """
         if not self.factors:
             return 1.0
         (only, *more) = self.factors
-        return only if not more and isinstance(only, float) and only > 0.0 and is_power_of_two(1.0 / only) else None
+        return only if not more and isinstance(only, float) and is_reciprocal(only) else None
 
     def materialize(self) -> Tensor:
         """The real gradient, which from now on holds the values. Raises GradientConsumedError."""

@@ -26,7 +26,8 @@ from hytrain_fx.loading.first_weights import FirstWeights, read_into
 from hytrain_fx.loading.meta_tensors import Awaited, awaited_tensors, on_meta_in_words
 from hytrain_fx.loading.source import AskedSource, TensorSource
 from hytrain_fx.runtime.native.storage_memory import can_put
-from hytrain_fx.runtime.ranks import count_of_ranks
+from hytrain_fx.runtime.rank_errors import told_to_ranks
+from hytrain_fx.runtime.ranks import count_of_ranks, ranks_of
 from hytrain_fx.runtime.states.store import is_dense
 
 
@@ -50,6 +51,19 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
                                    "loader=hytrain_fx.from_safetensors(path)), or make the model with values")
         yield config
         return
+    with told_to_ranks("its loader", lambda: ranks_of(config.process_group, device_of(config))):
+        loading = _begun(model, optimizer, config, on_meta)
+    try:
+        yield replace(config, loader=loading.first)
+    except BaseException:
+        loading.undo()
+        raise
+    finally:
+        loading.first.done()
+
+
+def _begun(model: nn.Module, optimizer: Any, config: Config, on_meta: str | None) -> _Loading:
+    """What does not wait is loaded. Raises as `loaded` does."""
     source = config.loader if isinstance(config.loader, TensorSource) else AskedSource(config.loader)
     source.opened()
     if not on_meta:
@@ -61,12 +75,11 @@ def loaded(model: Any, optimizer: Any, config: Config) -> Iterator[Config]:
     loading = _Loading(model, optimizer, source, device_of(config), wait=_wait(config), ranks=count_of_ranks(config.process_group))
     try:
         loading.load()
-        yield replace(config, loader=loading.first)
     except BaseException:
         loading.undo()
-        raise
-    finally:
         loading.first.done()
+        raise
+    return loading
 
 
 class _Loading:

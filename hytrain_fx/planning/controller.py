@@ -20,7 +20,8 @@ A plan is looked at again for five reasons: a move is to be judged; steps have a
 take longer than with all states on the device; updates begin differently from what the plan was
 solved for; updates of both kinds end apart. All of them share one `Patience`. The first four solve
 k again. The last one moves the streamed share, and solves k only where the profile contradicts it.
-Where updates end together, the caller may say that streaming all states is untried.
+Where updates end together, the caller may say that streaming all states is untried. All of them
+wait while looks have taken more than their share of the time.
 """
 
 from __future__ import annotations
@@ -259,6 +260,8 @@ class Controller:
         self._promise.saw(report)
         if report.follows_ends:
             self._otherwise = self._otherwise + 1 if report.discipline != self.solved_for else 0
+        if not report.may_look:
+            return Event.STEPPED, ""
         look = self._lengths.look(report) if report.can_measure else None
         if look is not None:
             return Event.LOOK, look

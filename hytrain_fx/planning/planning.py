@@ -28,7 +28,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.planning.aside import Aside
+from hytrain_fx.planning.aside import Aside, Looks
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
 from hytrain_fx.planning.first_plan import FIRST_STEPS, first_plan
@@ -67,8 +67,8 @@ class Planning:
     verdict             why states moved or stayed when the plan was last solved again
     read_us, solve_us   how long the launching thread was held up to read the last times, and to
                         make the last plan
-    recording           inside hytrain_fx.record(): the engine's records are the user's, so no plan
-                        is made from them
+    recording, held     no plan is made from what steps show: inside hytrain_fx.record(); up to the
+                        step of this number, as the CPU trains a share that plans do not know of
     captured_steps      steps with a captured backward, so far
     """
 
@@ -86,11 +86,10 @@ class Planning:
         self.profile: Profile | None = None
         self.verdict: Verdict | None = None
         self.read_us = self.solve_us = 0.0
-        self.recording = False
+        self.recording, self.held = False, 0
         self.captured_steps = 0
         self._reader = StepReader(engine, marks, self.units.time_fetches)
-        self._balancing = Balancing()
-        self._stream_trial = StreamTrial()
+        self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Looks()
         self.last = FinishedStep()
         self._due: _Due | None = None
         self.guard = GUARD
@@ -156,8 +155,8 @@ class Planning:
 
     def _after_step(self) -> None:
         self.captured_steps += self._marks.captured
-        if self.recording:  # what was measured before is lost, and is measured again later
-            self.do(self.controller.hear(Event.LOST, "steps were recorded meanwhile"))
+        if self.recording or self.last.steps_done <= self.held:  # what was measured before is lost, and is measured again later
+            self.do(self.controller.hear(Event.LOST, "steps were recorded or shared meanwhile"))
             return
         if self._reader.is_reading:
             self._reader.step_ended()
@@ -186,7 +185,7 @@ class Planning:
             lost=self._marks.steps == 0,
             order_known=done == 1 and self._config.plan is None and not self.solver.solves,
             follows_ends=follows,
-            ends_seen=self._balancing.fresh,
+            ends_seen=self._balancing.fresh, may_look=self._looks.may,
             predicted_us=self.plan.predicted.get("step_us"),
             all_on_device_us=None if reading else self._all_on_device_us(),
         )
@@ -220,7 +219,8 @@ class Planning:
             case Action.RENEW:
                 self._due = _Due(Event.PLACED, self.solver.given(None, self.plan, self.discipline))
             case Action.BALANCE:
-                self._balance()
+                with self._looks.look():
+                    self._balance()
             case Action.TRY:
                 assert self.profile is not None
                 self._before_trial = self.plan
@@ -296,10 +296,11 @@ class Planning:
         """
         if self._due is None or self._due.plan is not None:
             return None if self._due is None else self._due.plan
-        begin_s = time.perf_counter()
-        profile = self.profile = self._measured(device_update_us_per_param)
-        read_s = time.perf_counter()
-        new = self._solve(profile) if self.solver.solves else self.solver.given(profile, self.plan, self.discipline)
+        with self._looks.look():
+            begin_s = time.perf_counter()
+            profile = self.profile = self._measured(device_update_us_per_param)
+            read_s = time.perf_counter()
+            new = self._solve(profile) if self.solver.solves else self.solver.given(profile, self.plan, self.discipline)
         self.read_us, self.solve_us = (read_s - begin_s) * 1e6, (time.perf_counter() - read_s) * 1e6
         return new
 

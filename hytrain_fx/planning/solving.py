@@ -118,9 +118,16 @@ class Solver:
             self._of_all = (profile, self._all_on_device(profile, guard, discipline))
         return self._of_all[1]
 
+    def at(self, k: int, profile: Profile, guard: float, discipline: Discipline) -> Plan:
+        """The plan with k leading units on the device, or as many as memory allows, none streamed.
+
+        Raises PlanError where memory holds none.
+        """
+        return solve(profile, k=k, **self._within(profile, guard, discipline))
+
     def _all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
         try:
-            made = solve(profile, k=len(profile.units), **self._within(profile, guard, discipline))
+            made = self.at(len(profile.units), profile, guard, discipline)
         except PlanError:
             return None
         return made if made.k == len(profile.units) else None

@@ -76,6 +76,7 @@ class StepReport:
     order_known       whether the forward's order has just become known, which a given k counts in
     follows_ends      whether the streamed share follows when updates end
     ends_seen         steps that have told when their updates end, since that was last looked at
+    may_look          whether there is time to look at other plans
     predicted_us      of the plan in force; None where nothing is predicted
     all_on_device_us  predicted for all states on the device; None where they do not fit, rest there
                       already, or are not compared with
@@ -90,6 +91,7 @@ class StepReport:
     order_known: bool = False
     follows_ends: bool = False
     ends_seen: int = 0
+    may_look: bool = True
     predicted_us: float | None = None
     all_on_device_us: float | None = None
 

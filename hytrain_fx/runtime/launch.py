@@ -101,7 +101,8 @@ def make_engine(config: Config, parameters: Sequence[torch.Tensor]) -> Engine:
     named engine cannot be had.
     """
     device = parameters[0].device
-    workers = config.workers or default_workers(device, beside_training=config.cpu_share != 0)
+    stages = 1 if config.pipeline is None else config.pipeline.here  # of this rank, each with an engine: they share its cores
+    workers = config.workers or max(1, default_workers(device, beside_training=config.cpu_share != 0) // stages)
     cpus = len(allowed_cpus())
     if config.workers is not None and workers > cpus:
         warnings.warn(f"option workers={workers}: this process may run on {cpus} CPUs, so update threads wait for each other; "

@@ -56,8 +56,9 @@ def room_bytes(device: torch.device, own_bytes: int) -> float:
     """
     if device.type != "cuda":
         return math.inf
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # in torch's allocator
-    return free_bytes(device) + idle + own_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    mine = free + torch.cuda.memory_reserved(device)  # with what lies idle in torch's allocator
+    return max(0, min(mine, _allowed_bytes(device, total)) - torch.cuda.memory_allocated(device)) + own_bytes
 
 
 def total_bytes(device: torch.device) -> float:

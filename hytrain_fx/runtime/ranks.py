@@ -55,6 +55,18 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any, waiting: Contai
     Every rank of the group must call it. Raises ConfigError for anything else, RankError where the
     models differ in more than values.
     """
+    ranks = ranks_of(process_group, next(model.parameters()).device)
+    if ranks is not None:
+        ranks.start_alike(model, waiting)
+    return ranks
+
+
+def ranks_of(process_group: Any, device: torch.device) -> Ranks | None:
+    """The ranks of this group, None for one process. Every rank of it must call this.
+
+    process_group   as of `ranks_that_begin_alike`, which raises the same ConfigError
+    device          of their models
+    """
     if process_group is False:
         return None
     ready = distributed.is_available() and distributed.is_initialized()
@@ -66,13 +78,11 @@ def ranks_that_begin_alike(model: nn.Module, process_group: Any, waiting: Contai
                           "call torch.distributed.init_process_group first")
     if distributed.get_world_size(group) == 1:
         return None
-    device, backends = next(model.parameters()).device, distributed.get_backend_config(group)
+    backends = distributed.get_backend_config(group)
     if f"{device.type}:" not in backends:
         raise ConfigError(f"option process_group: the group has {backends} and the model is on {device.type}; expected one that works "
                           'there, as of init_process_group("nccl") for GPUs and "gloo" for CPUs')
-    ranks = Ranks(group, device)
-    ranks.start_alike(model, waiting)
-    return ranks
+    return Ranks(group, device)
 
 
 def count_of_ranks(process_group: Any) -> int:

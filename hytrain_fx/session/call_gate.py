@@ -73,7 +73,7 @@ class CallGate:
         self._calls = 0
         self._warned = False
         self.session = session
-        self._late = LateStreaming(session)
+        session.pressure.weights = LateStreaming(session)
         self._forward = self.entry(plain_call)
 
     def entry(self, method: MethodType) -> Entry:
@@ -94,12 +94,11 @@ class CallGate:
         pressure = self.session.pressure
         with self.session.turns.calls:
             while True:
-                outer = self.session.depth == 0
-                begun, begun_late = (pressure.before_call(), self._late.before_call()) if outer else (None, None)
+                begun = pressure.before_call() if self.session.depth == 0 else None
                 try:
                     return self._in_turn(entry, args, kwargs)
                 except torch.OutOfMemoryError as error:  # it holds what the call has made until this handler is left
-                    if not pressure.repeats(begun, error) and not self._late.repeats(begun_late, error):
+                    if not pressure.repeats(begun, error):
                         raise
 
     def _in_turn(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,8 @@
 """The end of a compiled model: its weights go back to the device, or stay on the host.
 
 A model whose weights were streamed may be larger than its device. Then `close` leaves it a plain
-model on the CPU. Shards of several ranks cannot be left so: each rank would hold all of them.
+model on the CPU. It has taken memory for every weight before the first one comes back, so none or
+all do. Shards of several ranks cannot be left so: each rank would hold all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def close_model(session: Session, model: nn.Module) -> None:
             session.drain()
         _require_room(session)
     session.close()
+    streamed.release()
     if streamed.left_on_host:
         device = session.table.device
         model.cpu()
@@ -39,11 +41,13 @@ def close_model(session: Session, model: nn.Module) -> None:
 def _require_room(session: Session) -> None:
     streamed = session.eager.streamed
     found = streamed.returning
-    # All ranks give weights back together, or none does. One without room tells the others too.
-    of_ranks = session.ranks.of_all("room for whole weights", found.fits) if session.ranks else [found.fits]
-    if all(of_ranks):
+    # Slots go on all ranks or on none: what a slot has is not gathered again.
+    if _on_all(session, "room for whole weights", found.fits) and _on_all(session, "memory for whole weights", streamed.reserve()):
         return
+    streamed.release()
     needed, there = bytes_text(found.away_bytes), bytes_text(found.device_bytes)
+    if found.fits:
+        there += " in pieces that are too small"
     if session.nodes.gathered:
         raise UnsupportedError(f"close() needs {needed} for weights that are not whole anywhere, and the device has {there} for them. "
                                "Sharded weights are given back on each rank's device. Save optimizer.sharded_state_dict(), whose masters "
@@ -52,3 +56,8 @@ def _require_room(session: Session) -> None:
         raise HostMemoryError(f"close() needs {needed} for weights that are not whole anywhere; the device has {there} for them, the host "
                               f"{bytes_text(found.host_bytes)}. Save them first, one module after the other (module.state_dict()), and end "
                               "the process instead")
+
+
+def _on_all(session: Session, what: str, there: bool) -> bool:
+    """All ranks give weights back together, or none does. One without room tells the others too."""
+    return all(session.ranks.of_all(what, there)) if session.ranks else there

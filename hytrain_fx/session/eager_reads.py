@@ -65,9 +65,10 @@ class EagerReads:
         watch = self._made()
         if watch is None:
             return False
-        if not self._rows_of:
+        if self._rows_of:
+            watch.again()
+        else:
             self._find_storages(watch)
-        watch.add(list(self._rows_of))  # all: an interrupt may have come between one that was read and the note of it
         self._waited.clear()
         self._stream = self._current_stream()
         watch.begin()
@@ -103,6 +104,7 @@ class EagerReads:
             for row, parameter in enumerate(self._parameters):
                 found.setdefault(storage_of(parameter), []).append(row)
         watch.clear()
+        watch.add(list(found))
         self._rows_of = found  # last: after an interrupt before, all are looked for again
 
     def _told(self, storage: int) -> None:

@@ -4,12 +4,16 @@
     skip    a number on the device says whether any value is NaN or infinite, and the engine leaves
             the step out where it says so
     raise   the same, and the loop is told, when the number has come
+
+Of a pipeline's stages all leave a step out where one has to: what one has found is shared before
+the commit (session/rank_stages.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +23,9 @@ from hytrain_fx.config import OnNonfinite
 from hytrain_fx.errors import EngineError, NonFiniteGradientError
 from hytrain_fx.gradients.finiteness import FiniteCheck, Finiteness
 from hytrain_fx.gradients.slots import GradientSlots, nobody_asks
+from hytrain_fx.gradients.sources import is_in_slot
+from hytrain_fx.gradients.standin import GradStandIn
+from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.commit import CommitBuilder
@@ -31,12 +38,15 @@ class FiniteSteps:
     last            the number of the last of them, from 1
     reads_at_once   whether reading a number on the device waits for nothing: the model is on the
                     CPU
+    share           gives from what this stage has found what any stage has, 0-dim fp32 on the
+                    device, not 0 where a gradient is not finite. None: the model is no stage
     """
 
     def __init__(self, engine: Engine, builder: CommitBuilder, states: StateStore, slots: GradientSlots, *, reads_at_once: bool) -> None:
         self.count = 0
         self.last = 0
         self.reads_at_once = reads_at_once
+        self.share: Callable[[torch.Tensor | None], torch.Tensor] | None = None
         self._mode: OnNonfinite = "allow"
         self._engine = engine
         self._builder = builder
@@ -60,7 +70,7 @@ class FiniteSteps:
         skip   GradScaler's, 0-dim fp32 on the device: where it is not 0 it leaves the step out,
                which is not counted here
         """
-        check = None if self._mode == "allow" or not items else self._finiteness.check(items)
+        check = self._checked(items)
         if check is not None and not self._engine.can_skip:
             if bool(check.any):
                 self._left_out(check, number)
@@ -77,6 +87,23 @@ class FiniteSteps:
         by_scaler = None if skip is None else skip.clone()  # GradScaler writes to its own later
         self._builder.doubt(items, partial(self._was_left_out, check, by_scaler, number))
         return items
+
+    def _checked(self, items: Sequence[CommitItem]) -> FiniteCheck | None:
+        if self._mode == "allow":
+            return None
+        check = self._finiteness.check(items) if items else None
+        if self.share is None:
+            return check
+        any_stage = self.share(None if check is None else check.any)  # others wait for it, also where nothing is here
+        return None if check is None else replace(check, any=any_stage)
+
+    def found_now(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
+        """Whether any of these `.grad`, by row, is not finite: 0-dim fp32 on the device, 1 or 0.
+
+        None without gradients, and with "allow". For what is asked before the stage's own step().
+        """
+        items = [] if self._mode == "allow" else [_as_item(row, grad) for row, grad in gradients]
+        return self._finiteness.check(items).any if items else None
 
     def _take(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
         if skip is None:
@@ -96,7 +123,8 @@ class FiniteSteps:
         self.last = number
         if self._mode == "raise":
             row = check.first()
-            of = "on another rank" if row is None else f"among them that of {self._slots.name(self._states.pieces.parameter(row))}"
+            elsewhere = "on another rank" if self.share is None else "in another stage"
+            of = elsewhere if row is None else f"among them that of {self._slots.name(self._states.pieces.parameter(row))}"
             self._error = NonFiniteGradientError(
                 f"the gradients of step {number} hold NaN or infinite values ({of}), so it was left out: weights, "
                 f"optimizer states and step counts are those before step {number}, and training may go on. Look at the loss before "
@@ -129,3 +157,13 @@ class FiniteSteps:
             return None
         return (f"{self.count} of {steps_done} steps were left out because gradients held NaN or infinities "
                 f'(on_nonfinite="{self._mode}"); the last was step {self.last}')
+
+
+def _as_item(row: int, grad: torch.Tensor) -> CommitItem:
+    """What a commit would have of this gradient, as far as a check reads it."""
+    if not isinstance(grad, GradStandIn):
+        return CommitItem(row, AT_REST, grad)
+    if is_in_slot(grad):
+        return CommitItem(row, AT_REST, None, factors=grad.factors)
+    real = grad.materialized
+    return CommitItem(row, AT_REST, grad.grad_state.copy_home() if real is None else real)

@@ -83,7 +83,7 @@ class SessionGraphs:
         self._nodes = nodes
         self._plain = plain
         self._in_graph = in_graph
-        self.noticed = noticed
+        self._noticed = noticed
         self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
@@ -176,7 +176,7 @@ class SessionGraphs:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
         reading = self._nodes.fetched.running(graph, self._fetches[graph], backward=True)
-        with self.noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
+        with self._noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None

@@ -10,6 +10,7 @@ import torch
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
+from hytrain_fx.session import open_share
 from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
@@ -40,13 +41,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: fixes the hyper-parameters and returns while updates run.
 
-        Raises EngineError, GradientConsumedError.
+        Raises EngineError, GradientConsumedError, and UnsupportedError within `share`.
         """
         self._require_own()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        open_share.require_none(self.session, "optimizer.step()")
         self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
         if self._stages:
             self._stages.add_up_ties()
@@ -62,6 +64,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
+        open_share.dropped(self.session)
         if self._stages:
             self._stages.dropped(self.session)
         if set_to_none:

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.states import MOMENTS
+from hytrain_fx.runtime.rank_errors import told_to_ranks
 from hytrain_fx.session.call_gate import find_session
 from hytrain_fx.session.rank_stages import RankStages, parameters_counted, stages_with
 from hytrain_fx.session.session import Session
@@ -60,10 +61,12 @@ def tie_weights(stages: Stages, names: Iterable[Sequence[str]]) -> None:
     that is not contiguous, and for a model that is not compiled as a stage.
     """
     _, sessions, here = stages_of(stages)
-    asked = [(of,) if isinstance(of, str) else tuple(of) for of in names]
-    found = [_copies_here(sessions, of) for of in asked]
+    with told_to_ranks("tie_weights", lambda: here.ranks):
+        asked = [(of,) if isinstance(of, str) else tuple(of) for of in names]
+        found = [_copies_here(sessions, of) for of in asked]
+        own = [_told(of, copies) for of, copies in zip(asked, found, strict=True)]
     here.ranks.require_alike("names of tied weights", tuple(map(str, asked)))
-    told = here.ranks.of_all("the copies of tied weights", [_told(of, copies) for of, copies in zip(asked, found, strict=True)])
+    told = here.ranks.of_all("the copies of tied weights", own)
     all_holders = [_holders(of, [rank[number] for rank in told]) for number, of in enumerate(asked)]
     for of, copies, holders in zip(asked, found, all_holders, strict=True):
         for session, row in copies:

@@ -2,6 +2,7 @@
 
     add_up_ties    gradients of a weight that several stages have
     share_inf      an inf that a GradScaler finds in one stage leaves the step out in all of them
+    share_found    the same of what `on_nonfinite` finds
     norm           of gradients of all stages
 
 Each is one collective over the pipeline's ranks, before a commit. The ranks have a group for them
@@ -11,9 +12,9 @@ from the first one on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -22,6 +23,7 @@ from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.tied_weights import TiedWeight
 from hytrain_fx.torch_private.optimizers import found_infs
+from hytrain_fx.torch_private.tensors import get_grad
 
 
 class RankStages:
@@ -37,6 +39,7 @@ class RankStages:
         self._optimizers: weakref.WeakKeyDictionary[Session, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
         self._ties: list[tuple[weakref.ref[Session], TiedWeight]] = []  # in an order that all ranks have
         self._shared: Sequence[torch.Tensor] = ()  # what a GradScaler has found in this step, the same on all ranks
+        self._untold: weakref.WeakKeyDictionary[Session, _Found] = weakref.WeakKeyDictionary()
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -55,6 +58,7 @@ class RankStages:
     def add(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
         """A stage has been compiled."""
         self._optimizers[session] = weakref.ref(optimizer)
+        session.finite_steps.share = partial(self.share_found, weakref.ref(session))
 
     # ---- weights that several stages have ----
 
@@ -109,6 +113,30 @@ class RankStages:
             of.fill_(any_stage)
         self._shared = found
 
+    def share_found(self, of: weakref.ref[Session], own: torch.Tensor | None) -> torch.Tensor:
+        """Whether any stage has gradients that are not finite: 0-dim fp32, 0 where none has.
+
+        of    the session that steps
+        own   what it has found; None without gradients
+
+        Once in a step, whichever optimizer of this rank is stepped first; it looks at the gradients
+        of the rank's other stages too. All stages need the same `on_nonfinite`, or none "allow".
+        Raises RankError.
+        """
+        session = of()
+        assert session is not None  # it steps
+        before = self._untold.pop(session, None)
+        if before is not None and before.backwards == session.nodes.runs["backward_end"]:
+            return before.any_stage if own is None else torch.maximum(before.any_stage, own)
+        others = [other for other in self._optimizers if other is not session and not other.closed]
+        found = [own, *(other.finite_steps.found_now(_gradients(other)) for other in others)]
+        here = torch.zeros(1, device=self._device)
+        for one in found:
+            here = here if one is None else torch.maximum(here, one)
+        any_stage = self.ranks.of_each(here, "whether the gradients of all stages are finite (on_nonfinite, the same in all)").amax()
+        self._untold.update((other, _Found(any_stage, other.nodes.runs["backward_end"])) for other in others)
+        return any_stage
+
     def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
         """The norm over all stages, 0-dim fp32, of the norms of each rank's gradients.
 
@@ -117,6 +145,20 @@ class RankStages:
         of_ranks = self.ranks.of_each(own.to(self._device, torch.float64).reshape(1), "the norm of the gradients of all stages")
         total: torch.Tensor = torch.linalg.vector_norm(of_ranks, order).float()
         return total
+
+
+class _Found(NamedTuple):
+    """What all stages have agreed on before a session of this rank has come to its step().
+
+    backwards   how many it had made by then: after another one it no longer holds
+    """
+
+    any_stage: torch.Tensor
+    backwards: int
+
+
+def _gradients(session: Session) -> Iterator[tuple[int, torch.Tensor]]:
+    return ((row, grad) for row, p in enumerate(session.table.parameters) if (grad := get_grad(p)) is not None)
 
 
 _OF_SCHEDULES: weakref.WeakKeyDictionary[Any, RankStages] = weakref.WeakKeyDictionary()

@@ -28,6 +28,8 @@ from hytrain_fx.loading.first_weights import FirstWeights
 from hytrain_fx.runtime.energy import EnergyTotals, meter_of
 from hytrain_fx.runtime.engine import Engine, RowStates
 from hytrain_fx.runtime.launch import ring_bytes_for
+from hytrain_fx.runtime.rank_errors import told_to_ranks
+from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUse, RowSize, estimate_memory
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
@@ -77,13 +79,16 @@ class Resources:
 
     # ---- taking it ----
 
-    def allocate(self, placed: Sequence[PlacedPiece]) -> None:
+    def allocate(self, placed: Sequence[PlacedPiece], ranks: Ranks | None) -> None:
         """Allocate all states where they are placed.
+
+        ranks   are to compare what they read of first weights, when all have
 
         Raises HostMemoryError, and what the source of first weights raises.
         """
         self.announce(placed)
-        with self._clock.phase(Phase.MASTERS):
+        compare = ranks if self.first_rows else None
+        with self._clock.phase(Phase.MASTERS), told_to_ranks("its loader", lambda: compare):
             if self._first is not None:
                 self._settle(self._first, placed)
             self._states.allocate(placed, self._limit_bytes, self._first_weight)

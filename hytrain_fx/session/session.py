@@ -107,7 +107,7 @@ class Session:
         self.finite_steps.use(self.config.on_nonfinite)
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
-        self.resources.allocate(self.planning.first_placement())
+        self.resources.allocate(self.planning.first_placement(), self.ranks)
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)

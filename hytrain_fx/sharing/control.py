@@ -65,15 +65,21 @@ class SharedStep:
         return max(self.device_us, self.begin_us + self.cpu_us) + self.join_us if self.by_cpu else self.device_us
 
 
+Together = Callable[[ShareTimes], tuple[CpuShare, float]]
+
+
 class ShareControl:
     """The share of one model.
 
-    wanted   "auto", or a fraction of each batch from 0 to less than 1
+    wanted     "auto", or a fraction of each batch from 0 to less than 1
+    together   gives from the trial's times the share that is solved together with the states, and
+               what its steps take beside it; None: by these times alone
 
     solved   the last solution, None before there is one
     """
 
-    def __init__(self, wanted: object) -> None:
+    def __init__(self, wanted: object, together: Together | None = None) -> None:
+        self._together = together
         self.phase = Phase.ALONE if wanted == "auto" else Phase.FIXED
         self.fraction = float(wanted) if isinstance(wanted, (int, float)) else 0.0
         self.solved: CpuShare | None = None
@@ -97,6 +103,11 @@ class ShareControl:
     def may_share(self) -> bool:
         """Whether a batch may still be split."""
         return self.phase is not Phase.NONE
+
+    @property
+    def holds_states(self) -> bool:
+        """Whether states are to stay: steps are longer or shorter for the share's sake."""
+        return self.phase in (Phase.TRIAL, Phase.SHARING)
 
     def saw(self, step: SharedStep) -> None:
         """A batch has been trained."""
@@ -122,7 +133,11 @@ class ShareControl:
         self._enter(Phase.TRIAL)
 
     def _end_trial(self) -> None:
-        solved = self._solve()
+        if self._together is None:
+            solved = self._solve()
+        else:
+            solved, self._around_us = self._together(times_of(self._seen, self._around_us))
+            self.solved = solved
         self._take(solved) if solved.by_cpu else self._give_up(solved)
 
     def _end_window(self) -> None:

@@ -28,11 +28,13 @@ from hytrain_fx.runtime.affinity import threads_on
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.topology import read_topology
 from hytrain_fx.runtime.training_threads import move_team, training_cpus
+from hytrain_fx.session import open_share
 from hytrain_fx.session.call_gate import CallGate
 from hytrain_fx.session.session import Session
 from hytrain_fx.sharing.batches import Weigh, counted, moved, part_of, require_even, sequences_of
 from hytrain_fx.sharing.control import ShareControl, SharedStep
 from hytrain_fx.sharing.cpu_copy import CpuCopy
+from hytrain_fx.sharing.placing import SharePlacing
 from hytrain_fx.sharing.spans import DeviceSpan
 from hytrain_fx.torch_private.modules import compiled_call
 from hytrain_fx.torch_private.tensors import without_torch_function
@@ -63,9 +65,9 @@ def share(batch: Any, model: nn.Module, *, weigh: Weigh | None = None) -> Iterat
     """The parts of a batch: the device's first, then the CPU's where it trains a share.
 
     How large that is `compile(..., cpu_share=...)` says. With 0 the batch comes whole, on the
-    model's device, so the loop stays as it is. Run the loop to its end before `step()`, and let
-    nothing in it wait for the device (`loss.item()`): the CPU's part would begin after the
-    device's.
+    model's device, so the loop stays as it is. Run the loop to its end before `step()`: half of a
+    batch is an error there, unless zero_grad() drops it. Let nothing in it wait for the device
+    (`loss.item()`): the CPU's part would begin after the device's.
 
     batch   on the CPU: a tensor, or tuples, lists and dicts of tensors, all as long in dimension 0
     weigh   how much a part counts in the loss's mean, for batches with masks or labels that are
@@ -89,7 +91,8 @@ class SharedTraining:
     """
 
     def __init__(self, session: Session) -> None:
-        self.control = ShareControl(session.config.cpu_share)
+        self._placing = SharePlacing(session.planning)
+        self.control = ShareControl(session.config.cpu_share, self._placing.solved)
         self._session = weakref.ref(session)
         self.copy: CpuCopy | None = None
         self._pending: deque[tuple[DeviceSpan, SharedStep]] = deque(maxlen=_MOST_PENDING)
@@ -117,23 +120,24 @@ class SharedTraining:
         weights = counted(halves, lengths, weigh) if by_cpu else [1.0, 0.0]
         if not all(weights):  # one of them counts nothing, and its mean would be 0 / 0
             halves, weights, by_cpu = [batch], [1.0, 0.0], 0
-        begin_s, span, steps_done = time.perf_counter(), DeviceSpan(device), session.steps_done
+        begin_s, span = time.perf_counter(), DeviceSpan(device)
+        open_share.require_none(session, "share()")
         if by_cpu:
+            open_share.begin(session)
             session.follow_written_weights()  # not later: what the loop has written is read on the device, after all that is launched
         span.begin()
         yield BatchPart(model, moved(halves[0], device), weights[0], device)
         span.end()
         step = SharedStep(sequences, by_cpu, 0.0, 0.0, 0.0, 0.0, 0.0)
         if by_cpu:
-            _require_no_step(session, steps_done)
             ours = self._prepared(session, model, span)
             cpu_s = time.perf_counter()
             with self._on_their_socket(session):
                 yield BatchPart(ours.model, halves[1], weights[1], _CPU)
             done_s = time.perf_counter()
-            _require_no_step(session, steps_done)
             ours.require_unwritten(model)
             _join(session, ours)
+            open_share.end(session)
             step = replace(step, begin_us=_us(begin_s, cpu_s), cpu_us=_us(cpu_s, done_s), join_us=_us(done_s, time.perf_counter()))
         self._pending.append((span, step))
         self._last_begin_s = begin_s
@@ -178,12 +182,8 @@ class SharedTraining:
             _, step = self._pending.popleft()
             if not session.planning.awaits_times or session.steps_done > _MOST_STEPS_UNPLANNED:
                 self.control.saw(replace(step, device_us=device_us))
-
-
-def _require_no_step(session: Session, steps_done: int) -> None:
-    if session.steps_done != steps_done:
-        raise UnsupportedError("optimizer.step() was called before share() had come to its end, without the CPU's gradients; call it after "
-                               "the loop over the parts")
+        if session.config.cpu_share == "auto":
+            self._placing.hold(self.control.holds_states)
 
 
 def _join(session: Session, ours: CpuCopy) -> None:

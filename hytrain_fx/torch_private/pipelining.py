@@ -26,6 +26,7 @@ class Stage:
     schedule        the name of the schedule's class
     group           the ranks that have the pipeline's stages; None: the default group
     made_in         the schedule itself, as long as the loop keeps it
+    here            stages of the pipeline on this rank
     """
 
     number: int
@@ -34,6 +35,7 @@ class Stage:
     schedule: str
     group: Any = field(default=None, repr=False)
     made_in: weakref.ref[Any] | None = field(default=None, repr=False)
+    here: int = 1
 
     def __str__(self) -> str:
         return f"stage {self.number} of {self.count} in a {self.schedule} of {self.micro_batches} micro-batches"
@@ -54,7 +56,7 @@ def stage_of(schedule: Any, model: nn.Module) -> Stage:
                                "inputs and of weights apart, and a compiled backward makes both at once")
     try:
         stages = [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
-        found = [Stage(of.stage_index, of.num_stages, schedule._n_microbatches, name, of.group, weakref.ref(schedule))
+        found = [Stage(of.stage_index, of.num_stages, schedule._n_microbatches, name, of.group, weakref.ref(schedule), len(stages))
                  for of in stages if of.submod is model]
     except AttributeError as error:
         raise UnsupportedError(f"torch {torch.__version__} keeps the stages of a {name} elsewhere ({error}); "

@@ -18,6 +18,7 @@ from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.gathered_units import GatheredUnits
+from hytrain_fx.weights.returning import ReservedMemory
 from hytrain_fx.weights.shard_homes import ShardHomes
 
 
@@ -26,15 +27,19 @@ class SharedReads:
 
     units          as graphs read them
     homes          where this rank's shards rest
+    reserved       memory that was taken for them
     is_elsewhere   whether the calling thread is another one than the loop's
     """
 
-    def __init__(self, table: ParameterTable, states: StateStore, units: GatheredUnits, is_elsewhere: Callable[[], bool]) -> None:
+    def __init__(
+        self, table: ParameterTable, states: StateStore, units: GatheredUnits, reserved: ReservedMemory, is_elsewhere: Callable[[], bool]
+    ) -> None:
         self._table = table
         self._of = states.streamed
         self._states = states
         self.units = units
         self.homes = ShardHomes(table, states)
+        self._reserved = reserved
         self._is_elsewhere = is_elsewhere
         self._pid = os.getpid()
 
@@ -69,7 +74,7 @@ class SharedReads:
         if of.has_memory and not of.current:
             self.units.gathered.bring((row,), [flat_alias(parameter.detach())])
         else:
-            memory = torch.empty(self.units.nbytes(row), dtype=torch.uint8, device=parameter.device)
+            memory = self._reserved.memory(row, self.units.nbytes(row))
             self.units.gathered.bring((row,), [memory.view(torch.bfloat16)])
             if not of.has_memory:  # else it shows the weight, or what the loop has written there
                 put_memory(parameter, memory, 0, memory.nbytes)
@@ -95,7 +100,7 @@ class SharedReads:
         """
         of, parameter, shard = self._of[row], self._table.parameters[row], self._table.shards[row]
         if not of.has_memory:
-            memory = torch.empty(self.units.nbytes(row), dtype=torch.uint8, device=parameter.device)
+            memory = self._reserved.memory(row, self.units.nbytes(row))
             put_memory(parameter, memory, 0, memory.nbytes)
         whole = flat_alias(parameter.detach())
         whole.fill_(torch.nan)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import nn
@@ -41,24 +39,8 @@ from hytrain_fx.weights.fetched_units import FetchedUnits
 from hytrain_fx.weights.gathered_units import GatheredUnits
 from hytrain_fx.weights.held import HeldWeights
 from hytrain_fx.weights.outside_writes import OutsideWrites
+from hytrain_fx.weights.returning import ReservedMemory, Returning
 from hytrain_fx.weights.shared_reads import SharedReads
-
-DEVICE_SHARE: Final = 0.95
-"""Of the room on the device that weights may fill when all come back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Returning:
-    """Bytes of weights without memory of their own, and what device and host have for them."""
-
-    away_bytes: int
-    device_bytes: float
-    host_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device can have them all, with a margin for what lies between."""
-        return self.away_bytes <= DEVICE_SHARE * self.device_bytes
 
 
 class StreamedWeights:
@@ -88,7 +70,8 @@ class StreamedWeights:
         self._held = held
         self._of = states.streamed
         self._kept: set[int] = set()  # rows that stay on the device, because code outside graphs reads them
-        self._shared = SharedReads(table, states, units, is_elsewhere) if isinstance(units, GatheredUnits) else None
+        self._reserved = ReservedMemory(table.device)
+        self._shared = SharedReads(table, states, units, self._reserved, is_elsewhere) if isinstance(units, GatheredUnits) else None
 
     # ---- which weights ----
 
@@ -219,7 +202,7 @@ class StreamedWeights:
         if of.has_memory:
             self._states.show_weight(row)
             return
-        memory = torch.empty(self.units.nbytes(row), dtype=torch.uint8, device=parameter.device)
+        memory = self._reserved.memory(row, self.units.nbytes(row))
         memory.view(torch.bfloat16).copy_(self._states.home(row))  # it is there when this returns: another thread may read it at once
         put_memory(parameter, memory, 0, memory.nbytes)
         of.has_memory = of.current = True
@@ -275,13 +258,31 @@ class StreamedWeights:
             return
         with suppress(EngineError):
             self._engine.drain(self._states.pieces.rows(list(self._of)))
-        self.left_on_host = self.left_on_host or not (self._shared or self.returning.fits)
+        self.left_on_host = self.left_on_host or not (self._shared or self.reserve())
         with torch.no_grad(), without_torch_function(), self.units.lock:
             self.units.drop_slots()
             for row in self._of:
                 if not self._of[row].shows:
                     (self._shared.fill_own if self._shared else self._leave_on_host if self.left_on_host else self._fill)(row)
             self._kept.update(self._of)
+
+    def reserve(self) -> bool:
+        """Whether the device has room for every weight. It is taken, so `restore` needs no more.
+
+        Slots go first, and come again where a graph is run after all.
+        """
+        away = {row: self.units.nbytes(row) for row, of in self._of.items() if not of.has_memory}
+        if self._reserved.has(away):
+            return True
+        if not self.returning.fits:
+            return False
+        with self.units.lock, torch.no_grad():
+            self.units.drop_slots()
+        return self._reserved.reserve(away)
+
+    def release(self) -> None:
+        """The weights do not come back after all."""
+        self._reserved.release()
 
     @property
     def returning(self) -> Returning:

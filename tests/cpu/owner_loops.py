@@ -206,6 +206,11 @@ def resumed(name: str, checkpoint: Found | str, rank: int, size: int) -> Found:
     return {"loaded": loaded, "optimizer": optimizer.state_dict(), "model": weights(model)}
 
 
+def resumed_from_each(name: str, checkpoints: Sequence[Found | str], rank: int, size: int) -> list[Found]:
+    """From each of them, one after the other."""
+    return [resumed(name, checkpoint, rank, size) for checkpoint in checkpoints]
+
+
 def states_edited(rank: int, size: int) -> list[Any]:
     """An entry is written, deleted, and all are: what is there afterwards, on every rank."""
     model: Any = net(rank)

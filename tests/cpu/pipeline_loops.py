@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.errors import ConfigError, UnsupportedError
+from hytrain_fx.errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, weights
@@ -51,26 +49,32 @@ class Part(nn.Module):
     """One stage: some layers of a model, the embedding with the first, the head with the last.
 
     Every part is made of the whole model's draws, so parts together are one model.
+
+    link   the device that what comes to a stage is on, and what it hands to the next one: gloo
+           sends from host memory alone
     """
 
-    def __init__(self, number: int = 0, count: int = 1) -> None:
+    def __init__(self, number: int = 0, count: int = 1, link: torch.device | None = None) -> None:
         super().__init__()
+        self.link = device_here() if link is None or number == count - 1 else link
         torch.manual_seed(0)
         words, layers, head = nn.Embedding(WORDS, WIDTH), [Block() for _ in range(LAYERS)], nn.Linear(WIDTH, WORDS, bias=False)
         each = LAYERS // count
         self.words = words if number == 0 else None
         self.layers = nn.ModuleDict({str(i): layers[i] for i in range(number * each, (number + 1) * each)})
         self.head = head if number == count - 1 else None
+        self.spike: torch.Tensor
         self.register_buffer("spike", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.spike.device)
         x = x if self.words is None else self.words(x)
         for layer in self.layers.values():
             x = layer(x)
-            bias = layer.get_parameter("down.bias") * self.get_buffer("spike")
+            bias = layer.get_parameter("down.bias") * self.spike
             x = x + (bias - bias.detach())
         logits: torch.Tensor = x if self.head is None else self.head(x)
-        return logits
+        return logits.to(self.link)
 
 
 def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -78,10 +82,10 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(number: int, micro_batches: int = MICRO_BATCHES) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of a step's micro-batches, and what is to come of them."""
     draw = torch.Generator("cpu").manual_seed(number)
-    tokens = torch.randint(0, WORDS, (2 * MICRO_BATCHES, 9), generator=draw, device="cpu").to(device_here())
+    tokens = torch.randint(0, WORDS, (2 * micro_batches, 9), generator=draw, device="cpu").to(device_here())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -92,21 +96,25 @@ class Pipeline:
     beside  two ranks that train the same stages on other batches
     scaled  with a GradScaler
     tied    the head is the embedding
+    skips   steps with gradients that are not finite are left out (`on_nonfinite`)
+
+    factor  of the loss
     """
 
     def __init__(self, schedule: str, ours: bool, dtype: torch.dtype, group: Any = None, beside: Any = None, *, scaled: bool = False,
-                 tied: bool = False, **options: Any) -> None:
+                 tied: bool = False, skips: bool = False, micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
         torch._dynamo.reset()
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         each = 2 if schedule == "Interleaved1F1B" else 1
-        self.group, self.beside, self.ours, self.tied = group, beside, ours, tied
-        self.parts = [Part(number, each * size).to(device_here(), dtype) for number in range(rank, each * size, size)]
+        self.group, self.beside, self.ours, self.tied, self.micro_batches = group, beside, ours, tied, micro_batches
         device = device_here()
-        stages = [PipelineStage(part, rank + size * i, each * size, device, group=group) for i, part in enumerate(self.parts)]
+        link = torch.device("cpu") if "gloo" in distributed.get_backend_config(group) else device
+        self.parts = [Part(number, each * size, link).to(device, dtype) for number in range(rank, each * size, size)]
+        stages = [PipelineStage(part, rank + size * i, each * size, link, group=group) for i, part in enumerate(self.parts)]
+        self.skips, self.factor = skips, 1.0
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16, growth_interval=2, enabled=scaled)
         self.scaler.scale(torch.ones(1, device=device))  # a scaler begins with its first loss, and most stages have none
-        self.schedule = SCHEDULES[schedule](
-            stages if each > 1 else stages[0], MICRO_BATCHES, loss_fn=lambda logits, target: self.scaler.scale(loss_of(logits, target)))
+        self.schedule = SCHEDULES[schedule](stages if each > 1 else stages[0], micro_batches, loss_fn=self._loss)
         self.optimizers = [self._optimizer(part, beside, options) for part in self.parts]
         self.is_first, self.is_last = stages[0].is_first, stages[-1].is_last
         if tied and ours:
@@ -119,18 +127,22 @@ class Pipeline:
             part.compile()
             return HandAdam(part.parameters(), **HYPER)
         plain = torch.optim.AdamW(part.parameters(), **HYPER)
+        options = {"on_nonfinite": "skip" if self.skips else "allow", **options}
         return hytrain_fx.compile(part, plain, pipeline=self.schedule, process_group=beside, workers=1, **options)[1]
+
+    def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.scaler.scale(loss_of(logits, target))
 
     def backward(self, number: int, scale: float = 1.0) -> list[float]:
         """All micro-batches of a step: the losses, on the last stage's rank."""
-        tokens, target = batch(number)
+        tokens, target = batch(number, self.micro_batches)
         losses: list[torch.Tensor] = []
         given = {"target": target, "losses": losses} if self.is_last else {}
-        self.schedule.step(*([tokens] if self.is_first else []), **given)
+        self.schedule.step(*([tokens.to(self.parts[0].link)] if self.is_first else []), **given)
         return [loss.item() for loss in losses]
 
     def before_step(self) -> None:
-        """By hand: the sum of the tied weight's gradients, and the same inf everywhere."""
+        """By hand: the sum of the tied weight's gradients, the same inf everywhere."""
         if self.ours:
             return
         if self.tied:
@@ -166,6 +178,8 @@ class Pipeline:
 
     def end_step(self) -> float:
         """step() and zero_grad() of all. Gives the next scale."""
+        if self.skips and not self.ours:
+            self._skip()
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         if self.scaler.is_enabled():
@@ -173,6 +187,14 @@ class Pipeline:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return self.scaler.get_scale()
+
+    def _skip(self) -> None:
+        """By hand: no gradients, where one of any stage is not finite."""
+        parameters = [p for part in self.parts for p in part.parameters()]
+        bad = torch.stack([~p.grad.isfinite().all() for p in parameters if p.grad is not None]).any().float()
+        distributed.all_reduce(bad, distributed.ReduceOp.MAX, group=self.group)
+        for p in parameters if bad else ():
+            p.grad = None
 
     def spike(self, factor: float, number: int) -> None:
         """In the first stage (0) or in the last one (-1)."""
@@ -203,17 +225,20 @@ class Pipeline:
         return (session_of(part) for part in self.parts)
 
 
-def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool, beside: Any = None) -> Found:
+def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool, beside: Any = None, *,
+            micro_batches: int = MICRO_BATCHES, **plan: Any) -> Found:
     """Four steps: losses, norms and scales, weights, what `explain` says.
 
-    loop   "accumulated", "clipped", "scaler", "tied", "short" of memory after two steps, or several
-           of them
+    loop   "accumulated", "clipped", "scaler", "tied", "skipped", "short" of memory after two steps,
+           or several of them
 
-    Ours moves its states to a drawn plan before each step, and every second rank is slow. With a
-    scaler the second step has an inf in the first stage alone, the third one in the last; of two
-    pipelines side by side only the first has them.
+    Ours moves its states to a drawn plan before each step, unless a `plan` is given, as options of
+    compile. Every second rank is slow. With a scaler, and where steps are skipped, the second step
+    has an inf in the first stage alone, the third one in the last; of two pipelines side by side
+    only the first has them.
     """
-    options: dict[str, Any] = {"scaled": "scaler" in loop, "tied": "tied" in loop}
+    of_loop: dict[str, Any] = {"scaled": "scaler" in loop, "tied": "tied" in loop, "skips": "skipped" in loop}
+    options = {**of_loop, "micro_batches": micro_batches, **plan}
     pipeline = Pipeline(schedule, ours, dtype, group, beside, replan_every=0 if ours else 20, **options)
     for p in () if ours or beside is None else pipeline.parts[0].parameters():
         p.register_hook(partial(_averaged, beside))
@@ -224,16 +249,18 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
             session.engine.set_delay(stage, 300)
     for step in range(STEPS):
         for session in pipeline.sessions() if ours else ():
-            if session.engine.can_stream:
+            if session.engine.can_stream and not plan:
                 place_anywhere(session, draw)
-        spiked = {1: 0, 2: -1}.get(step) if "scaler" in loop and not stream else None
+        spiked = {1: 0, 2: -1}.get(step) if ("scaler" in loop or "skipped" in loop) and not stream else None
         if spiked is not None:
             pipeline.spike(SPIKE, spiked)
+            pipeline.factor = 2.0**16 if "skipped" in loop else 1.0
         if "short" in loop and step == 2:
             assert not ours or all(session.nodes.gradients.stream_out() for session in pipeline.sessions())
         seen += pipeline.backward(10 * stream + step)
         if spiked is not None:
             pipeline.spike(0.0, spiked)
+            pipeline.factor = 1.0
         if "accumulated" in loop:
             seen += pipeline.backward(100 + step)
         pipeline.before_step()
@@ -242,7 +269,9 @@ def trained(schedule: str, loop: str, dtype: torch.dtype, group: Any, ours: bool
             seen.append(norm if math.isfinite(norm) else math.inf)
         seen.append(pipeline.end_step())
     text = hytrain_fx.explain(pipeline.parts[0]).details() if ours else ""
-    return {"seen": seen, "weights": pipeline.weights(), "text": text}
+    left_out = [session.finite_steps.count for session in pipeline.sessions()] if ours else []
+    places = {str(of.placement) for session in pipeline.sessions() for of in session.states.placed} if ours else set()
+    return {"seen": seen, "weights": pipeline.weights(), "text": text, "places": places, "left_out": left_out}
 
 
 def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: int, size: int) -> dict[str, tuple[Found, ...]]:
@@ -253,23 +282,22 @@ def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: in
 def copies(rank: int, size: int) -> dict[str, list[tuple[int, int, int]]]:
     """By loop: rows, gradients sent to the host and brought back, in each of three steps.
 
-    Every state is on the host.
+    Every state is on the host. One schedule has four micro-batches, the other three.
     """
     found: dict[str, list[tuple[int, int, int]]] = {}
-    for schedule in ("GPipe", "1F1B"):
-        for loop in ("plain", "clipped"):
-            run = Pipeline(schedule, True, torch.bfloat16, k=0, stream=0, replan_every=0)
-            (session,) = run.sessions()
-            counts = _Counts(session.engine)
-            of_steps = found[f"{schedule} {loop}"] = []
-            for step in range(3):
-                counts.sent = counts.fetched = 0
-                run.backward(step)
-                if loop == "clipped":
-                    run.clip(0.5)
-                run.end_step()
-                of_steps.append((len(session.table), counts.sent, counts.fetched))
-            hytrain_fx.close(run.parts[0])
+    for schedule, micro_batches, loop in (("GPipe", 3, "clipped"), ("1F1B", 4, "clipped"), ("1F1B", 4, "plain")):
+        run = Pipeline(schedule, True, torch.bfloat16, micro_batches=micro_batches, k=0, stream=0, replan_every=0)
+        (session,) = run.sessions()
+        counts = _Counts(session.engine)
+        of_steps = found[f"{schedule} {loop}"] = []
+        for step in range(3):
+            counts.sent = counts.fetched = 0
+            run.backward(step)
+            if loop == "clipped":
+                run.clip(0.5)
+            run.end_step()
+            of_steps.append((len(session.table), counts.sent, counts.fetched))
+        hytrain_fx.close(run.parts[0])
     return found
 
 
@@ -291,7 +319,10 @@ class _Counts:
 
 
 def refused(rank: int, size: int) -> list[str]:
-    """The errors of weights that cannot be tied, and of a backward after their sum."""
+    """The errors of weights that cannot be tied, and of a backward after their sum.
+
+    Then that of a step for which the first stage alone has gradients that are not finite.
+    """
     run = Pipeline("1F1B", True, torch.bfloat16)
     (group,) = run.optimizers[0].param_groups
     errors = [_error_of(lambda: hytrain_fx.tie_weights(run.parts, [TIED[:1]]))]
@@ -306,13 +337,18 @@ def refused(rank: int, size: int) -> list[str]:
     run.clip(0.5)
     run.backward(1)
     errors.append(_error_of(lambda: run.clip(0.5)))
+    run = Pipeline("1F1B", True, torch.float32, on_nonfinite="raise")
+    run.factor = 2.0**16
+    run.spike(SPIKE, 0)
+    run.backward(0)
+    errors.append(_error_of(run.end_step))
     return errors
 
 
 def _error_of(call: Callable[[], object]) -> str:
     try:
         call()
-    except (ConfigError, UnsupportedError) as error:
+    except (ConfigError, UnsupportedError, NonFiniteGradientError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -349,46 +385,3 @@ def _averaged(group: Any, gradient: torch.Tensor) -> torch.Tensor:
     mean = gradient / 2
     distributed.all_reduce(mean, group=group)
     return mean
-
-
-def saved_by_stage(folder: str, rank: int, size: int) -> Found:
-    """Two steps with a tied weight, then a checkpoint of all stages."""
-    run = Pipeline("1F1B", True, torch.bfloat16, tied=True)
-    for step in range(2):
-        run.backward(step)
-        run.end_step()
-    return _saved(run.parts[0], run.optimizers[0], folder)
-
-
-def whole_model(folder: str, into: str) -> tuple[Found, Found]:
-    """One process loads that, trains a step on the whole model, and saves its own."""
-    torch._dynamo.reset()
-    model: Any = Part().to(torch.bfloat16)
-    model.head.weight = model.words.weight
-    optimizer: Any = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1)[1]
-    loaded = _resumed(model, optimizer, folder)
-    tokens, target = batch(2)
-    loss_of(model(tokens), target).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loaded, _saved(model, optimizer, into)
-
-
-def resumed_by_stage(folder: str, rank: int, size: int) -> Found:
-    """What each stage finds in a checkpoint of the whole model."""
-    run = Pipeline("1F1B", True, torch.bfloat16, tied=True)
-    return _resumed(run.parts[0], run.optimizers[0], folder)
-
-
-def _saved(model: nn.Module, optimizer: Any, folder: str) -> Found:
-    found = {"optimizer": optimizer.sharded_state_dict(), "model": weights(model)}
-    save(found, checkpoint_id=folder)
-    return {"states": found["optimizer"]["state"], "weights": found["model"]}
-
-
-def _resumed(model: nn.Module, optimizer: Any, folder: str) -> Found:
-    found = {"optimizer": optimizer.sharded_state_dict(), "model": weights(model)}
-    load(found, checkpoint_id=folder)
-    model.load_state_dict(found["model"])
-    optimizer.load_sharded_state_dict(found["optimizer"])
-    return {"states": optimizer.sharded_state_dict()["state"], "weights": weights(model)}

@@ -158,6 +158,11 @@ def lit(case: str, folder: Path, rank: int, size: int) -> list[Found]:
     return found
 
 
+def lit_cases(folder: Path, rank: int, size: int) -> dict[str, list[Found]]:
+    """Each case, in one pair of processes: Lightning's imports take longer than a fit."""
+    return {case: lit(case, folder / case, rank, size) for case in ("32-true", "bf16-true", "bf16-mixed", "clipped")}
+
+
 def lit_fails(rank: int, size: int) -> None:
     """A fit with hytrain_fx, in which the last rank fails after its second step."""
     at = example("train_lightning", "lightning", "transformers")

@@ -63,7 +63,7 @@ def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = 
         port = free.getsockname()[1]
     context: Any = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # CUDA cannot be forked
     if not torch.cuda.is_available():
-        context.set_forkserver_preload([__name__])  # importing torch takes longer than most of these loops
+        context.set_forkserver_preload([f"{__package__}.rank_preload"])  # importing torch takes longer than most of these loops
     same = (work, size, port, timeout_s, backend, fused)
     ranks = [context.Process(target=_run, args=(rank, str(folder / f"{rank}.pt"), *same), daemon=True) for rank in range(size)]
     for process in ranks:

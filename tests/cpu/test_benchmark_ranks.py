@@ -17,7 +17,8 @@ from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.peers import zero_offload_config
 from benchmarks.ranks import ZERO_STAGES, ranks_markdown
-from hytrain_fx.forecast.bench.process import run_to_end, why_none
+from hytrain_fx.forecast.bench import process
+from hytrain_fx.forecast.bench.process import lacked_memory, run_to_end, why_none
 
 LINE = ["ranks", "--size", "tiny", "--batch", "1", "--sequence", "16", "--window", "1", "--warmup", "4"]
 
@@ -39,14 +40,16 @@ def test_a_row_is_compared_with_its_floor() -> None:
 
 
 @pytest.mark.sample(0)
-@pytest.mark.parametrize("name", ["floor", "fsdp2", "host"])
+@pytest.mark.parametrize("name", ["fsdp2", "host"])
 def test_two_ranks_make_a_row(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On CPUs; a second call finds it in the file."""
     out = tmp_path / "ranks.json"
-    for _ in range(2):
+    log = tmp_path / f"ranks.{name}.log"
+    for times in range(2):
         assert main([*LINE, "--rows", name, "--out", str(out)]) == 0
         assert f"| {name} | tiny, 1 x 16, 2 ranks | 0." in capsys.readouterr().out
-        (tmp_path / f"ranks.{name}.log").write_text("not run again")
+        assert (log.read_text() == "not run again") is (times == 1)
+        log.write_text("not run again")
     assert json.loads(out.read_text())[f"{name} tiny 1x16 on 2"]["window_steps"] == 1
 
 
@@ -71,19 +74,38 @@ def test_deepspeed_reads_what_a_row_asks_for(name: str) -> None:
 
 @pytest.mark.sample(0)
 def test_without_deepspeed_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other rows are made; the ranks' own line is told, not torchrun's after it."""
+    """The other rows are made; the ranks' own line is told, not torchrun's after it.
+
+    The floor is found in the file by a second call.
+    """
     (tmp_path / "deepspeed.py").write_text('raise ImportError("not installed")')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main([*LINE, "--rows", "zero3_offload", "floor", "--out", str(tmp_path / "ranks.json")]) == 0
     printed = capsys.readouterr().out
     assert "| zero3_offload | tiny, 1 x 16, 2 ranks | mode zero_offload needs deepspeed, which cannot be imported here" in printed
     assert "| floor | tiny, 1 x 16, 2 ranks | 0." in printed
+    (tmp_path / "ranks.floor.log").write_text("not run again")
+    assert main([*LINE, "--rows", "floor", "--out", str(tmp_path / "ranks.json")]) == 0
+    assert (tmp_path / "ranks.floor.log").read_text() == "not run again"
 
 
 def test_the_error_of_a_rank_is_told() -> None:
     """Not torchrun's, which comes last and says only that there was one."""
     printed = "[rank1]: torch.OutOfMemoryError: CUDA out of memory.\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n=="
     assert why_none(1, printed, 1.0) == "torch.OutOfMemoryError: CUDA out of memory."
+
+
+def test_a_row_killed_by_somebody_is_not_said_to_lack_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outer time limit sends the signal that the system does, whose count tells them apart."""
+    counts = iter((7, 7, 7, 8, None))
+    monkeypatch.setattr(process, "_kills_for_memory", lambda: next(counts))
+    told = []
+    for _ in range(3):
+        with (tmp_path / "log").open("w") as log:
+            status = run_to_end(["sh", "-c", "kill -9 $$"], log.fileno(), 60.0, os.environ)
+        told.append(why_none(status, "", 60.0))
+    assert told[0].startswith("killed from outside, and not for want of memory")
+    assert list(map(lacked_memory, told)) == [False, True, True]
 
 
 def test_ranks_end_with_their_row(tmp_path: Path) -> None:

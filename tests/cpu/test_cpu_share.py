@@ -19,9 +19,15 @@ from torch.nn.utils import clip_grad_norm_
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.cost_model.cpu_share import CpuShare, ShareTimes
+from hytrain_fx.cost_model.share_and_states import Shared
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.profile import Profile
+from hytrain_fx.planning.planning import Planning
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session.call_gate import find_session
 from hytrain_fx.sharing.loop import training_of
+from hytrain_fx.sharing.placing import SharePlacing
 
 from .loops import Twins, assert_same, compare, plain_loop, weights
 from .models import autocast_gpt
@@ -147,6 +153,57 @@ def test_frozen_weights_are_as_the_loop_has_them() -> None:
         optimizer.zero_grad()
         assert torch.equal(model[0].weight, before)
     hytrain_fx.close(model)
+
+
+class Elsewhere(SharePlacing):
+    """Finds that a share pays with states where they are not."""
+
+    def __init__(self, planning: Planning) -> None:
+        super().__init__(planning)
+        self._of = planning
+
+    def together(self, profile: Profile, times: ShareTimes) -> Shared:
+        """All on the host, or on the device, and half of the batch."""
+        k = 0 if self._of.plan.k else len(profile.units)
+        plan = self._of.solver.at(k, profile, self._of.guard, self._of.discipline)
+        return Shared(plan, times, CpuShare(4, 8, 1.0, 2.0, 4, 1.0, "the device"))
+
+
+class TwoLayers(torch.nn.Module):
+    """Its loss is a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_states_move_for_a_share_and_back() -> None:
+    """Before the next forward, with the same bits. Meanwhile no plan is made of what steps show."""
+
+    def loop(model: Any, optimizer: Any, batches: Any) -> list[float]:
+        steps = in_parts(split, 4)
+        if find_session(model) is None:
+            return [loss for _ in range(4) for loss in steps(model, optimizer, batches)]
+        losses = steps(model, optimizer, batches)
+        planning = session_of(model).planning
+        before, placing = planning.plan, Elsewhere(planning)
+        placing.solved(ShareTimes(8, 100.0, 10.0))
+        placing.hold(True)
+        losses += steps(model, optimizer, batches)
+        assert planning.plan.k == (0 if before.k else len(before.rows))
+        assert planning.plan.notes[-1] == "solved with the CPU's share: 1 us a step instead of 2 us"
+        assert {str(of.placement) for of in session_of(model).states.placed} == {"cpu" if before.k else "gpu"}
+        placing.hold(False)
+        losses += steps(model, optimizer, batches)
+        assert planning.plan.rows == before.rows
+        return losses + steps(model, optimizer, batches)
+
+    split = ByHand(BY_CPU)
+    torch.manual_seed(0)
+    compare(lambda: (TwoLayers(), [(torch.randn(8, 4),) for _ in range(3)]), loop, cpu_share=0.25, warmup_steps=1, replan_every=0)
 
 
 def test_a_model_under_autocast_is_shared() -> None:

@@ -16,6 +16,8 @@ import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.sharing.batches import counted, moved, part_of, require_even, sequences_of
 
+from .loops import assert_same, weights
+
 Pair = namedtuple("Pair", "x y")
 
 
@@ -167,6 +169,40 @@ def test_gradients_of_a_loop_that_ended_in_an_error_are_not_trained(compiled: tu
     optimizer.zero_grad()
     model(x).sum().backward()
     torch.testing.assert_close(found, model.layer.weight.grad.clone())
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("trained", [1, 2])
+def test_a_batch_that_was_left_half_way_is_an_error(compiled: tuple[Any, Any], trained: int) -> None:
+    """After a `break` in either part no step is made of half a batch, and no other batch is added.
+
+    Until its gradients are dropped, by zero_grad() or by hand.
+    """
+    model, optimizer = compiled
+    x, before = torch.randn(4, 3), weights(model)
+
+    def leave() -> None:
+        for number, part in enumerate(hytrain_fx.share(x, model), 1):
+            part.model(part.batch).sum().backward()
+            if number == trained:
+                break
+
+    leave()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"optimizer\.step\(\) was called before share\(\) had come to its end"):
+            optimizer.step()
+        with pytest.raises(UnsupportedError, match=r"^share\(\) was called before share\(\) had come to its end"):
+            next(hytrain_fx.share(x, model))
+    assert_same(weights(model), before)
+    model.zero_grad()
+    optimizer.step()
+    assert_same(weights(model), before)
+    leave()
+    optimizer.zero_grad()
+    for part in hytrain_fx.share(x, model):
+        part.model(part.batch).sum().backward()
+    optimizer.step()
+    assert not torch.equal(weights(model)["layer.weight"], before["layer.weight"])
     optimizer.zero_grad()
 
 

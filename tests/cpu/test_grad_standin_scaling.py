@@ -65,13 +65,19 @@ def test_logged_factors_follow_the_documented_rounding(device: str, form: str, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_division_by_a_power_of_two_is_logged(dtype: torch.dtype) -> None:
+def test_a_division_by_a_whole_number_is_logged(dtype: torch.dtype) -> None:
     """So a pipeline's schedule, which divides by its micro-batches, brings no gradient back.
 
-    Any other number is left to torch. The bits are those of a real gradient.
+    The bits are those of a real gradient, of every number that 16 bits have. What torch does not
+    do by a product is left to it: fp32 by other numbers than powers of two on the CPU, by 14 the
+    least numbers of fp16, and what is no whole number up to 2^14.
     """
-    for divisor, is_logged in ((8, True), (2.0**14, True), (1, True), (6, False), (2.0**15, False), (0.5, False), (-4, False)):
-        expected = torch.cat([gradient(dtype, "cpu", (61,)), torch.tensor([1e-38, 6e-8, -3e38], dtype=dtype)])
+    narrow = dtype != torch.float32
+    all_16_bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype if narrow else torch.bfloat16)
+    numbers = all_16_bits[~all_16_bits.isnan()].to(dtype)
+    for divisor, is_logged in ((8, True), (2.0**14, True), (1, True), (3, narrow), (6, narrow), (999.0, narrow),
+                               (14, dtype == torch.bfloat16), (2.0**15, False), (0.5, False), (2.5, False), (-4, False)):
+        expected = numbers.clone()
         parameter, _ = stood_in(expected)
         grad_of(parameter).div_(divisor)
         grad_of(parameter).mul_(0.3)

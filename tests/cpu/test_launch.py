@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS, TRANSIT_BYTES
 from hytrain_fx.runtime import launch
 from hytrain_fx.runtime.launch import STAGING_BYTES, default_workers, ring_bytes_for
 from hytrain_fx.runtime.topology import LogicalCpu, Topology
+from hytrain_fx.torch_private.pipelining import Stage
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,6 +74,18 @@ def test_workers_are_the_rank_s_physical_cores_less_the_launching_ones(ranks: in
     cpus = tuple(LogicalCpu(number, number % 16, 0) for number in range(32))
     monkeypatch.setattr(launch, "read_topology", lambda device: Topology(cpus, ranks=ranks))
     assert default_workers() == workers
+
+
+def test_stages_of_one_rank_share_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has an engine. The option counts for one of them."""
+    monkeypatch.setattr(launch, "default_workers", lambda device, beside_training=False: 5)
+    for here, workers, expected in ((1, None, 5), (2, None, 2), (8, None, 1), (2, 3, 3)):
+        stage = Stage(0, 8, 4, "ScheduleInterleaved1F1B", here=here)
+        with warnings.catch_warnings():  # more workers than this machine has CPUs
+            warnings.simplefilter("ignore")
+            engine = launch.make_engine(Config(pipeline=stage, workers=workers), [torch.zeros(10)])
+        assert engine.workers == expected
+        engine.close()
 
 
 def test_without_a_readable_topology_the_affinity_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
-from hytrain_fx.session import memory_pressure
+from hytrain_fx.session import giving_way, memory_pressure
 
 WIDTH, WARMUP = 64, 2
 WARMED, SHORT_STEP, STEPS = 6, 8, 11  # after warming up; when memory runs out; in all
@@ -67,7 +67,7 @@ class Net(nn.Module):
 def enough(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing runs out unless a test says so. States of a small model go in parts too."""
     torch._dynamo.reset()
-    monkeypatch.setattr(memory_pressure, "LEAST_BYTES", 0)
+    monkeypatch.setattr(giving_way, "LEAST_BYTES", 0)
     yield
     SHORT.update(forward=0, backward=0)
 
@@ -152,21 +152,37 @@ def test_a_step_that_ran_out_is_as_any_other(where: str, breaks: bool) -> None:
     assert any(f"memory ran out in a {where} after {SHORT_STEP} steps" in note for note in hytrain_fx.explain(model).plan.notes)
 
 
-def test_an_error_in_the_loss_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes by no code of ours: the allocator's count tells. Half of the states leave, once."""
-    errors = 0
-    monkeypatch.setattr(memory_pressure, "_errors_of_allocator", lambda device: errors)
+def test_an_error_in_the_loops_own_code_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes by no code of ours: the allocator's count tells. Half of the states leave, once.
+
+    After the forward, as in a loss; then after the backward, as in clipping. The count is not read
+    in steps that were completed.
+    """
+    errors, reads = 0, 0
+
+    def counted(device: torch.device) -> int:
+        nonlocal reads
+        reads += 1
+        return errors
+
+    monkeypatch.setattr(memory_pressure, "_errors_of_allocator", counted)
     model, optimizer = started()
     train(model, optimizer, range(WARMED, SHORT_STEP))
-    before = on_device(model)
-    model(torch.randn(8, WIDTH))
-    errors += 1  # in the loss, say
-    optimizer.zero_grad()
-    train(model, optimizer, range(SHORT_STEP, STEPS))
-    assert session_of(model).pressure.times == 1
-    assert on_device(model) <= before // 2
-    assert any(f"memory ran out in code outside the model after {SHORT_STEP} steps" in note
-               for note in hytrain_fx.explain(model).plan.notes)
+    before, reads = on_device(model), 0
+    train(model, optimizer, range(SHORT_STEP, SHORT_STEP + 2))
+    assert reads == 0
+    for times, backward in enumerate((False, True), 1):
+        steps = session_of(model).steps_done
+        loss = model(torch.randn(8, WIDTH))
+        if backward:
+            loss.backward()
+        errors += 1
+        optimizer.zero_grad()
+        train(model, optimizer, range(1))
+        assert session_of(model).pressure.times == times
+        assert on_device(model) <= before // 2**times
+        assert any(f"memory ran out in code outside the model after {steps} steps" in note
+                   for note in hytrain_fx.explain(model).plan.notes)
 
 
 def test_a_forward_in_one_graph_is_called_again() -> None:

@@ -21,7 +21,8 @@ from hytrain_fx.api import session_of
 from hytrain_fx.errors import HostMemoryError
 from hytrain_fx.runtime import memory
 from hytrain_fx.runtime.native import storage_memory
-from hytrain_fx.weights import streamed_weights
+from hytrain_fx.weights import returning, streamed_weights
+from hytrain_fx.weights.returning import new_memory
 
 from .loops import assert_same
 
@@ -315,6 +316,39 @@ def test_close_leaves_a_model_that_does_not_fit_on_the_cpu(monkeypatch: pytest.M
     model(torch.arange(8).view(1, 8)).backward()
     del model, optimizer
     gc.collect()
+
+
+def test_memory_in_pieces_is_found_before_any_weight_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last weight has none, so the whole model is left on the CPU, or close() closes nothing.
+
+    As much is free as all weights take. Without an error the model is on its device again.
+    """
+    model, optimizer = compiled("streamed")
+    train(model, optimizer, range(2))
+    session, made = session_of(model), 0
+
+    def the_last_has_none(nbytes: int, device: torch.device) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        if made % len(session.states.streamed) == 0:
+            raise torch.OutOfMemoryError("in pieces")
+        return new_memory(nbytes, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(returning, "new_memory", the_last_has_none)
+        patch.setattr(streamed_weights, "available_host_bytes", lambda: 2000)
+        with pytest.raises(HostMemoryError, match=r"the device has .* in pieces that are too small for them, the host"):
+            hytrain_fx.close(model)
+        assert not any(of.has_memory for of in session.states.streamed.values())
+        train(model, optimizer, range(2, 4))
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        patch.undo()
+        patch.setattr(returning, "new_memory", the_last_has_none)
+        made = 0
+        with pytest.warns(hytrain_fx.HytrainWarning, match="close\\(\\) has left it on the CPU, whole"):
+            hytrain_fx.close(model)
+    assert made == 2 * len(session.states.streamed)
+    assert_same({name: p.detach() for name, p in model.named_parameters()}, {name: expected[name] for name, _ in model.named_parameters()})
 
 
 def test_close_says_where_neither_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,27 @@ def test_two_watches_are_both_told() -> None:
     assert outer.end()
 
 
+def test_what_was_told_is_watched_again() -> None:
+    """Not what was never added, nor what was cleared."""
+    module, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    told: list[int] = []
+    watch = OperatorReads(told.append)
+    watch.add([storage_of(module.weight)])
+    for _ in range(2):
+        watch.again()
+        watch.begin()
+        module(other(X))
+        module(X)
+        watch.end()
+    assert told == [storage_of(module.weight)] * 2
+    watch.clear()
+    watch.again()
+    watch.begin()
+    module(X)
+    watch.end()
+    assert len(told) == 2
+
+
 def test_a_read_may_end_the_watch_of_others() -> None:
     """After `clear` in `on_read` nothing more is told, until it was added again."""
     module = nn.Linear(8, 8)

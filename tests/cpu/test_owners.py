@@ -82,14 +82,14 @@ def test_a_checkpoint_is_that_of_one_process(name: str, tmp_path: Path) -> None:
     for found in (first, second):
         for read, entry in zip(found["read"].values(), first["optimizer"]["state"].values(), strict=True):
             assert_same_entry(read, entry)
-    alone = started(partial(owner_loops.resumed, name, first), 1, tmp_path)[0]
+    ranks = [of for size in (1, 2, 4) for of in started(partial(owner_loops.resumed_from_each, name, (first, folder)), size, tmp_path)]
+    alone = ranks[0][0]
     _assert_same_states(alone["loaded"], first["optimizer"])
-    for size in (1, 2, 4):
-        for checkpoint in (first, folder):
-            for found in started(partial(owner_loops.resumed, name, checkpoint), size, tmp_path):
-                for what in ("loaded", "optimizer"):
-                    _assert_same_states(found[what], alone[what])
-                assert_same(found["model"], alone["model"])
+    for found in (of_checkpoint for of_rank in ranks for of_checkpoint in of_rank):
+        for what in ("loaded", "optimizer"):
+            _assert_same_states(found[what], alone[what])
+        assert_same(found["model"], alone["model"])
+    assert [len(of_rank) for of_rank in ranks] == [2] * 7
 
 
 @pytest.mark.sample(0)

@@ -5,6 +5,7 @@ A CPU pins nothing, so tests say that it has to, and that the driver refuses.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -94,6 +95,44 @@ def test_training_has_the_same_bits(dtype: torch.dtype, options: dict[str, Any],
     assert memory.unpinned_bytes > 0
     assert memory.unpinned_bytes + memory.pinned_bytes >= memory.host_bytes  # a slab stays as long as one of its rows is in it
     assert (memory.pinned_bytes == 0) == refuses(0)
+
+
+def clipped_and_scaled(refuses: Callable[[int], bool] | None) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """Losses and norms, weights, and warnings. The second of five steps is left out for an inf."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made, batches = gpt(layers=2, width=16)
+    model: Any = made
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        if refuses is not None:
+            refuse(patch, refuses)
+        model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), **OPTIONS, k=1)
+        session_of(model).engine.set_delay(Stage.CPU_UPDATE, 300)
+        scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+        for step in range(5):
+            loss = model(*batches[step % len(batches)])
+            scaler.scale(loss * (torch.inf if step == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            seen += [loss.item(), float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)), scaler.get_scale()]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    found = weights(model)
+    hytrain_fx.close(model)
+    return [of if of < torch.inf else -1.0 for of in seen], found, [str(of.message) for of in warned]
+
+
+def test_factors_of_clipping_and_scaling_come_to_unpinned_memory() -> None:
+    """It is the first that an engine asks for. Bits are the same, and a warning says what waits."""
+    seen, expected, _ = clipped_and_scaled(None)
+    assert seen.count(-1.0) == 1
+    for refuses in (everything, lambda number: number == 0):
+        found_seen, found, warned = clipped_and_scaled(refuses)
+        assert found_seen == seen
+        assert_same(found, expected)
+        assert sum("memory for the factors of clipping and loss scaling is left unpinned" in of for of in warned) == 1
+        assert sum("used unpinned" in of for of in warned) == (refuses is everything)
 
 
 def test_what_is_not_pinned_is_not_streamed(monkeypatch: pytest.MonkeyPatch) -> None:

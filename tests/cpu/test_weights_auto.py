@@ -17,7 +17,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.weights_choice import WeightsChoice
 from hytrain_fx.runtime import memory
-from hytrain_fx.session import weights_choice
+from hytrain_fx.session import giving_way, memory_pressure, weights_choice
 
 from .loops import assert_same, weights
 from .test_memory_pressure import SHORT, WIDTH, Net, train
@@ -50,6 +50,13 @@ def compiled(model: Any, **options: Any) -> tuple[Any, Any]:
     """With weights="auto", if nothing else is said."""
     options = {"weights": "auto", **OPTIONS, **options}
     return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
+
+
+def run_out_in_a_loss(model: Any, optimizer: Any, patch: pytest.MonkeyPatch) -> None:
+    """A forward whose loss ran out of memory: only the allocator has counted that."""
+    model(torch.randn(8, WIDTH, dtype=torch.bfloat16))
+    patch.setattr(memory_pressure, "_errors_of_allocator", lambda device: 1)
+    optimizer.zero_grad()
 
 
 @functools.cache
@@ -159,7 +166,7 @@ def test_without_a_compiler_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     hytrain_fx.close(model)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
 @pytest.mark.parametrize("step", [0, 4], ids=["first step", "later"])
 def test_weights_that_turn_out_too_large_are_streamed(where: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the next forward on, with graphs captured again. Each loss and weight is as it was."""
@@ -169,42 +176,76 @@ def test_weights_that_turn_out_too_large_are_streamed(where: str, step: int, mon
     model, optimizer = compiled(made(), gpu_states=0.0)
 
     def before(now: int) -> None:
-        SHORT[where] = int(now == step)
+        if where == "loss" and now == step:
+            run_out_in_a_loss(model, optimizer, monkeypatch)
+        elif where != "loss":
+            SHORT[where] = int(now == step)
 
     assert train(model, optimizer, range(9), before) == expected
     assert_same(weights(model), last)
     session = session_of(model)
     assert len(session.states.streamed) == 6
     said = " ".join(hytrain_fx.explain(model).details().split())
-    assert f"memory ran out after {step} steps, so weights are streamed from then on" in said
-    assert len(session.capture.graphs) == (3 if (step, where) == (0, "forward") else 4)
+    told = "code outside the model" if where == "loss" else f"a {where}"
+    assert f"memory ran out in {told} after {step} steps, so weights are streamed from then on" in said
+    assert len(session.capture.graphs) == (4 if step or where == "backward" else 3)
     hytrain_fx.settle(model)
     train(model, optimizer, range(1))
     assert session.nodes.fetched.bytes_fetched > 0
     hytrain_fx.close(model)
 
 
+def test_states_give_way_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights stay on the device until no state is left there. The error says which comes next."""
+    room_of(monkeypatch, MUCH)
+    monkeypatch.setattr(giving_way, "LEAST_BYTES", MUCH)  # they go as a whole
+    model, optimizer = compiled(made())
+    train(model, optimizer, range(6))
+    session = session_of(model)
+    planning = session.planning
+    assert planning.profile is not None
+    planning.want(planning.solver.all_on_device(planning.profile, 1.0, planning.discipline), "all on the device")
+    train(model, optimizer, range(1))
+    for streamed, said in ((0, "half of these states go to the host"), (6, 'weights="auto" left the weights on the device')):
+        assert not session.states.streamed
+        SHORT["backward"] = 1
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            model(torch.randn(8, WIDTH, dtype=torch.bfloat16)).backward()
+        assert said in raised.value.__notes__[0]
+        optimizer.zero_grad()
+        train(model, optimizer, range(1))
+        assert session.resources.tiers().device_bytes == 0
+        assert len(session.states.streamed) == streamed
+    hytrain_fx.close(model)
+
+
 def test_weights_that_stay_for_good_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward's error says what comes next, except with options that streaming forbids."""
     room_of(monkeypatch, MUCH)
-    for options, notes in (({}, 2), ({"speculate": True}, 1)):
+    for options, streamed in (({}, True), ({"speculate": True}, False)):
         torch._dynamo.reset()
         model, optimizer = compiled(made(), **options)
         train(model, optimizer, range(2))
         SHORT["backward"] = 1
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(torch.randn(8, WIDTH, dtype=torch.bfloat16)).backward()
-        assert sum('weights="auto" left the weights' in note for note in raised.value.__notes__) == notes - 1
+        assert ('weights="auto" left the weights' in raised.value.__notes__[0]) is streamed
         optimizer.zero_grad()
         train(model, optimizer, range(2))
-        assert len(session_of(model).states.streamed) == (6 if notes == 2 else 0)
+        assert len(session_of(model).states.streamed) == (6 if streamed else 0)
         hytrain_fx.close(model)
 
 
 def test_room_of_a_gpu_counts_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory, what torch's allocator has idle, and what the model has there already."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    """Free memory, what torch's allocator has idle, and what the model has there already.
+
+    No more than the process may have, also where the allocator got more before that was set.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
-    assert memory.room_bytes(torch.device("cuda"), 300) == 1500
+    for share, room_bytes in ((1.0, 1500), (0.15, 400), (0.1, 300)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index, share=share: share)
+        assert memory.room_bytes(torch.device("cuda"), 300) == room_bytes
     assert memory.room_bytes(torch.device("cpu"), 300) == float("inf")

@@ -95,6 +95,7 @@ class Run {
     options.ring_bytes = ring_.size();
     options.factor_slots = slots_.data();
     options.factor_capacity = kFactorCapacity;
+    options.slots_unpinned = static_cast<int32_t>(seed % 2);
     check(hytrain_create(&options, &engine_));
     StagingMemory staging{staging_.data(), kChunk, 3, kStagingSlots};
     check(hytrain_set_staging(engine_, &staging));

@@ -32,6 +32,7 @@ class Program:
     moved      and at which states moved
     asked      what each was solved for
     looked     finished steps at which a better share was looked for
+    may_look   whether there is time for looks at other plans
     """
 
     every: int = 20
@@ -43,6 +44,7 @@ class Program:
     asked: list[Event] = field(default_factory=list)
     looked: list[int] = field(default_factory=list)
     done: int = 0
+    may_look: bool = True
 
     def __post_init__(self) -> None:
         self.controller = Controller(self.every, self.window)
@@ -66,7 +68,7 @@ class Program:
         return self._do(self.controller.saw(StepReport(
             self.done, tuple(self._us[-31:]), works, can_measure=captured and self.done >= COLD_STEPS,
             complete=self._measured is not None and self._measured >= self.window, follows_ends=streams, ends_seen=self._ends,
-            predicted_us=predicted_us, all_on_device_us=all_us)))
+            may_look=self.may_look, predicted_us=predicted_us, all_on_device_us=all_us)))
 
     def steps(self, count: int, us: float = 1000.0, *, works: Discipline = USUAL, streams: bool = False) -> None:
         """`count` equal steps."""

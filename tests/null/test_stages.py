@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,10 @@ from hypothesis import strategies as st
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.explain.timeline.lanes import Lanes
 from hytrain_fx.explain.timeline.text import timelines_text
+from hytrain_fx.forecast.device import analytic_profile
+from hytrain_fx.forecast.named_devices import find_device
+from hytrain_fx.forecast.page import section
+from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.forecast.stages import cut, one_f_one_b, pipeline_forecast
 from hytrain_fx.ir.task_graph import TaskKind
 from tests.null.profiles import uniform
@@ -93,3 +98,21 @@ def test_what_is_no_pipeline_is_refused(stages: int, micro_batches: int, message
     """More stages than layers, fewer micro-batches than stages."""
     with pytest.raises(ConfigError, match=message):
         pipeline_forecast(uniform(3), stages, micro_batches)
+
+
+def test_no_stage_is_slower_than_without_us() -> None:
+    """With k solved no stage adds more to the step than with updates after it, or all on its GPU.
+
+    docs/pipelines.md has the table, of four stages and 16 micro-batches.
+    """
+    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+    for stages, micro_batches in ((2, 4), (4, 16), (8, 16)):
+        profile = analytic_profile(read_shape("llama-7b"), find_device("h200"), 2048, sequence=2048)
+        found = pipeline_forecast(profile, stages, micro_batches)
+        for stage in found.stages:
+            after_us, beside_us, device_us, solved_us = stage.added_us
+            assert solved_us <= min(after_us, beside_us, device_us)
+            assert after_us > 100e3 / stages, "updates after the step that nobody waits for"
+        if stages == 4:
+            rows = section(found.table()).splitlines()
+            assert [row for row in rows if row.startswith("|") and row not in page] == []

@@ -9,6 +9,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.explain.timeline.recording import Recording
 from hytrain_fx.explain.timeline.stage_rows import stage_row, together
 from hytrain_fx.explain.timeline.timeline import Timeline
+from hytrain_fx.runtime.rank_errors import told_to_ranks
 from hytrain_fx.session.over_stages import Stages, stages_of
 
 
@@ -30,12 +31,14 @@ def stages_timeline(stages: Stages, recordings: Recording | Iterable[Recording])
     rank does not call it.
     """
     _, sessions, here = stages_of(stages)
-    found = [recordings] if isinstance(recordings, Recording) else list(recordings)
-    own = []
-    for session, recording in zip(sessions, found, strict=True):
-        stage = session.config.pipeline
-        moved = recording.timeline.moved(recording.timeline.begins_us)
-        own.append(stage_row(stage.number, moved.spans, stage.micro_batches))
+    with told_to_ranks("stages_timeline", lambda: here.ranks):
+        found = [recordings] if isinstance(recordings, Recording) else list(recordings)
+        own = []
+        for session, recording in zip(sessions, found, strict=True):
+            stage = session.config.pipeline
+            moved = recording.timeline.moved(recording.timeline.begins_us)
+            own.append(stage_row(stage.number, moved.spans, stage.micro_batches))
+    here.ranks.tell("the recorded steps of all stages", ())  # or an error that one of them has met
     told = here.ranks.of_all("the recorded steps of all stages", (platform.node(), own))
     machines = sorted({machine for machine, _ in told})
     if len(machines) > 1:

@@ -18,6 +18,8 @@ import psutil
 CANNOT_RUN = "cannot run: "
 NO_MEMORY = "out of memory: "
 _KILLED = "killed (by the system"
+FROM_OUTSIDE = -1000
+"""Status of a command that was killed while the system ended no process for want of memory."""
 _LOOK_S = 0.25  # between two looks at a process that may be ended early: 64 GB fill in some ten seconds
 
 
@@ -33,14 +35,18 @@ def run_to_end(
     """The exit status of a command whose output goes to the descriptor `output`.
 
     None where the time was up. The processes it started end with it, those of other sessions too:
-    torchrun's ranks. `may_go_on` is asked four times a second, with the command's process id: where
-    it says no, the command is killed.
+    torchrun's ranks. FROM_OUTSIDE where somebody else has killed it. `may_go_on` is asked four
+    times a second, with the command's process id: where it says no, the command is killed.
     """
+    kills = _kills_for_memory()
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True, pass_fds=pass_fds)
     try:
         with contextlib.suppress(OSError):  # where host memory is used up, the system should end the row and not this process
             Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
-        return process.wait(timeout=limit_s) if may_go_on is None else _watched(process, limit_s, may_go_on)
+        status = process.wait(timeout=limit_s) if may_go_on is None else _watched(process, limit_s, may_go_on)
+        if status == -signal.SIGKILL and process.returncode is not None and kills is not None and _kills_for_memory() == kills:
+            return FROM_OUTSIDE  # it is not ended yet where it may not go on
+        return status
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -65,6 +71,14 @@ def _watched(process: subprocess.Popen[bytes], limit_s: float, may_go_on: Callab
                 raise
         if not may_go_on(process.pid):
             return -signal.SIGKILL
+
+
+def _kills_for_memory() -> int | None:
+    """How many processes the system has ended so far for want of memory; None: unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counts["oom_kill"]) if "oom_kill" in counts else None
+    return None
 
 
 def _started_by(pid: int) -> list[psutil.Process]:
@@ -94,6 +108,8 @@ def why_none(status: int | None, printed: str, limit_s: float) -> str:
         return f"took longer than {limit_s:g} s"
     if status == -signal.SIGKILL:
         return f"{_KILLED}: it does so when host memory is used up)"
+    if status == FROM_OUTSIDE:
+        return "killed from outside, and not for want of memory: by a time limit around it, or by hand"
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in printed.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(CANNOT_RUN) or re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)\b", line)]
     told = [line for line in told if not line.startswith("torch.distributed.elastic")]  # torchrun's, after the ranks' own

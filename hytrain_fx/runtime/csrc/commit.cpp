@@ -23,8 +23,8 @@ void Commit::run(const CommitItem* items, int n, const void* const* factors, int
   float* const slots = parts_.slots.next_half();
   const float* const skip_at = skip < 0 ? nullptr : static_cast<const float*>(factors[skip]);
   for (int i = 0; i < n; ++i) check(items[i]);  // all of them before anything is changed
+  const bool on_lane = bring(slots, factors, n_factors, end, lock);
   begin_step(called_us);
-  const bool on_lane = parts_.slots.bring(slots, factors, n_factors, end);
   std::vector<const CommitItem*> on_device;
   ++state_.marks;  // of `end`
   for (int i = 0; i < n; ++i) {
@@ -41,6 +41,18 @@ void Commit::run(const CommitItem* items, int n, const void* const* factors, int
   parts_.slots.on_way(on_lane, skip_at != nullptr);
   ++state_.commits;
   state_.upload_cv.notify_one();
+}
+
+// The device may wait for a worker, which wants the lock: a copy that holds up this thread goes
+// without it.
+bool Commit::bring(float* slots, const void* const* factors, int n_factors, const EventPtr& end, EngineLock& lock) {
+  if (!state_.options.slots_unpinned) return parts_.slots.bring(slots, factors, n_factors, end);
+  lock.unlock();
+  const bool on_lane = parts_.slots.bring(slots, factors, n_factors, end);
+  lock.lock();
+  await_last_step(lock);
+  state_.throw_if_failed();
+  return on_lane;
 }
 
 // Returns when no update may still change what begins here again, and another thread's drain()

@@ -31,6 +31,7 @@ class Commit {
 
  private:
   void await_last_step(EngineLock& lock);
+  bool bring(float* slots, const void* const* factors, int n_factors, const EventPtr& end, EngineLock& lock);
   void begin_step(double called_us);
   void check(const CommitItem& item);
   void release(const CommitItem& item, const EventPtr& end);

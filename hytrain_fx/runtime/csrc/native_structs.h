@@ -109,11 +109,12 @@ struct EngineOptions {
   double timeout_s;
   void* ring;
   uint64_t ring_bytes;
-  float* factor_slots;  // 2 * factor_capacity pinned floats, used in turn
+  float* factor_slots;  // 2 * factor_capacity floats, used in turn
   int32_t factor_capacity;
   void* update_functions[kUpdateKernels];
   void* gather_function;
   const int32_t* worker_cores;  // one a worker; null: not pinned
+  int32_t slots_unpinned;  // 1: who asks for a copy to a factor's slot waits for the device
 };
 
 }  // namespace hytrain_fx

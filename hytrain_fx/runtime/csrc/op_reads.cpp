@@ -20,6 +20,7 @@ using OnRead = void (*)(const void* storage);
 struct Watch {
   OnRead on_read;
   std::unordered_set<const void*> storages;  // changed by the thread that watches only
+  std::vector<const void*> told;             // since the last `again`
 };
 
 // Watches that are on, the first to begin first. A model may be called inside another's forward.
@@ -32,6 +33,7 @@ void see(const at::Tensor& tensor) {
   for (size_t i = 0; i < t_watches.size(); ++i) {
     Watch* watch = t_watches[i];
     if (watch->storages.erase(storage) == 0) continue;
+    watch->told.push_back(storage);
     std::vector<Watch*> on;
     on.swap(t_watches);  // what the answer itself runs is not watched
     watch->on_read(storage);
@@ -72,14 +74,24 @@ extern "C" {
 
 // `on_read` gets a watched storage before the operator that reads it runs, in the thread that runs
 // it; then the storage is no longer watched.
-void* hytrain_fx_watch_make(OnRead on_read) { return new Watch{on_read, {}}; }
+void* hytrain_fx_watch_make(OnRead on_read) { return new Watch{on_read, {}, {}}; }
 void hytrain_fx_watch_free(void* watch) { delete static_cast<Watch*>(watch); }
 
 void hytrain_fx_watch_add(void* watch, const void* const* storages, int64_t n) {
   static_cast<Watch*>(watch)->storages.insert(storages, storages + n);
 }
 
-void hytrain_fx_watch_clear(void* watch) { static_cast<Watch*>(watch)->storages.clear(); }
+// Those that were told are watched again.
+void hytrain_fx_watch_again(void* watch) {
+  auto* of = static_cast<Watch*>(watch);
+  of->storages.insert(of->told.begin(), of->told.end());
+  of->told.clear();
+}
+
+void hytrain_fx_watch_clear(void* watch) {
+  static_cast<Watch*>(watch)->storages.clear();
+  static_cast<Watch*>(watch)->told.clear();
+}
 
 void hytrain_fx_watch_on(void* watch) {
   t_watches.push_back(static_cast<Watch*>(watch));

@@ -52,7 +52,7 @@ from hytrain_fx.runtime.native.structs import (
     pointers,
 )
 from hytrain_fx.runtime.scalars import UpdateScalars
-from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
+from hytrain_fx.runtime.states.slabs import HostSlab, pin_factors, slab_bytes
 from hytrain_fx.runtime.topology import local_ranks
 from hytrain_fx.torch_private.tensors import current_stream_of, property_reader
 
@@ -105,10 +105,10 @@ class NativeEngine:
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, device=device)
         self._no_ring = torch.empty(0, dtype=torch.uint8, device=device)  # made now: torch may be tracing when this is closed
         self._factors = HostSlab(slab_bytes(2 * FACTOR_CAPACITY, torch.float32))
-        if device.type == "cuda":
-            self._factors.pin(device)
+        pin_factors(self._factors, device)
         slots = self._factors.take(2 * FACTOR_CAPACITY, torch.float32)
         options = COptions(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), FACTOR_CAPACITY)
+        options.slots_unpinned = self._factors.unpinned is not None
         if worker_cores is not None:
             options.worker_cores = (c_int32 * workers)(*worker_cores)
         if device.type == "cuda":

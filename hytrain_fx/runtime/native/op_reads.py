@@ -2,6 +2,7 @@
 
     watch = OperatorReads(on_read)        built with torch's headers at first use: 5 s
     watch.add([storage, ...])             addresses of storages (`storage_of`)
+    watch.again()                         those that were told too, next time
     watch.begin()                         this thread's operators are looked at: 0.3 us each
     module(x)                             on_read(storage) for each, once, before its first reader
     watch.end()
@@ -55,6 +56,10 @@ class OperatorReads:
     def add(self, storages: Sequence[int]) -> None:
         """Watch these too. Only in a thread that it is on in, or while it is on in none."""
         self._library.hytrain_fx_watch_add(self._watch, (ctypes.c_void_p * len(storages))(*storages), len(storages))
+
+    def again(self) -> None:
+        """Watch those again that were told. Where `add` may be called."""
+        self._library.hytrain_fx_watch_again(self._watch)
 
     def clear(self) -> None:
         """Watch none. Where `add` may be called, and in `on_read`."""
@@ -112,7 +117,7 @@ def _library() -> ctypes.CDLL:
     library = build.load(("op_reads.cpp",), flags=flags, link=link)
     library.hytrain_fx_watch_make.restype = ctypes.c_void_p
     library.hytrain_fx_watch_make.argtypes = [_ON_READ]
-    for name in ("free", "clear", "on", "off"):
+    for name in ("free", "again", "clear", "on", "off"):
         getattr(library, f"hytrain_fx_watch_{name}").argtypes = [ctypes.c_void_p]
     library.hytrain_fx_watch_add.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]
     return library

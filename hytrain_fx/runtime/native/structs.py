@@ -124,6 +124,7 @@ class COptions(Structure):
         ("update_functions", c_void_p * UPDATE_KERNELS),
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
+        ("slots_unpinned", c_int32),
     ]
 
 

@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from queue import SimpleQueue
 
 import torch
 
-from hytrain_fx.errors import EngineError, HostMemoryError
+from hytrain_fx.errors import EngineError, HostMemoryError, HytrainWarning
 from hytrain_fx.ir.limits import CACHE_LINE_BYTES
 from hytrain_fx.runtime.affinity import allowed_cpus, threads_on
 from hytrain_fx.runtime.memory import available_host_bytes
@@ -183,6 +184,14 @@ def pin_slabs(slabs: Sequence[HostSlab], device: torch.device, workers: int) -> 
     _log.info("pinned %.2f GB of host memory at %.1f GB/s: %.2f s making pages, %.2f s registering them",
               pinning.nbytes / 1e9, pinning.gb_per_s, pinning.populate_us / 1e6, pinning.register_us / 1e6)
     return pinning
+
+
+def pin_factors(slab: HostSlab, device: torch.device) -> None:
+    """Pin the slab that factors of gradients come to. Where that fails, warn, and note why."""
+    pin_slabs([slab], device, workers=1)
+    if slab.unpinned is not None:
+        warnings.warn(f"{slab.unpinned}. So memory for the factors of clipping and loss scaling is left unpinned: with one of these, "
+                      "step() waits until the device has made it", HytrainWarning, stacklevel=2)
 
 
 def needs_pinning(device: torch.device) -> bool:

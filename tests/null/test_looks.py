@@ -1,0 +1,62 @@
+"""The time that planning takes of the loop is told, and bounded."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from hytrain_fx.ir.figures import time_text
+from hytrain_fx.planning.aside import Aside, Looks
+from hytrain_fx.planning.controller import Event
+
+from .controlled import Program
+
+
+def test_the_time_that_planning_takes_is_told() -> None:
+    """From a hundredth of the time since the start."""
+    aside = Aside()
+    with aside("waiting"):
+        time.sleep(0.02)
+    assert 20e3 <= aside.held_us < 1e6
+    told = aside.in_words()
+    assert told is not None
+    assert time_text(aside.held_us) in told
+    aside._since_s -= 1000
+    assert aside.in_words() is None
+
+
+def test_looks_take_two_seconds_and_then_a_hundredth_of_the_time() -> None:
+    """However long one takes, and also where it ends with an error."""
+    now_s = 100.0
+    looks = Looks(lambda: now_s)
+
+    def look(took_s: float) -> None:
+        nonlocal now_s
+        assert looks.may
+        with looks.look():
+            now_s += took_s
+
+    for _ in range(9):
+        look(0.25)
+    assert not looks.may, "2.25 s of 2.25"
+    now_s += 22.8
+    look(0.25)
+    assert not looks.may
+    now_s += 25
+    with suppress(ZeroDivisionError), looks.look():
+        now_s += 3.0
+        raise ZeroDivisionError
+    now_s += 290
+    assert not looks.may
+    now_s += 10
+    assert looks.may
+
+
+def test_no_reason_has_a_plan_looked_at_while_there_is_no_time() -> None:
+    """Steps of another length, and ends that lie apart, are seen when there is time again."""
+    program = Program(every=1000)
+    program.steps(40)
+    program.may_look = False
+    assert {program.step(5000.0).event for _ in range(60)} == {Event.STEPPED}
+    program.may_look = True
+    assert Event.LENGTHS in {program.step(5000.0).event for _ in range(60)}
