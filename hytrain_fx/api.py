@@ -113,7 +113,7 @@ def compile(
                      ("skip"), or is left out with an error ("raise")
     moments          in what states rest: "fp32", or "bf16" by chance; None: as parameter groups say
     weights          bf16 matrices rest on the device ("resident"), on the host ("streamed"), or in
-                     shards of several ranks ("sharded"); "auto": on the device if they fit there
+                     shards of several ranks ("sharded", "sharded_host"); "auto": as they fit
     cpu_share        share of each batch that the CPU trains (`share`): a fraction, "auto": solved
     device           with `loader`: the device to train on
     loader           gives a model on the meta device its values: `from_safetensors(path)`, ...

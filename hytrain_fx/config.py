@@ -17,7 +17,7 @@ EngineName = Literal["auto", "native", "torch", "deepspeed"]
 Planner = Literal["seed", "cotrain", "windowed"]
 OnNonfinite = Literal["allow", "skip", "raise"]
 Moments = Literal["fp32", "bf16"]
-Weights = Literal["resident", "streamed", "sharded", "auto"]
+Weights = Literal["resident", "streamed", "sharded", "sharded_host", "auto"]
 CpuShare = float | Literal["auto"]
 
 
@@ -84,9 +84,11 @@ class Config:
                    one process, no updates before step() (`speculate`). "sharded", with several
                    ranks: each keeps its shard of them on its device, wherever the states are, and
                    all gather a unit before graphs read it. Native engine; every rank runs the same
-                   graphs. "auto": resident where all fit on the device beside a reserve of 40 % for
-                   activations, else streamed where they can be; `explain` says which and why. Later
-                   streamed where memory runs out all the same
+                   graphs. "sharded_host": the same, and shards that the CPU updates rest on the
+                   host, as half of their masters; AdamW or Adam, no updates before step(). "auto":
+                   resident where all fit on the device beside a reserve of 40 % for activations,
+                   else streamed where they can be; `explain` says which and why. Later streamed
+                   where memory runs out all the same
     cpu_share      share of each batch that the CPU trains beside the device, in a loop over
                    `hytrain_fx.share(batch, model)`: a fraction below 1, 0 = none, "auto" = as many
                    sequences as shorten the step, measured while training, most often none. One
@@ -182,14 +184,14 @@ class Config:
                  "None, hytrain_fx.from_safetensors(path), another source, or a function of a name")
         _require((self.loader is None) == (self.device is None), "device", self.device,
                  'the device to train on together with loader, and None without: a model with values is on its device')
-        _require(not (self.streamed and self.speculate is True), "speculate", True,
-                 'False or "auto" with weights="streamed": an update before step() would write weights that a backward may fetch')
+        _require(not (self.on_host and self.speculate is True), "speculate", True,
+                 f'False or "auto" with weights="{self.weights}": an update before step() would write weights that a backward may fetch')
         _require(not (self.fetches and self.engine in ("torch", "deepspeed")), "engine", self.engine,
                  f'"native" or "auto" with weights="{self.weights}": with others it is not there')
         _require(not (self.fetches and self.options and self.options.get("cpp_wrapper")), "options", "cpp_wrapper",
                  f'no C++ wrapper with weights="{self.weights}": only Python wrappers were seen to ask for memory at each launch')
-        _require(not (self.weights == "sharded" and self.pipeline), "pipeline", "a schedule", 'None with weights="sharded"')
-        if self.streamed:
+        _require(not (self.shards and self.pipeline), "pipeline", "a schedule", f'None with weights="{self.weights}"')
+        if self.on_host:
             object.__setattr__(self, "speculate", False)
         _require(_is_number(self.timeout_s) and self.timeout_s > 0, "timeout_s", self.timeout_s, "seconds > 0, or inf")
         object.__setattr__(self, "timeout_s", _seconds(self.timeout_s))
@@ -203,8 +205,18 @@ class Config:
 
     @property
     def streamed(self) -> bool:
-        """Whether weights are to rest on the host."""
+        """Whether whole weights are to rest on the host."""
         return self.weights == "streamed"
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks are to keep weights in shards."""
+        return self.weights in ("sharded", "sharded_host")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether weights, or shards of them, are to rest on the host."""
+        return self.weights in ("streamed", "sharded_host")
 
     @property
     def micro_batches(self) -> int:
@@ -214,7 +226,7 @@ class Config:
     @property
     def fetches(self) -> bool:
         """Whether graphs are to bring weights before they read them."""
-        return self.weights in ("streamed", "sharded")
+        return self.streamed or self.shards
 
     def _check_shared(self) -> None:
         """What a batch may not be shared with.

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.profile import COLLECTIVE_TIMES, FETCH_TIMES, STREAM_TIMES, Profile
+from hytrain_fx.ir.profile import COLLECTIVE_TIMES, FETCH_TIMES, GATHER_TIMES, STREAM_TIMES, Profile
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 
 
@@ -108,6 +108,8 @@ def inputs_of(profile: Profile, guard: float) -> dict[str, float]:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in STREAM_TIMES}
     if profile.fetches:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in FETCH_TIMES}
+    if profile.gathers:
+        inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in GATHER_TIMES}
     if profile.has_collectives:
         inputs |= {f"t_{name}": sum(getattr(u, name) for u in profile.units) for name in COLLECTIVE_TIMES}
         inputs |= {"node_ranks": float(profile.node_ranks), "skew": profile.skew}

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hytrain_fx.ir.task_graph import FETCHES, Cut, Resource, TaskGraph, TaskId, TaskKind
+from hytrain_fx.ir.task_graph import ARRIVALS, Cut, Resource, TaskGraph, TaskId, TaskKind
 
 LANES = tuple(Resource)
 # Who goes first on a lane.
@@ -145,6 +145,6 @@ def _rank(made: CompiledGraph, graph: TaskGraph) -> None:
 def _urgency(kind: TaskKind, cut: Cut) -> int:
     if kind is TaskKind.GPU_UPDATE and cut.streamed:
         return _STREAMED_UPDATE
-    if kind in FETCHES:
+    if kind in ARRIVALS:
         return _FETCH
     return _LATE if kind is TaskKind.STREAM_OUT else _COPY

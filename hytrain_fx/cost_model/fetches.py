@@ -13,14 +13,14 @@ The runtime's rules (weights/fetched_units.py), played without times:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.schedule import Interval, Schedule
-from hytrain_fx.ir.task_graph import FETCHES, Resource, TaskId, TaskKind
+from hytrain_fx.ir.task_graph import ARRIVALS, FETCHES, GATHERS, Resource, TaskId, TaskKind
 
 _FETCH_OF = {TaskKind.FORWARD: TaskKind.FETCH_FORWARD, TaskKind.BACKWARD: TaskKind.FETCH_BACKWARD}
 
@@ -62,21 +62,38 @@ def fetched_bytes(profile: Profile, plan: Plan) -> dict[int, int]:
     return {unit: round(share * HALF_BYTES * profile.units[unit].fetched_params) for unit, share in fetched_shares(profile, plan).items()}
 
 
+def slot_sizes(profile: Profile, plan: Plan) -> dict[int, int]:
+    """By unit whose weights come to a slot under the plan: bytes of them.
+
+    Of weights in shards all are gathered, wherever they are updated.
+    """
+    return gathered_bytes(profile) if profile.gathers else fetched_bytes(profile, plan)
+
+
+def gathered_bytes(profile: Profile) -> dict[int, int]:
+    """By unit whose weights are gathered: bytes of all of them, which a slot holds."""
+    return {u.index: u.gathered_bytes for u in profile.units if u.gathered_params}
+
+
 def weight_slots_bytes(nbytes: Mapping[int, int], ahead: int) -> int:
     """Device memory of the slots that units of these sizes pass through."""
     return sum(size * min(count, ahead + 1) for size, count in Counter(nbytes.values()).items())
 
 
-def fetches(nbytes: Mapping[int, int], ahead: int) -> list[Fetch]:
+def fetches(nbytes: Mapping[int, int], ahead: int, *, stay: bool = True) -> list[Fetch]:
     """The fetches of a steady step, from the begin of a backward to the end of the next forward.
 
     nbytes   by unit with weights to fetch (`fetched_bytes`)
+    stay     whether what is in slots at the forward's end is there for the backward
     """
     forward = [TaskId(TaskKind.FORWARD, unit) for unit in sorted(nbytes)]
     backward = [TaskId(TaskKind.BACKWARD, task.unit) for task in reversed(forward)]
     uses = [*forward, *backward, *forward]
     cache = _Cache(uses, nbytes, ahead)
-    cache.play(0, len(forward) + len(backward))
+    cache.play(0, len(forward))
+    if not stay:
+        cache.out_of_date()
+    cache.play(len(forward), len(forward) + len(backward))
     cache.out_of_date()
     # what comes after it belongs to the next step's backward, and is held already
     cache.play(len(forward) + len(backward), len(uses))
@@ -125,28 +142,31 @@ class _Cache:
 
 
 def fetch_figures(profile: Profile, plan: Plan, ahead: int, schedule: Schedule) -> dict[str, float]:
-    """What is predicted of fetches; nothing where the plan fetches no weights.
+    """What is predicted of fetches and gathers; nothing where the plan has none.
 
-    fetch_us        copies of weights to the device
+    fetch_us        copies of weights from the host to the device
+    gather_us       gathers of weights in shards, where there are any
     fetch_stall_us  how long the device stands still for them, a part of `stall_us`
     weight_slots_bytes    device memory that they pass through
     """
-    nbytes = fetched_bytes(profile, plan)
+    nbytes = slot_sizes(profile, plan)
     if not nbytes:
         return {}
+    gather_us = {"gather_us": sum(i.duration_us for i in schedule.intervals if i.task.kind in GATHERS)} if profile.gathers else {}
     return {
         "fetch_us": sum(i.duration_us for i in schedule.on(Resource.H2D) if i.task.kind in FETCHES),
+        **gather_us,
         "fetch_stall_us": exposed_fetch_us(schedule),
         "weight_slots_bytes": float(weight_slots_bytes(nbytes, ahead)),
     }
 
 
 def exposed_fetch_us(schedule: Schedule) -> float:
-    """How long the device stands still in a step while a fetch runs.
+    """How long the device stands still in a step while a fetch or a gather of shards runs.
 
     Fetches come in the order of need: it is that one, or one behind it, that the device waits for.
     """
-    copies = [i for i in schedule.on(Resource.H2D) if i.task.kind in FETCHES]
+    copies = _merged(i for i in schedule.intervals if i.task.kind in ARRIVALS)
     return sum(_shared_us(copies, begin_us, end_us) for begin_us, end_us in _idle(schedule)) if copies else 0.0
 
 
@@ -161,5 +181,16 @@ def _idle(schedule: Schedule) -> list[tuple[float, float]]:
     return gaps
 
 
-def _shared_us(copies: Sequence[Interval], begin_us: float, end_us: float) -> float:
-    return sum(max(min(i.end_us, end_us) - max(i.start_us, begin_us), 0.0) for i in copies)
+def _merged(copies: Iterable[Interval]) -> list[tuple[float, float]]:
+    """When any of them runs: a fetch and a gather may run at once."""
+    found: list[tuple[float, float]] = []
+    for i in sorted(copies, key=lambda i: i.start_us):
+        if found and i.start_us <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], i.end_us)
+        else:
+            found.append((i.start_us, i.end_us))
+    return found
+
+
+def _shared_us(copies: Sequence[tuple[float, float]], begin_us: float, end_us: float) -> float:
+    return sum(max(min(end, end_us) - max(start, begin_us), 0.0) for start, end in copies)

@@ -10,7 +10,8 @@ Besides the edges that every step has, the discipline adds its own:
     zero_offload     backward(0) -> all copies out, one by one -> all updates -> all copies back
 
 Where several ranks train, a gradient is there after its reduce-scatter, and a new weight after its
-all-gather. The collectives run one after the other, in one order on all ranks.
+all-gather. The collectives run one after the other, in one order on all ranks. Weights in shards
+are gathered before each forward and backward instead (gathers.py), in their places of that order.
 
 Weights that rest on the host are fetched before each forward and backward (fetches.py), and not
 sent after an update: fetch_forward(l) waits for the update instead.
@@ -29,11 +30,12 @@ import networkx as nx
 
 from hytrain_fx.cost_model.discipline import CommitAt, Discipline
 from hytrain_fx.cost_model.fetches import fetched_bytes, fetched_shares, fetches
+from hytrain_fx.cost_model.gathers import collective_order, gathers, held_up, own_shards
 from hytrain_fx.cost_model.host_memory import traffic_bytes
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import FETCHES, RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
+from hytrain_fx.ir.task_graph import FETCHES, GATHERS, RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
 
 # At most so many chunks, of streamed shares and others, and pieces of computing are played: a plan
 # must be predicted in milliseconds.
@@ -47,7 +49,7 @@ _WAYS = {
     Placement.STREAM: (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE, TaskKind.STREAM_OUT),
 }
 
-_TIME_OF = {kind: "fetch_us" if kind in FETCHES else f"{kind}_us" for kind in TaskKind}
+_TIME_OF = {kind: "fetch_us" if kind in FETCHES else "gather_us" if kind in GATHERS else f"{kind}_us" for kind in TaskKind}
 
 
 def step_graph(profile: Profile, plan: Plan, discipline: Discipline, units: Sequence[Unit] = ()) -> TaskGraph:
@@ -64,7 +66,8 @@ def unmeasured(units: Sequence[Unit]) -> Profile:
     It serves the graph of a plan before anything is measured.
     """
     profiled = (UnitProfile(u.index, u.name, u.params, u.grad_bytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, param_numels=u.param_numels,
-                            traffic=u.traffic, grain_params=u.grain_params, fetched_params=u.fetched_params) for u in units)
+                            traffic=u.traffic, grain_params=u.grain_params, fetched_params=u.fetched_params,
+                            gathered_params=u.gathered_params) for u in units)
     return Profile(tuple(profiled), device="", host="")
 
 
@@ -94,7 +97,9 @@ class _Builder:
     def __init__(self, profile: Profile, plan: Plan, discipline: Discipline) -> None:
         self._profile, self._discipline = profile, discipline
         self._fetched_shares = fetched_shares(profile, plan)
-        self._fetches = fetches(fetched_bytes(profile, plan), discipline.units_ahead)
+        self._gathers = gathers(profile, discipline.units_ahead)
+        self._fetches = (own_shards(self._gathers, self._fetched_shares) if profile.gathers
+                         else fetches(fetched_bytes(profile, plan), discipline.units_ahead))
         self._rows: dict[int, list[PlanRow]] = defaultdict(list)
         for row in plan.rows:
             self._rows[row.unit].append(row)
@@ -119,11 +124,12 @@ class _Builder:
             self._edge(before, after)
         if self._profile.bubble_us:
             self._add_bubble()
-        if self._profile.has_collectives:
+        if self._profile.has_collectives or self._gathers:
             self._add_collectives()
         for profiled in self._profile.units:
             self._add_updates(profiled)
         self._add_fetches()
+        self._add_gathers()
         if self._discipline.barrier == "zero_offload":
             self._one_after_the_other()
         else:
@@ -147,18 +153,26 @@ class _Builder:
 
     def _add_collectives(self) -> None:
         """Reduce-scatters in the order of the backward, then all-gathers in the forward's."""
-        units = self._profile.units
-        reduced = [(TaskKind.REDUCE_SCATTER, unit) for unit in reversed(units)]
-        tasks = []
-        for kind, unit in (*reduced, *((TaskKind.ALL_GATHER, unit) for unit in units)):
-            us = _task_us(unit, kind)
-            tasks.append(TaskId(kind, unit.index))
-            self._dag.add_node(tasks[-1], resource=RESOURCE_OF[kind], cuts=(Cut(0, 1, us),), us=us, params=unit.params, bytes=0.0,
-                               flops=0.0)
+        tasks = list(collective_order(self._profile, self._gathers, self._discipline.units_ahead))
+        for task in tasks:
+            unit = self._profile.units[task.unit]
+            us, gathered = _task_us(unit, task.kind), task.kind in GATHERS
+            self._dag.add_node(task, resource=RESOURCE_OF[task.kind], cuts=(Cut(0, 1, us),), us=us, flops=0.0,
+                               params=unit.gathered_params if gathered else unit.params, bytes=unit.gathered_bytes if gathered else 0.0)
+            if task.kind is TaskKind.REDUCE_SCATTER:
+                self._edge(TaskId(TaskKind.BACKWARD, task.unit), task)
         for before, after in itertools.pairwise(tasks):
             self._edge(before, after)
-        for unit in units:
-            self._edge(TaskId(TaskKind.BACKWARD, unit.index), TaskId(TaskKind.REDUCE_SCATTER, unit.index))
+
+    def _add_gathers(self) -> None:
+        """Each into a slot that is free; the thread that launches waits for updates on the host."""
+        for gather in self._gathers:
+            self._edge(gather.task, gather.before)
+            if gather.after is not None:
+                self._edge(gather.after, gather.task)
+        for unit, forward in held_up(self._gathers, self._discipline.units_ahead):
+            if (update := TaskId(TaskKind.CPU_UPDATE, unit)) in self._dag:
+                self._edge(update, forward)
 
     def _add_fetches(self) -> None:
         """One after the other, each into a slot that is free, a forward's after the update."""
@@ -195,17 +209,22 @@ class _Builder:
         wait = TaskId(TaskKind.WAIT, unit.index)
         self._dag.add_node(wait, resource=RESOURCE_OF[TaskKind.WAIT], cuts=(), us=0.0, params=unit.params, bytes=0.0, flops=0.0)
         self._edge(wait, TaskId(TaskKind.FORWARD, unit.index if self._discipline.barrier == "none" else 0))
-        made_by, read_by = TaskKind.BACKWARD, wait
+        made_by, read_by = TaskKind.BACKWARD, [wait]
         if self._profile.has_collectives:
-            made_by, read_by = TaskKind.REDUCE_SCATTER, TaskId(TaskKind.ALL_GATHER, unit.index)
-            self._edge(read_by, wait)
+            made_by = TaskKind.REDUCE_SCATTER
+        if unit.gathered_params:
+            read_by.append(TaskId(TaskKind.GATHER_FORWARD, unit.index))
+        elif self._profile.has_collectives:
+            read_by = [TaskId(TaskKind.ALL_GATHER, unit.index)]
+            self._edge(read_by[0], wait)
         gradient = TaskId(made_by, 0 if self._discipline.barrier == "zero_offload" else unit.index)
         for placement in dict.fromkeys(row.placement for row in self._rows[unit.index]):
             way = [TaskId(kind, unit.index) for kind in self._way(unit, placement)]
             for before, after in itertools.pairwise(way):
                 self._edge(before, after, by_piece=True)
             self._edge(gradient, way[1] if placement.visits_device else way[0])
-            self._edge(way[1] if placement.visits_device else way[-1], read_by)
+            for reader in read_by:
+                self._edge(way[1] if placement.visits_device else way[-1], reader)
 
     @staticmethod
     def _way(unit: UnitProfile, placement: Placement) -> tuple[TaskKind, ...]:
@@ -255,7 +274,7 @@ class _Builder:
 
 def _bare(unit: UnitProfile) -> Unit:
     return Unit(unit.index, unit.name, unit.params, (), unit.grad_bytes, param_numels=unit.param_numels, traffic=unit.traffic,
-                grain_params=unit.grain_params, fetched_params=unit.fetched_params)
+                grain_params=unit.grain_params, fetched_params=unit.fetched_params, gathered_params=unit.gathered_params)
 
 
 def _task_us(unit: UnitProfile, kind: TaskKind) -> float:

@@ -32,6 +32,9 @@ With several ranks all costs are those of one rank's shards, and the bandwidth i
 A gradient is there after its reduce-scatter, and a forward begins after its all-gather: each window
 is shorter by both (`lost_us`).
 
+Weights in shards are gathered instead, some forwards ahead of the one that reads them: their
+windows end that much earlier (`early_us`).
+
 A weight that rests on the host is fetched between its update and the forward: that is its h2d.
 
 All prefixes share their right sides, so one share for all units is optimal. T is convex in y for a
@@ -176,21 +179,31 @@ def lost_us(forward_us: Sequence[float], units: Sequence[UnitProfile]) -> tuple[
     forward_begin_us = computed_us
     for u, before_us in zip(units, (0.0, *forward_us), strict=False):
         forward_begin_us += before_us
-        end_us += u.all_gather_us
+        end_us += u.all_gather_us + u.gather_us
         held_up_us = max(held_up_us, end_us - forward_begin_us)
-        lost.append(ready_us[u.index] + u.all_gather_us - held_up_us)
+        lost.append(ready_us[u.index] + u.all_gather_us + u.gather_us - held_up_us)
     return tuple(lost)
+
+
+def early_us(forward_us: Sequence[float], units: Sequence[UnitProfile], ahead: int) -> tuple[float, ...]:
+    """How much earlier than its forward each unit's update must have ended.
+
+    A unit whose weights are in shards is gathered `ahead` forwards before it is read, and whoever
+    launches these forwards waits until it is updated.
+    """
+    return tuple(sum(forward_us[max(u.index - ahead, 0) : u.index]) if u.gathered_params else 0.0 for u in units)
 
 
 def windows_under(discipline: Discipline, profile: Profile, guard: float) -> Windows:
     """The windows of a measured model under a runtime that works by this discipline."""
     return windows_of(profile, guard=guard, chunk_params=discipline.chunk_params, early_updates=discipline.early_updates,
-                      updates_in_backward=discipline.commit_at == "backward_start", one_barrier=discipline.barrier != "none")
+                      updates_in_backward=discipline.commit_at == "backward_start", one_barrier=discipline.barrier != "none",
+                      units_ahead=discipline.units_ahead)
 
 
 def windows_of(
     profile: Profile, *, guard: float, chunk_params: int | None, updates_in_backward: bool, early_updates: bool = False,
-    one_barrier: bool = False,
+    one_barrier: bool = False, units_ahead: int = 0,
 ) -> Windows:  # fmt: skip
     """The windows of a measured model; CPU times are multiplied by `guard`.
 
@@ -203,9 +216,9 @@ def windows_of(
     forward, backward = [0.0 if one_barrier else u.forward_us for u in units], [u.backward_us for u in units]
     commit_us = profile.commit_us if updates_in_backward else sum(backward)
     lengths = {"h2d": window_lengths(forward, backward, commit_us), "d2h": window_lengths(forward, backward)}
-    if profile.has_collectives:
-        lost = lost_us(forward, units)
-        lengths = {q: tuple(w - less for w, less in zip(own, lost, strict=True)) for q, own in lengths.items()}
+    if profile.has_collectives or profile.gathers:
+        less_us = tuple(map(operator.add, lost_us(forward, units), early_us(forward, units, units_ahead)))
+        lengths = {q: tuple(w - less for w, less in zip(own, less_us, strict=True)) for q, own in lengths.items()}
     lengths = {q: tuple(w + profile.bubble_us for w in own) for q, own in lengths.items()}
     lengths["cpu"] = lengths["d2h" if early_updates else "h2d"]
     costs = {"d2h": tuple(u.d2h_us for u in units),

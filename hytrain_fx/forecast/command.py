@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from hytrain_fx.config import Moments
+from hytrain_fx.config import Moments, Weights
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.ir.named_files import require_writable
 from hytrain_fx.ir.plan import Plan
@@ -71,9 +71,9 @@ def _add_what(command: argparse.ArgumentParser) -> None:
     command.add_argument("--skew", type=float, default=1.0, metavar="X", help="one rank takes X times as long as the others (default: 1)")
     for option, (_, of) in _RATES.items():
         command.add_argument(option, type=float, metavar="GB", help=f"{of}, 10^9 bytes a second, instead of the device's own figure")
-    command.add_argument("--weights", choices=("resident", "streamed", "auto"), default="resident", help="where 16-bit weights rest whose "
-                         "updates the CPU does, as in compile(..., weights=...): streamed ones on the host; auto: there where they do "
-                         "not fit on the device (default: resident)")
+    command.add_argument("--weights", choices=get_args(Weights), default="resident", help="where 16-bit weights rest whose updates the CPU "
+                         "does, as in compile(..., weights=...): streamed ones on the host, sharded ones in shards of several GPUs or "
+                         "their host; auto: streamed where they do not fit on the device (default: resident)")
     command.add_argument("--budget-gb", type=float, help="device memory for optimizer states in 10^9 bytes (default: what is left)")
 
 

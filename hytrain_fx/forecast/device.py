@@ -239,6 +239,8 @@ def _unit_profile(
         stream_in_us=1e6 * stream_bytes / device.h2d_bytes_per_s,
         stream_out_us=1e6 * stream_bytes / device.d2h_bytes_per_s,
         traffic=shape.traffic,
-        reduce_scatter_us=collective_us, all_gather_us=collective_us,
-        fetched_params=params if shape.weights == "streamed" else 0,
-        fetch_us=1e6 * HALF_BYTES * params / device.h2d_bytes_per_s if shape.weights == "streamed" else 0.0)
+        reduce_scatter_us=collective_us, all_gather_us=0.0 if shape.in_shards else collective_us,
+        fetched_params=params if shape.on_host else 0,
+        fetch_us=1e6 * HALF_BYTES * params / device.h2d_bytes_per_s if shape.on_host else 0.0,
+        gathered_params=u.params if shape.in_shards else 0,
+        gather_us=collective_us if shape.in_shards else 0.0)

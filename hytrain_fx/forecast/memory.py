@@ -16,7 +16,8 @@ With moments in bf16 states take 8 bytes instead of 12. The staging slots stay a
 arrays are fp32.
 
 Streamed weights: those that the CPU updates are half of their masters on the host, and share a few
-slots on the device.
+slots on the device. Weights in shards: each GPU has its shards, or the host has those that the CPU
+updates; slots are for whole units, and one unit is on its way from the other ranks.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ def footprint(
     slot_bytes = AUTOCAST_GRAD_BYTES if shape.autocast else SLOT_BYTES
     gradients, activations = _fullest(shape, tokens, k, recompute, streamed_params / max(on_host, 1), shards)
     in_transit = (ring_bytes(shape, streamed_params > 0, ranks) if by_cpu else 0) + bucket_bytes(shape, ranks)
-    weights = WEIGHT_BYTES * shape.params if shape.weights == "resident" else (
-        WEIGHT_BYTES * (on_device + streamed_params) + _slots_bytes(shape, k, streamed_params / max(on_host, 1)))
+    at_home = shape.params if shape.weights == "resident" else on_device + (streamed_params if shape.on_host else on_host)
+    weights = WEIGHT_BYTES * at_home + _slots_bytes(shape, k, streamed_params / max(on_host, 1))
     return Footprint(weights, gradients + in_transit, state_bytes * on_device + staging_bytes,
                      activations + recomputed_bytes(shape, tokens, recompute), state_bytes * on_host * ranks.gpus,
                      slot_bytes * by_cpu * ranks.gpus)
@@ -137,7 +138,7 @@ def states_budget_bytes(
     """
     limit = DEVICE_SHARE * device.memory_bytes
     # streamed weights come back to the device with their states
-    with_weights = shape.state_bytes_per_param + (WEIGHT_BYTES if shape.weights == "streamed" else 0)
+    with_weights = shape.state_bytes_per_param + (WEIGHT_BYTES if shape.on_host else 0)
     of_states = [0, *accumulate(with_weights * shard for shard in unit_shards(shape, ranks))]
     # What solves k counts streamed gradients as they travel: those of autocast are wider, in the
     # worst case all of them.
@@ -151,7 +152,15 @@ def states_budget_bytes(
 
 
 def _slots_bytes(shape: ModelShape, k: int, streamed_share: float) -> int:
-    """Slots for the weights of units from `k` on, less what is on the device with its states."""
+    """Slots for the weights of units from `k` on, less what is on the device with its states.
+
+    Of weights in shards for all units, and a bucket of the largest.
+    """
+    if shape.weights == "resident":
+        return 0
+    if shape.in_shards:
+        sizes = {u.index: WEIGHT_BYTES * u.params for u in shape.units}
+        return weight_slots_bytes(sizes, UNITS_AHEAD) + max(sizes.values())
     return weight_slots_bytes({u.index: round(WEIGHT_BYTES * (1 - streamed_share) * u.params) for u in shape.units[k:]}, UNITS_AHEAD)
 
 
@@ -196,12 +205,13 @@ def _fullest(
 
 def largest_params(
     device: DeviceSpec, activations_bytes: int, autocast: bool = False, ranks: Ranks = ONE_RANK,
-    state_bytes: int = STATE_BYTES_PER_PARAM, streamed: bool = False,
+    state_bytes: int = STATE_BYTES_PER_PARAM, streamed: bool = False, sharded: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """The most parameters each way of placing states holds next to so many bytes of activations.
 
-    What gradients and streamed weights travel through is left out. `state_bytes` are master and
-    states of a parameter; `streamed` weights that the CPU updates rest on the host.
+    What gradients and weights travel through is left out. `state_bytes` are master and states of a
+    parameter; `streamed` weights that the CPU updates rest on the host. With `sharded` each rank
+    has its part of them alone.
 
     "device": all on the device. "host": all states on the host. "split": the host full, the rest on
     the device.
@@ -209,8 +219,9 @@ def largest_params(
     device_bytes = max(DEVICE_SHARE * device.memory_bytes - activations_bytes, 0.0)
     on_host_bytes = state_bytes + (AUTOCAST_GRAD_BYTES if autocast else SLOT_BYTES)
     host_params = ranks.nodes * HOST_SHARE * device.host_memory_bytes / on_host_bytes
-    resident_bytes = WEIGHT_BYTES + ((AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + state_bytes) / ranks.count
-    there_bytes = 0 if streamed else WEIGHT_BYTES  # on the device, of what the CPU updates
+    weight_bytes = WEIGHT_BYTES / ranks.count if sharded else WEIGHT_BYTES
+    resident_bytes = weight_bytes + ((AUTOCAST_GRAD_BYTES if autocast else GRAD_BYTES) + state_bytes) / ranks.count
+    there_bytes = 0 if streamed else weight_bytes  # on the device, of what the CPU updates
     on_host = min(host_params, device_bytes / there_bytes) if there_bytes else host_params * (device_bytes > 0)
     return {
         "device": device_bytes / resident_bytes,

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hytrain_fx.config import Weights
 from hytrain_fx.cost_model.simulate import slowed
 from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE, activation_bytes, largest_params
 from hytrain_fx.forecast.systems import OUR_SYSTEM, OURS, ZERO_OFFLOAD, Case, Row
@@ -33,6 +34,7 @@ from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
 _FP32_UPDATE_BYTES = 7 * FP32_BYTES
 _RESIDENT_BYTES = 2 * HALF_BYTES + STATE_BYTES_PER_PARAM  # weight, gradient, states
 _FP32_BYTES = 4 * FP32_BYTES  # weight, gradient, both moments; or states and an fp32 gradient
+_PLACES: dict[Weights, str] = {"resident": "", "sharded": "weights in shards, ", "sharded_host": "shards on the host, "}
 _WHOLE_UNITS = 2  # of sharded weights, with their gradients: the one that computes, the next one
 
 
@@ -66,19 +68,26 @@ def offloaded_peers(case: Case) -> tuple[Peer, ...]:
 
 
 def _played(case: Case, rows: Sequence[Row]) -> Iterator[Peer]:
-    """Those that the simulator plays: all weights on every GPU, states in shards."""
+    """Those that the simulator plays: states in shards, weights whole on every GPU or in shards."""
     row_of = {row.system: row for row in rows}
-    hosted = replace(case, given_bytes=0, budget_bytes=0)
-    on_host = hosted.row_of(OUR_SYSTEM, hosted.plan_of(OUR_SYSTEM))
     kept_bytes = activation_bytes(case.shape, case.tokens, case.recompute)
     theirs = largest_params(case.device, kept_bytes, case.shape.autocast, case.ranks)
-    ours = largest_params(case.device, kept_bytes, case.shape.autocast, case.ranks, case.shape.state_bytes_per_param)
-    for words, row, most_params in (("this library, plan solved", row_of[OURS], ours["split"]),
-                                    ("this library, every state on the host", on_host, ours["host"]),
-                                    ("ZeRO-2, CPU offload", row_of[ZERO_OFFLOAD], theirs["host"])):
-        how = f"played: k = {row.k}, {row.stream_share:.0%} of the rest streamed" if row is not row_of[ZERO_OFFLOAD] else (
-            "played: backward, gradients to the host, updates, weights back, one after the other")
-        yield Peer(words, row.step_us, row.memory.device_bytes, row.memory.host_bytes, row.fits, most_params, how)
+    for weights, words in _PLACES.items():
+        of = case.remade(shape=replace(case.shape, weights=weights))
+        hosted = replace(of, given_bytes=0, budget_bytes=0)
+        solved = row_of[OURS] if of is case else of.row_of(OUR_SYSTEM, of.plan_of(OUR_SYSTEM))
+        on_host = hosted.row_of(OUR_SYSTEM, hosted.plan_of(OUR_SYSTEM))
+        ours = largest_params(case.device, kept_bytes, case.shape.autocast, case.ranks, case.shape.state_bytes_per_param, of.shape.on_host,
+                              of.shape.in_shards)
+        for row, most_params, told in ((solved, ours["split"], "plan solved"), (on_host, ours["host"], "every state on the host")):
+            how = f"played: k = {row.k}, {row.stream_share:.0%} of the rest streamed"
+            yield _peer_of(row, f"this library, {words}{told}", most_params, how)
+    yield _peer_of(row_of[ZERO_OFFLOAD], "ZeRO-2, CPU offload", theirs["host"],
+                   "played: backward, gradients to the host, updates, weights back, one after the other")
+
+
+def _peer_of(row: Row, words: str, most_params: float, how: str) -> Peer:
+    return Peer(words, row.step_us, row.memory.device_bytes, row.memory.host_bytes, row.fits, most_params, how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,7 @@ class _Paper:
 
     def __init__(self, case: Case) -> None:
         self._case, self._device, self._ranks = case, case.device, case.ranks
-        profile = slowed(case.profile)
+        profile = slowed(case.remade(shape=replace(case.shape, weights="resident")).profile)
         self._forward, self._backward = profile.units, profile.units[::-1]
         self._params = case.shape.params
         self._kept_bytes = activation_bytes(case.shape, case.tokens, case.recompute)

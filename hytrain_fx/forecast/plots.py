@@ -27,6 +27,7 @@ LOOKS = {
     TaskKind.STREAM_IN: ("states in", "#d8b5a5"), TaskKind.STREAM_OUT: ("states out", "#9d755d"),
     TaskKind.RECEIVE: ("waiting for another stage", "#d7d7d7"),
     TaskKind.FETCH_FORWARD: ("weights, for the forward", "#ff9da6"), TaskKind.FETCH_BACKWARD: ("weights, for the backward", "#d6a5c9"),
+    TaskKind.GATHER_FORWARD: ("shards, for the forward", "#7b6888"), TaskKind.GATHER_BACKWARD: ("shards, for the backward", "#c9bdd3"),
     TaskKind.REDUCE_SCATTER: ("reduce-scatter", "#bab0ac"), TaskKind.ALL_GATHER: ("all-gather", "#79706e"),
 }
 TIERS = {

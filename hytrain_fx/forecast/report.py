@@ -25,6 +25,7 @@ from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.peers import Peer, peers_of
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import Counted, ModelShape
+from hytrain_fx.forecast.sharded_weights import ShardedWeights, sharded_weights
 from hytrain_fx.forecast.streamed_weights import StreamedWeights, streamed_weights
 from hytrain_fx.forecast.sweep import Sweep, sweep_of
 from hytrain_fx.forecast.systems import OURS, SYSTEMS, Case, Row
@@ -47,7 +48,8 @@ class Report:
     them, and `peers` has other ways to train on several GPUs.
 
     With `moments` "bf16" AdamW's two states rest in 16 bits in all ways that are this library's,
-    and with `streamed` the weights that the CPU updates rest on the host.
+    with `streamed` the weights that the CPU updates rest on the host, and with `sharded` each rank
+    has its shards of the weights alone.
     """
 
     model: str
@@ -72,6 +74,7 @@ class Report:
     peers: tuple[Peer, ...] = ()
     moments: Moments = "fp32"
     streamed: StreamedWeights | None = None
+    sharded: ShardedWeights | None = None
 
     @property
     def machine(self) -> str:
@@ -89,9 +92,9 @@ class Report:
         return next(row for row in self.rows if row.system == OURS)
 
     def to_json(self) -> str:
-        """All figures as JSON text; `moments` where they are not fp32, `streamed` where it is."""
+        """All figures as JSON text; `moments` where not fp32, `streamed` and `sharded` where so."""
         figures = asdict(self)
-        for name, usual in (("moments", "fp32"), ("streamed", None)):
+        for name, usual in (("moments", "fp32"), ("streamed", None), ("sharded", None)):
             if figures[name] == usual:
                 del figures[name]
         return json.dumps(figures, indent=1)
@@ -141,10 +144,10 @@ def report(
         shape.name, shape.params, spec, tokens, shape.counted, sequence, recompute, case.budget_bytes,
         profile.forward_us + profile.backward_us, rows, _hidden_from_tokens(case),
         largest_params(spec, activation_bytes(shape, tokens, recompute), shape.autocast, ranks, shape.state_bytes_per_param,
-                       shape.weights == "streamed"),
+                       shape.on_host, shape.in_shards),
         capacities(shape, spec, tokens, sequence, recompute, ranks), _equal_layers(profile), changes(case), plans[OURS], profile,
         sweep_of(case, tell) if sweep else Sweep(), ranks, peers_of(case, rows) if ranks.count > 1 else (), shape.moments,
-        streamed_weights(case) if shape.weights == "streamed" else None)
+        streamed_weights(case) if shape.weights == "streamed" else None, sharded_weights(case) if shape.in_shards else None)
 
 
 def case_of(
@@ -163,11 +166,12 @@ def case_of(
     """The case that `report` is about; its arguments are those of `report`.
 
     Raises ConfigError for an unknown model or device, for autocast with several ranks, for streamed
-    weights with either and for sharded ones, PlanError for a negative budget, UnsupportedError for
-    other `moments`.
+    weights with either and for sharded ones of one rank, PlanError for a negative budget,
+    UnsupportedError for other `moments`.
     """
-    if weights == "sharded":
-        raise ConfigError('found weights="sharded", expected "resident", "streamed" or "auto": no others are predicted')
+    if weights in ("sharded", "sharded_host") and ranks.count == 1:
+        raise ConfigError(f'found weights="{weights}" on one GPU, expected several, of a machine or of several machines: shards are of '
+                          "several ranks")
     if weights == "streamed" and (autocast or ranks.count > 1):
         of = "of fp32 under autocast" if autocast else f"on {ranks.words}"
         raise ConfigError(f"found streamed weights {of}, expected 16-bit weights and one GPU: no others rest on the host")
@@ -182,6 +186,8 @@ def case_of(
     too_large = not autocast and ranks.count == 1 and not footprint(shape, tokens, 0, recompute).device_fits(spec)
     if weights == "streamed" or (weights == "auto" and too_large):
         shape = replace(shape, name=f"{shape.name}, weights on the host", weights="streamed")
+    if weights in ("sharded", "sharded_host"):
+        shape = replace(shape, name=f"{shape.name}, weights in shards{' on the host' * (weights == 'sharded_host')}", weights=weights)
     if shape.moments != "fp32":
         shape = replace(shape, name=f"{shape.name}, moments in {shape.moments}")
     sequence = min(tokens, shape.context) if sequence is None else sequence

@@ -54,6 +54,7 @@ class ModelShape:
     them. `counted` is what a micro-batch has many of: of images and recordings samples. `moments`
     is the dtype in which AdamW's two states rest: "fp32" or "bf16". `weights` says where 16-bit
     weights rest whose updates the CPU does: "resident", on the device, or "streamed", on the host.
+    Of several ranks those of all updates may be "sharded", or "sharded_host".
     """
 
     name: str
@@ -83,6 +84,16 @@ class ModelShape:
     def traffic(self) -> StateTraffic:
         """What updates move of them. Raises as `states`."""
         return StateTraffic(self.state_bytes_per_param, self.states.tie is not None)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether ranks keep weights in shards."""
+        return self.weights in ("sharded", "sharded_host")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether weights that the CPU updates, or this rank's shards of them, rest on the host."""
+        return self.weights in ("streamed", "sharded_host")
 
     @property
     def params(self) -> int:

@@ -1,4 +1,4 @@
-"""A step with `weights="sharded"`, estimated by hand: the simulator does not play its gathers.
+"""A step with `weights="sharded"`, estimated by hand beside what the simulator plays (gathers.py).
 
 Each rank keeps its shard of every weight, and all gather whole units, one after the other, in the
 forward and in the backward. A unit is asked for when the one before it begins. How long the passes

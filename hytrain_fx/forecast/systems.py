@@ -14,8 +14,8 @@ what differs is the schedule.
     windows                   each layer's forward waits for its own update
 
 With moments in bf16 only systems whose layers wait each for its own update have them: those are
-this library's. The others keep fp32 ones. It is the same with streamed weights: the others' are all
-on the device.
+this library's. The others keep fp32 ones. It is the same with streamed and sharded weights: the
+others' are whole on the device.
 """
 
 from __future__ import annotations
@@ -202,8 +202,10 @@ class Case:
         if self.shape.moments != "fp32":
             notes.append(f"made for compile(..., moments=\"{self.shape.moments}\"): {self.shape.state_bytes_per_param} bytes of master and "
                          f"states a parameter. With fp32 moments they are {STATE_BYTES_PER_PARAM}, and this placement takes more memory")
-        if self.shape.weights == "streamed":
-            notes.append("made for compile(..., weights=\"streamed\"): the weights that the CPU updates rest on the host")
+        if self.shape.weights != "resident":
+            where = {"streamed": "the weights that the CPU updates rest on the host", "sharded": "each rank has its shards of the weights",
+                     "sharded_host": "each rank has its shards of the weights, those that the CPU updates on the host"}
+            notes.append(f"made for compile(..., weights=\"{self.shape.weights}\"): {where[self.shape.weights]}")
         return replace(made, notes=tuple(notes))
 
     def _discipline(self, system: System) -> Discipline:

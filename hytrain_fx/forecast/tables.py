@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from hytrain_fx.forecast.capacity import WAYS
 from hytrain_fx.forecast.memory import DEVICE_SHARE, HOST_SHARE
 from hytrain_fx.forecast.peers import Peer
 from hytrain_fx.forecast.report import Report
+from hytrain_fx.forecast.sharded_weights import ShardedWeights, shards_free_text
 from hytrain_fx.forecast.streamed_weights import GPU_GB, HOST_GB, PUBLISHED, OfMachine, StreamedWeights, free_text
 from hytrain_fx.forecast.sweep import Point
 from hytrain_fx.forecast.systems import OURS, SYSTEMS
@@ -33,6 +34,8 @@ def tables(report: Report) -> Iterator[Table]:
         yield peers_table(report)
     if report.streamed:
         yield from streamed_tables(report, report.streamed)
+    if report.sharded:
+        yield from sharded_tables(report, report.sharded)
     yield changes_table(report)
     yield idle_table(report)
     yield memory_table(report)
@@ -91,6 +94,27 @@ def streamed_tables(report: Report, found: StreamedWeights) -> Iterator[Table]:
     yield Table("Largest model by machine, all updates by the CPU", heads, rows, (
         f"Parameters with weights on the host, and in brackets with weights on the GPU: more of these layers, at {report.tokens} "
         f"{report.counted}, activations recomputed.",))
+
+
+def sharded_tables(report: Report, found: ShardedWeights) -> Iterator[Table]:
+    """What weights in shards cost by tokens, and the largest model by machine."""
+    heads: tuple[str, ...] = (f"{report.counted} in a micro-batch", "forward and backward", "weights on each GPU", "in shards",
+                              "shards on the host", "the GPU stands still for shards")
+    rows = tuple((str(p.tokens), *map(time_text, (p.compute_us, p.resident_us, p.sharded_us, p.sharded_host_us, p.gather_stall_us)))
+                 for p in found.by_tokens)
+    yield Table(f"Step by where weights rest on {report.ranks.words}, all updates by the CPU", heads, rows,
+                (shards_free_text(found, report.counted),))
+    gpus, hosts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*((of.gpu_gb, of.host_gb) for of in found.machines), strict=True))
+    sizes = {(of.gpu_gb, of.host_gb): of.params for of in found.machines}
+    heads = ("each GPU's memory", *(f"host of {gb} GB" for gb in hosts))
+    rows = tuple((f"{gpu} GB", *(_params_text(sizes[gpu, host]) for host in hosts)) for gpu in gpus)
+    yield Table(f"Largest model by machine, {report.ranks.words}, all updates by the CPU", heads, rows, (
+        "Parameters with weights whole on each GPU, in shards on the GPUs, and in shards on the host: more of these layers, at "
+        f"{report.tokens} {report.counted} a GPU, activations recomputed.",))
+
+
+def _params_text(params: Mapping[str, int | None]) -> str:
+    return " / ".join("-" if of is None else count_text(of) for of in params.values())
 
 
 def _sizes_text(of: OfMachine) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -238,3 +238,9 @@ def _validate_tiling(unit: PlannedUnit, rows: list[PlanRow]) -> None:
         at = row.end
     if at != unit.params:
         raise PlanError(f"unit {unit.index} ({unit.name}): its rows end at {at}, expected {unit.params} parameters")
+
+
+def whole_on_cpu(placed: Sequence[PlacedPiece]) -> set[int]:
+    """The parameters of which the CPU updates all, in one piece."""
+    pieces = Counter(of.piece.parameter for of in placed)
+    return {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}

@@ -16,6 +16,7 @@ STREAM_TIMES = ("stream_in_us", "stream_out_us")
 STEP_TIMES = ("commit_us", "launching_us", "between_us", "bubble_us")  # of no unit
 COLLECTIVE_TIMES = ("reduce_scatter_us", "all_gather_us")
 FETCH_TIMES = ("fetch_us",)
+GATHER_TIMES = ("gather_us",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class UnitProfile:
     fetched_params   elements whose weights rest on the host as long as the CPU updates them, in 16
                      bits; each forward and each backward brings them to the device
     fetch_us         copy of all of them to the device
+    gathered_params  elements of weights that ranks keep in shards, all ranks' together; each
+                     forward and each backward gathers them. Of shards on the host this rank's are
+                     `fetched_params`, and come first
+    gather_us        a gather of all of them
     """
 
     index: int
@@ -66,6 +71,8 @@ class UnitProfile:
     all_gather_us: float = 0.0
     fetched_params: int = 0
     fetch_us: float = 0.0
+    gathered_params: int = 0
+    gather_us: float = 0.0
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.grad_bytes <= 0:
@@ -78,7 +85,9 @@ class UnitProfile:
             raise PlanError(f"unit {self.index} ({self.name}) has grain_params={self.grain_params}, expected a number of elements >= 0")
         if not 0 <= self.fetched_params <= self.params:
             raise PlanError(f"unit {self.index} ({self.name}) has fetched_params={self.fetched_params}, expected 0..{self.params}")
-        for name in (*TIMES, *STREAM_TIMES, *COLLECTIVE_TIMES, *FETCH_TIMES):
+        if self.gathered_params < 0:
+            raise PlanError(f"unit {self.index} ({self.name}) has gathered_params={self.gathered_params}, expected a number >= 0")
+        for name in (*TIMES, *STREAM_TIMES, *COLLECTIVE_TIMES, *FETCH_TIMES, *GATHER_TIMES):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"unit {self.index} ({self.name}) has {name}={value}, expected a finite time >= 0")
@@ -92,6 +101,11 @@ class UnitProfile:
     def fetch_bytes(self) -> int:
         """Bytes of the weights that one fetch brings."""
         return HALF_BYTES * self.fetched_params
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the weights that one gather brings, all ranks' shards together."""
+        return HALF_BYTES * self.gathered_params
 
     @property
     def reloaded_share(self) -> float:
@@ -222,6 +236,11 @@ class Profile:
     def fetches(self) -> bool:
         """Whether weights rest on the host, wherever the CPU updates them."""
         return any(u.fetched_params for u in self.units)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks keep weights in shards."""
+        return any(u.gathered_params for u in self.units)
 
     @property
     def can_stream(self) -> bool:

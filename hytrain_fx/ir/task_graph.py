@@ -11,6 +11,9 @@
     weights on the host    cpu_update(l) -> fetch_forward(l) -> forward(l)
                     fetch_backward(l) -> backward(l);  one fetch after the other, each when the
                     layer whose slot it takes has computed
+    weights in shards    gather_forward(l) in place of all_gather(l), gather_backward(l) ->
+                    backward(l), each in its place among the collectives; of shards on the host
+                    the fetch of this rank's comes before
 
 A layer's number is its LID. Large tasks run in pieces, so that a more urgent layer may pass
 between them: a `Cut` says how many pieces and how long each, an edge `by_piece` that a piece waits
@@ -46,10 +49,16 @@ class TaskKind(enum.StrEnum):
     ALL_GATHER = "all_gather"
     FETCH_BACKWARD = "fetch_backward"
     FETCH_FORWARD = "fetch_forward"
+    GATHER_BACKWARD = "gather_backward"
+    GATHER_FORWARD = "gather_forward"
 
 
 FETCHES = (TaskKind.FETCH_BACKWARD, TaskKind.FETCH_FORWARD)
 """Weights that rest on the host come before a layer computes. They share the link with reloads."""
+GATHERS = (TaskKind.GATHER_BACKWARD, TaskKind.GATHER_FORWARD)
+"""Weights of which each rank has a shard come before a layer computes: from all ranks."""
+ARRIVALS = (*FETCHES, *GATHERS)
+"""Weights come before a layer computes, wherever they rest."""
 
 
 class Resource(enum.StrEnum):
@@ -77,6 +86,8 @@ RESOURCE_OF = {
     TaskKind.ALL_GATHER: Resource.COLLECTIVES,
     TaskKind.FETCH_BACKWARD: Resource.H2D,
     TaskKind.FETCH_FORWARD: Resource.H2D,
+    TaskKind.GATHER_BACKWARD: Resource.COLLECTIVES,
+    TaskKind.GATHER_FORWARD: Resource.COLLECTIVES,
 }
 
 
@@ -88,6 +99,7 @@ class Unit:
     grain_params   where a parameter may be cut, it is at multiples of so many elements; 0 =
                    parameters are placed whole
     fetched_params    elements whose weights rest on the host as long as the CPU updates them
+    gathered_params   elements of weights that ranks keep in shards, all ranks' together
     """
 
     index: int
@@ -101,6 +113,7 @@ class Unit:
     traffic: StateTraffic = ADAMW_TRAFFIC
     grain_params: int = 0
     fetched_params: int = 0
+    gathered_params: int = 0
 
     @property
     def stream_bytes(self) -> int:

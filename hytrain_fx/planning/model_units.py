@@ -27,7 +27,7 @@ class ModelUnits:
 
     capture    the model's graphs, from when they can be captured on: the forward's order and the
                operations come from them
-    window     of weights that may rest on the host, where they do
+    window     of weights that may rest on the host or in shards, where they do
     """
 
     capture: Capture[Any] | None = None
@@ -50,10 +50,13 @@ class ModelUnits:
 
     def of_rows(self) -> dict[int, int]:
         """The index of the unit of each row of the engine that is in use."""
-        found = {parameter: unit.index for unit in self() for parameter in self.rows_of(unit)}
+        found = self._of_parameters()
         return {row: found[self._states.pieces.parameter(row)] for row in self._states.placement}
 
-    # ---- weights that rest on the host ----
+    def _of_parameters(self) -> dict[int, int]:
+        return {parameter: unit.index for unit in self() for parameter in self.rows_of(unit)}
+
+    # ---- weights that rest on the host, or in shards ----
 
     @property
     def ahead(self) -> int:
@@ -69,7 +72,7 @@ class ModelUnits:
         """The profile of the steps just measured, with the times of fetches."""
         if self.window is None:
             return profile
-        return with_fetches(profile, self.window.times.take_reached(), self.of_rows(), self._link_us_per_byte)
+        return with_fetches(profile, self.window.times.take_reached(), self._of_parameters(), self._link_us_per_byte)
 
     def _link_us_per_byte(self) -> float:
         return full_duplex_us_per_byte(self._table.device)[0]
@@ -117,6 +120,7 @@ class ModelUnits:
             grad_bytes=max(sum(map(self._states.travelling_bytes, unit.rows)), 1),
             traffic=self._states.traffic(unit.rows),
             fetched_params=0 if self.window is None else self.window.streamed_params(unit.rows),
+            gathered_params=0 if self.window is None else self.window.gathered_params(unit.rows),
             forward_flops=flops["forward"],
             backward_flops=flops["backward"],
         )

@@ -186,7 +186,8 @@ def build_profile(measured: Measured, probes: Probes, before: Profile | None, *,
     cpu, gpu, d2h, h2d, stream_in, stream_out = _stages(measured, probes, before, streams)
     profiles = tuple(
         UnitProfile(u.index, u.name, u.params, u.grad_bytes, times.forward_us[i], times.backward_us[i], cpu[i], gpu[i], d2h[i], h2d[i],
-                    stream_in[i], stream_out[i], u.param_numels, u.traffic, u.grain_params, fetched_params=u.fetched_params)
+                    stream_in[i], stream_out[i], u.param_numels, u.traffic, u.grain_params, fetched_params=u.fetched_params,
+                    gathered_params=u.gathered_params)
         for i, u in enumerate(units)
     )
     cuda = measured.device.type == "cuda"

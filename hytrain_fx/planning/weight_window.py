@@ -1,4 +1,4 @@
-"""Weights that rest on the host, as planning sees them: which they are, how long a fetch takes.
+"""Weights that rest on the host or in shards, as planning sees them: which, how long they take.
 
 The window itself, units in slots of the device, is in `weights/`.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from hytrain_fx.cost_model.fetch_depth import FetchDepth
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import FETCHES, GATHERS, TaskKind
 from hytrain_fx.runtime.device_clock import elapsed_us
 from hytrain_fx.runtime.lane_times import LaneTimes, Timed
 
 
 class WeightWindow(Protocol):
-    """Of one session whose weights may rest on the host.
+    """Of one session whose weights may rest on the host, or in shards of several ranks.
 
     ahead     units brought ahead of need
     times     when units were brought, in a recording
@@ -32,6 +33,7 @@ class WeightWindow(Protocol):
     def slot_bytes(self) -> int: ...  # device memory of the slots now
 
     def streamed_params(self, rows: Iterable[int]) -> int: ...  # of parameters whose weights rest on the host once the CPU updates them
+    def gathered_params(self, rows: Iterable[int]) -> int: ...  # of parameters whose weights ranks keep in shards, all ranks' together
     def back_bytes(self) -> int: ...  # of weights that would rest on the host but for where they are updated
     def follow(self, depth: FetchDepth) -> None: ...  # bring so many ahead from now on
 
@@ -39,20 +41,33 @@ class WeightWindow(Protocol):
 def with_fetches(
     profile: Profile, timed: Collection[Timed], unit_of: Mapping[int, int], link_us_per_byte: Callable[[], float]
 ) -> Profile:
-    """The profile with the time of a fetch of every unit whose weights rest on the host.
+    """The profile with the times of every unit whose weights come to slots of the device.
 
-    By the median rate of its own copies, else of all units', else the link's.
+    A fetch by the median rate of its own copies, else of all units', else the link's. A gather by
+    the best rate of its own, as others have waits for slower ranks in them; else the best of all.
 
         unit_of             the profile's unit of each parameter
         link_us_per_byte    of the link to the device, asked for where nothing was brought
     """
-    if not profile.fetches:
-        return profile
+    if profile.fetches:
+        rates = _rates(timed, unit_of, FETCHES)
+        every = [rate for own in rates.values() for rate in own]
+        other = statistics.median(every) if every else link_us_per_byte()
+        units = (replace(u, fetch_us=u.fetch_bytes * (statistics.median(rates[u.index]) if rates[u.index] else other))
+                 for u in profile.units)
+        profile = replace(profile, units=tuple(units))
+    if profile.gathers:
+        rates = _rates(timed, unit_of, GATHERS)
+        best = min((min(own) for own in rates.values()), default=0.0)
+        units = (replace(u, gather_us=u.gathered_bytes * min(rates[u.index], default=best)) for u in profile.units)
+        profile = replace(profile, units=tuple(units))
+    return profile
+
+
+def _rates(timed: Iterable[Timed], unit_of: Mapping[int, int], kinds: Container[TaskKind]) -> Mapping[int, list[float]]:
+    """Microseconds a byte of each unit's copies of these kinds."""
     rates: dict[int, list[float]] = defaultdict(list)
     for of in timed:
-        if of.nbytes and of.row in unit_of:
+        if of.nbytes and of.kind in kinds and of.row in unit_of:
             rates[unit_of[of.row]].append(elapsed_us(of.begin, of.end) / of.nbytes)
-    every = [rate for own in rates.values() for rate in own]
-    other = statistics.median(every) if every else link_us_per_byte()
-    units = (replace(u, fetch_us=u.fetch_bytes * (statistics.median(rates[u.index]) if rates[u.index] else other)) for u in profile.units)
-    return replace(profile, units=tuple(units))
+    return rates

@@ -47,9 +47,10 @@ class LaneTimes:
         self._timed: list[Timed] = []
 
     def record(self, on: bool) -> None:
-        """Keep what comes from here on, or nothing."""
+        """Keep what comes from here on, or no more: what is kept stays until it is taken."""
         self.recording = on
-        self._timed = []
+        if on:
+            self._timed = []
 
     @contextmanager
     def around(self, kind: TaskKind, row: int, nbytes: int) -> Iterator[None]:

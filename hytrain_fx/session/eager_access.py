@@ -75,7 +75,7 @@ class EagerAccess:
         on_change = nodes.gradients.groups.forget
         self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
         self.streamed = StreamedWeights(table, engine, states, self.writes, held, nodes.fetched, lambda: turns.is_elsewhere)
-        self.host_copies = HostCopies(table, engine, states, self.writes)
+        self.host_copies = HostCopies(table, engine, states, self.writes, weakly(self.settle), self.streamed.gathered_on_host)
         self._table = table
         self._engine = engine
         self._states = states

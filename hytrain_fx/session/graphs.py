@@ -175,7 +175,7 @@ class SessionGraphs:
         if shared := self._nodes.gradients.parts.used_in_forward & rows:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
-        reading = self._nodes.fetched.running(graph, self._fetches[graph])
+        reading = self._nodes.fetched.running(graph, self._fetches[graph], backward=True)
         with self._noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):

@@ -47,7 +47,7 @@ class LateStreaming:
             session.nodes.fetched.wanted = session.eager.streamed.wanted = True
             try:
                 stream_weights(session.eager.streamed, session.states, session.engine, session.resources, session.ranks, session.planning,
-                               config.weights)
+                               config)
             except UnsupportedError:
                 session.nodes.fetched.wanted = session.eager.streamed.wanted = False
                 return False

@@ -21,7 +21,7 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.config import Config
 from hytrain_fx.ir.limits import FP32_BYTES
-from hytrain_fx.ir.plan import PlacedPiece, Placement
+from hytrain_fx.ir.plan import PlacedPiece, Placement, whole_on_cpu
 from hytrain_fx.ir.startup import Phase, StartupClock
 from hytrain_fx.ir.states import Kernel
 from hytrain_fx.loading.first_weights import FirstWeights
@@ -34,7 +34,7 @@ from hytrain_fx.runtime.states.memory_estimate import MemoryEstimate, MemoryInUs
 from hytrain_fx.runtime.states.slabs import HostSlab, padded_bytes
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.startup_text import estimate_text, memory_table, startup_text
-from hytrain_fx.weights.streamed_weights import StreamedWeights, whole_on_cpu
+from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 _log = logging.getLogger("hytrain_fx")
 
@@ -69,7 +69,8 @@ class Resources:
         self._limit_bytes = config.host_memory
         self._first = config.loader if isinstance(config.loader, FirstWeights) else None
         self._parameters = table.parameters
-        self._shards = table.shards if config.weights == "sharded" else {}
+        self._shards = table.shards if config.shards else {}
+        self._rests_on_host = config.on_host
         self.streamed: StreamedWeights | None = None
         self._ring_bytes = partial(ring_bytes_for, table.homes, config)
         self._makes_own = any(states.table(parameter).kernel is Kernel.NONE for parameter in range(len(table)))
@@ -97,11 +98,13 @@ class Resources:
 
     def _settle(self, first: FirstWeights, placed: Sequence[PlacedPiece]) -> None:
         """Weights that rest on the device are there, or their shards, before masters are made."""
-        waiting = set() if self._shards else whole_on_cpu(placed)
+        waiting = whole_on_cpu(placed) if self._rests_on_host else set()
         for row in self.first_rows:
+            if row in waiting and (row in self._shards or not self._shards):
+                continue  # its home is its master
             if row in self._shards:
                 self._states.shard_first(row, first(self._parameters[row]))
-            elif row not in waiting:
+            else:
                 first.settle(self._parameters[row])
                 self._states.pieces.set_weight(row, self._parameters[row].detach())
 
@@ -109,7 +112,7 @@ class Resources:
         number = self._states.pieces.parameter(row)
         if self._first is None or self._parameters[number] not in self._first or number in self._states.streamed:
             return None
-        return self._first(self._parameters[number])
+        return self._states.pieces.memory(number, self._first(self._parameters[number]))
 
     @property
     def first_told(self) -> tuple[str, ...]:

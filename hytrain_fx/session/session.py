@@ -116,7 +116,7 @@ class Session:
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
-        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning, self.config.weights)
+        stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning, self.config)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
         copies = self.copies if self.engine.takes_copies and copied else None
         self.pressure = MemoryPressure(self.planning, self.resources, self.nodes, self.ranks)

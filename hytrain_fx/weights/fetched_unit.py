@@ -37,9 +37,11 @@ class FetchedUnit:
 class GraphRun:
     """One run of a graph: what it has fetched, and what of that it has not let go of.
 
-    order   of what it gathers from all ranks; None on one process
+    order      of what it gathers from all ranks; None on one process
+    backward   whether it is one of a backward
     """
 
     order: GatherOrder | None = None
+    backward: bool = False
     fetched: set[int] = field(default_factory=set)
     reads: Counter[int] = field(default_factory=Counter)

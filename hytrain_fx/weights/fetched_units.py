@@ -127,10 +127,12 @@ class FetchedUnits:
     # ---- while graphs run ----
 
     @contextmanager
-    def running(self, graph: int, calls: Sequence[tuple[Sequence[int], int]]) -> Iterator[None]:
+    def running(self, graph: int, calls: Sequence[tuple[Sequence[int], int]], *, backward: bool = False) -> Iterator[None]:
         """Around one run of a compiled graph.
 
-        calls   of each node that fetches: its rows, and how many that take gradients come before it
+        calls      of each node that fetches: its rows, and how many that take gradients come before
+                   it
+        backward   whether it is one of a backward
 
         What its nodes have not let go of is let go of as it ends.
 
@@ -141,7 +143,7 @@ class FetchedUnits:
             yield
             return
         outer, run = getattr(self._runs, "now", None), self._begin_run(calls)
-        self._runs.now = run
+        self._runs.now, run.backward = run, backward
         try:
             yield
             missing = [row for rows, _ in calls for row in rows if row not in run.fetched]

@@ -24,7 +24,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
-from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.ir.task_graph import FETCHES, GATHERS, TaskKind
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayouts
@@ -32,6 +32,8 @@ from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
+
+_FETCH_OF = dict(zip(GATHERS, FETCHES, strict=True))  # the copy of this rank's shard from the host before a gather
 
 
 class GatheredWeights:
@@ -132,6 +134,16 @@ class GatheredWeights:
             self.all()
             self._ranks.require_alike(what, found)
 
+    def agree_ahead(self, what: str, found: tuple[str, ...], wish: int) -> int:
+        """As `agree`; gives the fewest units ahead of need that any rank wishes for."""
+        with self._lock:
+            self.all()
+            if len(set(self._ranks.tell(what, (f"{wish} units ahead", *found)))) == 1:
+                return wish
+            wishes = self._ranks.of_all(what, wish)
+            self._ranks.require_alike(what, found)
+            return min(wishes)
+
     def on_any(self, what: str, rows: Collection[int]) -> set[int]:
         """What each rank has found of these rows, together. Raises RankError."""
         with self._lock:
@@ -140,18 +152,22 @@ class GatheredWeights:
                 return set(rows)
             return set().union(*self._ranks.of_all(what, sorted(rows)))
 
-    def bring(self, rows: tuple[int, ...], wholes: Sequence[torch.Tensor]) -> None:
+    def bring(self, rows: tuple[int, ...], wholes: Sequence[torch.Tensor], kind: TaskKind = TaskKind.ALL_GATHER) -> None:
         """Write the whole weights of sharded rows, on the current stream, of every rank's shards.
 
         wholes   flat, bf16
+        kind     what it is in a recording
 
         All ranks have agreed on it. Raises RankError where one does not come.
         """
-        for row, whole in zip(rows, wholes, strict=True):
-            shard = self._table.shards[row]
-            whole[shard.begin : shard.end].copy_(self._states.home(row), non_blocking=True)
+        homes = list(map(self._states.home, rows))
+        from_host = sum(home.nbytes for row, home in zip(rows, homes, strict=True) if self._states.streamed[row].shard is None)
+        with self._ranks.times.around(_FETCH_OF[kind], rows[0], from_host) if from_host and kind in _FETCH_OF else nullcontext():
+            for row, home, whole in zip(rows, homes, wholes, strict=True):
+                shard = self._table.shards[row]
+                whole[shard.begin : shard.end].copy_(home, non_blocking=True)
         packed = self._ranks.gather(wholes, self._layouts[rows], f"the weights of {self._table.names[rows[0]]} and others")
-        self._ranks.send([packed], TaskKind.ALL_GATHER, rows[0])
+        self._ranks.send([packed], kind, rows[0])
 
     def whole(self, row: int, part: torch.Tensor) -> torch.Tensor:
         """What every rank keeps of one parameter, together, flat on the CPU.

@@ -15,6 +15,7 @@ import torch
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.states.pieces import flat_alias
@@ -31,6 +32,7 @@ class GatheredUnits(FetchedUnits):
     """Those of one session.
 
     gathered   the weights of all ranks
+    wish       how many units ahead this rank would bring. They all bring the fewest that any wishes
     whole      rows that all ranks have had gathered for the loop, and keep (`is_whole`): no graph
                gathers them
     """
@@ -41,6 +43,7 @@ class GatheredUnits(FetchedUnits):
     ) -> None:  # fmt: skip
         super().__init__(table, engine, states, units, held, times, wanted=True)
         self.gathered = gathered
+        self.wish = self.ahead
         self.whole: set[int] = set()
 
     # ---- while graphs run ----
@@ -54,7 +57,10 @@ class GatheredUnits(FetchedUnits):
                     found.setdefault(self._unit_of[row], gradients)
         if found:
             told = tuple(f"{self._name(unit)}, after {gradients} gradients" for unit, gradients in found.items())
-            self.gathered.agree("the weights that a graph reads", told)
+            agreed = self.gathered.agree_ahead("the weights that a graph reads", told, self.wish)
+            if agreed != self.ahead and getattr(self._runs, "now", None) is None:
+                self.look_ahead(agreed)
+            self.wish = agreed
         return GraphRun(GatherOrder(list(found), list(found.values()), self.ahead))
 
     def _name(self, unit: int) -> str:
@@ -74,7 +80,7 @@ class GatheredUnits(FetchedUnits):
         if run is not None and run.order:
             with self.lock, torch.no_grad(), without_torch_function():
                 for number in run.order.before_turn():
-                    self._gather(self._units[number])
+                    self._gather(self._units[number], run)
 
     def gradients_of_run(self, sent: Sequence[bool], alike: bool) -> None:
         """Of the nodes of this run that make gradients, in order, these send them.
@@ -88,7 +94,7 @@ class GatheredUnits(FetchedUnits):
     def _bring(self, unit: FetchedUnit, run: GraphRun) -> None:
         assert run.order
         for number in run.order.needed(unit.number):
-            self._gather(self._units[number])
+            self._gather(self._units[number], run)
         away, behind = self._missing(unit)
         if behind or (away and (unit.slot is None or not unit.slot.holds)):
             raise EngineError(f"internal: {self._name(unit.number)} were not gathered for the graph that reads them")
@@ -99,7 +105,7 @@ class GatheredUnits(FetchedUnits):
     def _bring_ahead(self, after: int) -> None:
         """What is ahead comes with what is needed."""
 
-    def _gather(self, unit: FetchedUnit) -> None:
+    def _gather(self, unit: FetchedUnit, run: GraphRun) -> None:
         """Put the weights of a unit on the lane, of every rank's shards.
 
         All ranks do so at this place of their order, whatever each has of them by now.
@@ -125,7 +131,7 @@ class GatheredUnits(FetchedUnits):
                 else:
                     wholes.append(torch.empty(nbytes // 2, dtype=torch.bfloat16, device=self._table.device))
                 self.bytes_fetched += nbytes
-            self.gathered.bring(rows, wholes)
+            self.gathered.bring(rows, wholes, TaskKind.GATHER_BACKWARD if run.backward else TaskKind.GATHER_FORWARD)
             unit.copied, unit.covered, unit.updated = self._lane.point(), False, True
         self._place(unit, away)
         for row in behind:

@@ -1,8 +1,9 @@
-"""A model with streamed weights as `state_dict()` and `load_state_dict()` reach it: on the host.
+"""A model whose weights rest elsewhere as `state_dict()` and `load_state_dict()` reach it.
 
-    saved     `state_dict()` asks: a copy on the host, of a streamed weight made from its home.
-              Vectors are copied too, so that all are of one time
-    loaded    `load_state_dict()` gives a value: a streamed weight's goes home
+    saved     `state_dict()` asks: a copy on the host, of a streamed weight made from its home, of
+              one in shards gathered from all ranks, one after the other. Vectors are copied too, so
+              that all are of one time
+    loaded    `load_state_dict()` gives a value: it goes home, of one in shards this rank's part
     follow    what was written into such a copy becomes the weight, as in plain torch, until the
               next step() or training forward
 
@@ -11,6 +12,8 @@ the next step() or training forward on a copy is the loop's alone.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -25,9 +28,18 @@ from hytrain_fx.weights.outside_writes import OutsideWrites
 
 
 class HostCopies:
-    """Those of one session. Implements `guard.Elsewhere`."""
+    """Those of one session. Implements `guard.Elsewhere`.
 
-    def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites) -> None:
+    settle      the new weights of these rows are there, also those of other ranks' updates
+    gathered    the weight of a row of which each rank has a shard alone; None for others
+    """
+
+    def __init__(
+        self, table: ParameterTable, engine: Engine, states: StateStore, writes: OutsideWrites,
+        settle: Callable[[Sequence[int]], None], gathered: Callable[[int], torch.Tensor | None],
+    ) -> None:  # fmt: skip
+        self._settle = settle
+        self._gathered = gathered
         self._table = table
         self._engine = engine
         self._states = states
@@ -37,8 +49,8 @@ class HostCopies:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether any weight rests on the host."""
-        return any(of.shard is None for of in self._of.values())
+        """Whether any weight rests elsewhere."""
+        return bool(self._of)
 
     @whole()
     def saved(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -50,9 +62,11 @@ class HostCopies:
         with torch.no_grad(), without_torch_function():
             self._follow(row)
             of = self._of.get(row)
-            self._engine.settle(self._states.pieces.rows([row]))
+            self._settle([row])
             copy = _on_host(parameter)
-            if of is not None and not of.has_memory:
+            if (gathered := self._gathered(row)) is not None:
+                flat_memory(copy).copy_(gathered)
+            elif of is not None and not of.has_memory:
                 flat_memory(copy).copy_(self._states.home(row))
             else:
                 self._states.show_if_behind(row)

@@ -19,12 +19,14 @@ from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.gathered_units import GatheredUnits
 from hytrain_fx.weights.returning import ReservedMemory
+from hytrain_fx.weights.shard_homes import ShardHomes
 
 
 class SharedReads:
     """Those of one session.
 
     units          as graphs read them
+    homes          where this rank's shards rest
     reserved       memory that was taken for them
     is_elsewhere   whether the calling thread is another one than the loop's
     """
@@ -36,6 +38,7 @@ class SharedReads:
         self._of = states.streamed
         self._states = states
         self.units = units
+        self.homes = ShardHomes(table, states)
         self._reserved = reserved
         self._is_elsewhere = is_elsewhere
         self._pid = os.getpid()
@@ -76,6 +79,19 @@ class SharedReads:
             if not of.has_memory:  # else it shows the weight, or what the loop has written there
                 put_memory(parameter, memory, 0, memory.nbytes)
         of.has_memory = of.current = True
+
+    def on_host(self, row: int) -> torch.Tensor:
+        """The whole weight, flat on the CPU. The device has it only meanwhile.
+
+        Raises as `fill`.
+        """
+        self.require_loop()
+        with torch.no_grad(), without_torch_function(), self.units.lock:
+            self.units.gathered.agree("weights that the loop reads", (self._table.names[row],))
+            self.units.end_updates(row)
+            memory = torch.empty(self.units.nbytes(row), dtype=torch.uint8, device=self._table.device).view(torch.bfloat16)
+            self.units.gathered.bring((row,), [memory])
+            return memory.cpu()
 
     def fill_own(self, row: int) -> None:
         """Give a parameter memory with this rank's shard of its weight; the rest is NaN.

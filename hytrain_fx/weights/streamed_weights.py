@@ -12,7 +12,6 @@ look at the same weights. What decides whether they gather, all ranks know (`Fet
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -23,7 +22,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.cost_model.fetch_depth import FetchDepth
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.figures import bytes_text
-from hytrain_fx.ir.plan import PlacedPiece, Placement
+from hytrain_fx.ir.plan import PlacedPiece, Placement, whole_on_cpu
 from hytrain_fx.runtime import memory
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
@@ -76,11 +75,17 @@ class StreamedWeights:
 
     # ---- which weights ----
 
+    def rest_on_host(self, on: bool) -> None:
+        """Whether shards are to rest on the host, from the next `choose` on."""
+        if self._shared:
+            self._shared.homes.on_host = on
+
     @whole()
     def choose(self) -> None:
         """Stream every weight that may be and is not: whole ones in bf16 that the CPU updates.
 
-        Or shard them. All rows are at rest, and written weights are followed.
+        Or shard them, wherever they are updated. All rows are at rest, and written weights are
+        followed.
         """
         with torch.no_grad(), without_torch_function(), self._held.ours():
             self._states.on_home = self.units.home_changes
@@ -88,15 +93,16 @@ class StreamedWeights:
             if new:
                 self.units.drop_slots()
                 for row in new:
-                    (self._states.shard if self._shared else self._states.stream)(row)
+                    (self._shared.homes.begin if self._shared else self._states.stream)(row)
                 self.units.arrange()
             if self._shared:
                 self._shared.units.whole.update(new)  # until the first training forward
+                self._shared.homes.settle()
 
     @contextmanager
     def moving(self, placed: Sequence[PlacedPiece]) -> Iterator[None]:
         """Around a move of states to where `placed` has them: weights follow, there and back."""
-        if not self.wanted or self._shared:  # shards stay where they are
+        if not self.wanted:
             yield
             return
         self._before_move(placed)
@@ -108,6 +114,10 @@ class StreamedWeights:
     @whole()
     def _before_move(self, placed: Sequence[PlacedPiece]) -> None:
         """Weights of rows that will not be whole on the CPU are to stay on the device."""
+        if self._shared:
+            with torch.no_grad(), without_torch_function(), self._held.ours():
+                self._shared.homes.before_move(placed)
+            return
         leaving = sorted(self._of.keys() - whole_on_cpu(placed))
         if not leaving:
             return
@@ -136,7 +146,7 @@ class StreamedWeights:
 
     def _may_begin(self, row: int) -> bool:
         if self._shared:
-            return row not in self._of and self._fits(row)
+            return row not in self._of and row not in self._kept and self._fits(row)
         if row in self._of or row in self._states.pieces.cut or self._states.placement[row] is not Placement.CPU:
             return False
         return self._states[row].low is not None and may_stream(self._table.parameters[row])
@@ -210,6 +220,15 @@ class StreamedWeights:
                     self._states.keep_on_device(row)
                     self._shared.units.stays(row)
             self._kept.update(rows)
+
+    def gathered_on_host(self, row: int) -> torch.Tensor | None:
+        """The weight of a sharded parameter, flat on the CPU; None where its own memory has it.
+
+        Raises RankError and UnsupportedError as `fill`.
+        """
+        if not self._shared or row not in self._of or self._shared.units.is_whole(row):
+            return None
+        return self._shared.on_host(row)
 
     def keep_all(self) -> None:
         """Code that nobody can watch may read any weight from now on."""
@@ -301,16 +320,26 @@ class StreamedWeights:
 
     def streamed_params(self, rows: Iterable[int]) -> int:
         """Elements of those weights of these rows that rest on the host if the CPU updates them."""
+        if self._shared:
+            return self._shared.homes.host_params(list(filter(self._may_rest, rows)))
         return sum(self._table.parameters[row].numel() for row in rows if self._may_rest(row))
+
+    def gathered_params(self, rows: Iterable[int]) -> int:
+        """Elements of those weights of these rows that ranks keep in shards, all together."""
+        return sum(self._table.shards[row].numel for row in rows if row in self._of) if self._shared else 0
 
     def back_bytes(self) -> int:
         """Bytes of weights that are on the device only because of where they are updated."""
+        if self._shared:
+            return self._shared.homes.back_bytes
         return sum(self.units.nbytes(row) for row in range(len(self._table)) if row not in self._of and self._may_rest(row))
 
     def follow(self, depth: FetchDepth) -> None:
         """Bring so many units ahead of need from now on. No graph runs."""
         self.depth = depth
-        if depth.ahead != self.units.ahead:
+        if self._shared:
+            self._shared.units.wish = depth.ahead
+        elif depth.ahead != self.units.ahead:
             self.units.look_ahead(depth.ahead)
 
     def _may_rest(self, row: int) -> bool:
@@ -330,14 +359,9 @@ class StreamedWeights:
         And those of the slots that they take on the device once every unit was fetched.
         """
         if self._shared:
-            return self.away_of_ranks_bytes, self.units.slot_bytes_for(self._of)
+            return self._shared.homes.away_bytes(placed), self.units.slot_bytes_for(self._of)
         rows = list(filter(self._may_rest, whole_on_cpu(placed)))
         return sum(map(self.units.nbytes, rows)), self.units.slot_bytes_for(rows)
-
-    @property
-    def away_of_ranks_bytes(self) -> int:
-        """Bytes of sharded weights that other ranks have."""
-        return sum(self.units.nbytes(row) - of.shard.nbytes for row, of in self._of.items() if of.shard is not None)
 
     def _fits(self, row: int) -> bool:
         with without_torch_function():
@@ -355,15 +379,10 @@ class StreamedWeights:
         nbytes = sum(map(self.units.nbytes, streamed))
         if self._shared:
             return (f"sharded weights: {len(streamed)} of {len(self._table)} ({params / everything:.1%} of the parameters, "
-                    f"{bytes_text(nbytes)}), of which this rank has {bytes_text(nbytes - self.away_of_ranks_bytes)}; the device has "
-                    f"{bytes_text(self.units.slot_bytes)} of slots for them{kept}")
+                    f"{bytes_text(nbytes)}), of which this rank has {self._shared.homes.in_words()}; the device has "
+                    f"{bytes_text(self.units.slot_bytes)} of slots for them{kept}; "
+                    f"{self.depth or f'{self.units.ahead} units are brought ahead of need'}")
         ahead = f"; {self.since}" if self.since else ""
         ahead += f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
                 f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}{ahead}")
-
-
-def whole_on_cpu(placed: Sequence[PlacedPiece]) -> set[int]:
-    """The parameters of which the CPU updates all, in one piece."""
-    pieces = Counter(of.piece.parameter for of in placed)
-    return {of.piece.parameter for of in placed if of.placement is Placement.CPU and pieces[of.piece.parameter] == 1}

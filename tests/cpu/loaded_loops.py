@@ -22,7 +22,8 @@ from .rank_loops import Found, compiled, net
 from .shard_loops import Run
 
 HOW: Sequence[tuple[str, dict[str, Any]]] = (
-    ("whole", {"k": 0}), ("resident", {"k": 0}), ("sharded", {"k": 0}), ("sharded", {"k": 3}), ("sharded", {"stream": 0.5, "k": 0}))
+    ("whole", {"k": 0}), ("resident", {"k": 0}), ("sharded", {"k": 0}), ("sharded_host", {"k": 0}), ("sharded_host", {"k": 3}),
+    ("sharded", {"stream": 0.5, "k": 0}))
 
 
 def there_bytes(model: nn.Module) -> int:

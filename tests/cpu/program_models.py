@@ -51,6 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 RANK_OPTIONS: dict[str, dict[str, Any]] = {
     "weights sharded": {"k": 0, "weights": "sharded"},
     "weights sharded, solved": {"weights": "sharded", "gpu_states": 0.5, "warmup_steps": 2, "replan_every": 5},
+    "shards on the host": {"k": 0, "weights": "sharded_host"},
+    "shards on the host, solved": {"weights": "sharded_host", "gpu_states": 0.5, "warmup_steps": 2, "replan_every": 5},
 }
 FOR_ADAM_ALONE = ("stream=1.0", "stream=0.5")
 FOR_BF16_ALONE = ("weights streamed", "weights streamed, solved")

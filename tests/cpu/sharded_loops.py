@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.config import Weights
 from hytrain_fx.errors import HytrainError, UnsupportedError
 from hytrain_fx.gradients.averaging import AveragedGradients
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime import memory
 from hytrain_fx.torch_private.tensors import without_torch_function
 from hytrain_fx.weights.fetched_units import NAN_VARIABLE
@@ -27,29 +29,34 @@ from .loops import HYPER, assert_same, weights
 from .models import gpt
 from .rank_loops import Found, compiled, net, tokens_of
 from .shard_loops import Run
+from .test_placements import plan_of
 
 Loops = Mapping[str, Sequence[Found]]
 KINDS = ("resident", "sharded")
+ALL_KINDS = (*KINDS, "sharded_host")
+ON_THE_HOST = ("clipped", "read", "edited", "weights_used", "partly_eager")
+"""Loops that are run with shards on the host too."""
 
 
 def loops_of_shards(names: Sequence[str], rank: int, size: int) -> Loops:
     """Loops of shard_loops.py in bf16, every second rank slow, with plans of each rank's own."""
     os.environ[NAN_VARIABLE] = "1"
-    return {name: [shard_loops.run_ours(rank, shard_loops.LOOPS[name], torch.bfloat16, weights=of) for of in KINDS] for name in names}
+    return {name: [shard_loops.run_ours(rank, shard_loops.LOOPS[name], torch.bfloat16, weights=of)
+                   for of in (ALL_KINDS if name in ON_THE_HOST else KINDS)] for name in names}
 
 
 def loops_of_ranks(names: Sequence[str], rank: int, size: int) -> Loops:
     """Loops of rank_loops.py in bf16: every state on the host, and some on the device."""
     os.environ[NAN_VARIABLE] = "1"
-    runs = (("resident", {"k": 0}), ("sharded", {"k": 0}), ("sharded", {"k": 3, "speculate": True}))
+    runs = (("resident", {"k": 0}), ("sharded", {"k": 0}), ("sharded", {"k": 3, "speculate": True}), ("sharded_host", {"k": 0}))
     return {name: [rank_loops.ours(rank, torch.bfloat16, name, weights=of, **options) for of, options in runs] for name in names}
 
 
-def checkpoints(loop: Callable[..., Found], rank: int, size: int) -> Found:
-    """A loop of shard_loops.py that compiles by itself, with sharded weights."""
+def checkpoints(loop: Callable[..., Found], rank: int, size: int, weights: Weights = "sharded") -> Found:
+    """A loop of shard_loops.py that compiles by itself, with weights in shards."""
     os.environ[NAN_VARIABLE] = "1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hytrain_fx, "compile", partial(hytrain_fx.compile, weights="sharded"))
+        patch.setattr(hytrain_fx, "compile", partial(hytrain_fx.compile, weights=weights))
         return loop(rank, size)
 
 
@@ -94,7 +101,7 @@ def varied(rank: int, size: int) -> Sequence[Found]:
     """Two backwards a step; in between evaluations, and forwards whose backward comes later."""
     os.environ[NAN_VARIABLE] = "1"
     found = []
-    for of in KINDS:
+    for of in ALL_KINDS:
         torch._dynamo.reset()
         torch.manual_seed(rank)
         model: Any = Varied().to(torch.bfloat16)
@@ -113,13 +120,13 @@ def varied(rank: int, size: int) -> Sequence[Found]:
 
 
 def fused(rank: int, size: int) -> Sequence[Found]:
-    """A GPT of eight layers with Inductor's kernels, and batches of another size now and then."""
+    """A GPT of five layers with Inductor's kernels, and batches of another size now and then."""
     os.environ[NAN_VARIABLE] = "1"
     found = []
     for of in KINDS:
         torch._dynamo.reset()
         torch.manual_seed(rank)
-        made, batches = gpt(layers=8, width=48)
+        made, batches = gpt(layers=5, width=48)
         model: Any = made.to(torch.bfloat16)
         run = Run(model, compiled(model, weights=of), rank, lambda of: 0.0)
         for step in range(6):
@@ -136,10 +143,18 @@ def fused(rank: int, size: int) -> Sequence[Found]:
 # ---- what is where ----
 
 
-def what_rests(rank: int, size: int) -> Found:
-    """After steps: what parameters have memory, what slots and shards take, and what is told."""
+def together(works: Mapping[str, Callable[[int, int], Any]], rank: int, size: int) -> Found:
+    """Several of these functions in one process of each rank, by name."""
+    return {name: work(rank, size) for name, work in works.items()}
+
+
+def what_rests(weights: str, rank: int, size: int) -> Found:
+    """After steps: what parameters have memory, what slots and shards take, and what is told.
+
+    Then where shards are when all states have moved to the device, and back.
+    """
     model: Any = net(rank)
-    optimizer = compiled(model, k=0, weights="sharded")
+    optimizer = compiled(model, k=0, weights=weights)
     run = Run(model, optimizer, rank, lambda of: 0.0)
     for step in range(3):
         run.backward(step)
@@ -153,10 +168,33 @@ def what_rests(rank: int, size: int) -> Found:
         "shards": {session.table.names[row]: one.shard.nbytes for row, one in of.items() if one.shard is not None},
         "slots": fetched.slot_bytes, "fetched": fetched.bytes_fetched, "bytes": bytes_of, "runs": dict(session.nodes.runs),
         "in use": memory.weights_bytes, "in slots": memory.weight_slots_bytes, "text": hytrain_fx.explain(model).details()}
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value.neg() for name, value in saved.items()})
+    negated = model.state_dict()
+    found["negated"] = all(torch.equal(negated[name], value.neg()) for name, value in saved.items())
+    with torch.no_grad():
+        negated["head.weight"].neg_()  # writes into what state_dict() has given are followed
+    found["head"] = torch.equal(model.state_dict()["head.weight"], saved["head.weight"])
+    found["away after saving"] = [session.table.names[row] for row, one in of.items() if not one.has_memory]
+    model.load_state_dict(saved)
     assert memory.estimate is not None
     found["estimate"] = memory.estimate.weights_bytes, memory.estimate.weight_slots_bytes
+    window = session.planning.units.window
+    assert window is not None
+    for place in (Placement.GPU, Placement.STREAM, Placement.CPU):
+        session.place(plan_of(session, [place]))
+        run.backward(9)
+        run.end_step()
+        session.drain()
+        on_device = {session.table.names[row] for row, one in of.items() if one.shard is not None}
+        found[place] = on_device, window.back_bytes(), session.resources.in_use().weights_bytes
     hytrain_fx.settle(model)
     found["settled"] = [session.table.names[row] for row, one in of.items() if one.shows]
+    session.eager.streamed.keep([0])
+    session.place(plan_of(session, [Placement.GPU]))
+    run.backward(9)
+    run.end_step()
+    found["sharded again"] = 0 in of
     hytrain_fx.close(model)
     return found
 
@@ -205,7 +243,7 @@ def in_another_order(rank: int, size: int) -> None:
 def held_by_one(rank: int, size: int) -> Sequence[Found]:
     """One rank alone holds a view of a weight, which shows each update."""
     found = []
-    for of in KINDS:
+    for of in ALL_KINDS:
         model: Any = net(rank)
         run = Run(model, compiled(model, weights=of), rank, lambda of: 0.0)
         view = model.head.weight.detach() if rank == 0 else None
@@ -293,7 +331,8 @@ def refused(rank: int, size: int) -> list[str]:
     errors = []
     for dtype, options in ((torch.bfloat16, {"weights": "streamed"}), (torch.float32, {"weights": "sharded"}),
                            (torch.bfloat16, {"weights": "sharded", "process_group": False}),
-                           (torch.bfloat16, {"weights": "sharded", "engine": "torch"})):
+                           (torch.bfloat16, {"weights": "sharded", "engine": "torch"}),
+                           (torch.bfloat16, {"weights": "sharded_host", "speculate": True})):
         model = net(rank, dtype)
         optimizer = torch.optim.AdamW(model.parameters(), **HYPER)
         try:
@@ -303,6 +342,11 @@ def refused(rank: int, size: int) -> list[str]:
     model = net(rank)
     try:
         hytrain_fx.compile(model, torch.optim.SGD(model.parameters(), lr=1e-2), weights="sharded")
+    except HytrainError as error:
+        errors.append(str(error))
+    model = net(rank)
+    try:
+        hytrain_fx.compile(model, hytrain_fx.Lion(model.parameters(), lr=1e-2), weights="sharded_host")
     except HytrainError as error:
         errors.append(str(error))
     return errors

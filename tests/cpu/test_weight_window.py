@@ -134,6 +134,7 @@ def test_fetches_are_measured_predicted_and_explained(twins: Twins) -> None:
         assert e.schedule is not None
         assert e.profile.fetches
         assert all(u.fetch_us > 0 for u in e.profile.units if u.fetched_params)
+        assert len({u.fetch_us / u.fetch_bytes for u in e.profile.units if u.fetched_params}) > 1  # measured, not the link's rate
         assert all(0.9 < u.fetched_params / u.params <= 1 for u in e.profile.units if u.name.startswith("h."))
         assert e.plan.predicted["fetch_us"] > 0
         assert e.plan.predicted["weight_slots_bytes"] == weight_slots_bytes(fetched_bytes(e.profile, e.plan), UNITS_AHEAD)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hytrain_fx.explain.graphs.node_figures import TASKS, UnitTimes
 from hytrain_fx.explain.template import render
 from hytrain_fx.ir.figures import bytes_text, count_text, time_text
-from hytrain_fx.ir.task_graph import TaskGraph, TaskId, TaskKind
+from hytrain_fx.ir.task_graph import GATHERS, TaskGraph, TaskId, TaskKind
 
 # Column and line inside a layer's row.
 _PLACES = {
@@ -23,6 +23,7 @@ _PLACES = {
     TaskKind.STREAM_IN: (1, 1), TaskKind.GPU_UPDATE: (2, 1), TaskKind.STREAM_OUT: (3, 1), TaskKind.FORWARD: (5, 0),
     TaskKind.REDUCE_SCATTER: (0, 1), TaskKind.ALL_GATHER: (4, 1), TaskKind.RECEIVE: (5, 1),
     TaskKind.FETCH_BACKWARD: (0, 1), TaskKind.FETCH_FORWARD: (4, 1),  # of one process, which has no collectives
+    TaskKind.GATHER_BACKWARD: (0, 2), TaskKind.GATHER_FORWARD: (4, 2),
 }
 _OPS = {kind: op for op, kind in TASKS.items()} | {TaskKind.WAIT: "wait"}
 _NAMES_WIDTH, _COLUMN, _LINE, _ROW, _TOP, _BOX, _ABOVE = 190, 128, 24, 60, 30, (96, 18), 3  # pixels
@@ -41,14 +42,15 @@ class _Box:
 
 def task_graph_svg(graph: TaskGraph, times: Mapping[str, UnitTimes]) -> str:
     """The picture as SVG text."""
-    boxes = {task: _box(graph, task, times) for task in graph.dag}
-    layers = [{"name": unit.name, "y": _TOP + unit.index * _ROW, "about": f"{count_text(unit.params)} parameters"} for unit in graph.units]
-    width, height = _NAMES_WIDTH + _COLUMN * (1 + max(column for column, _ in _PLACES.values())), _TOP + _ROW * len(layers)
+    row = _ROW + _LINE * any(task.kind in GATHERS for task in graph.dag)  # they have a line of their own
+    boxes = {task: _box(graph, task, times, row) for task in graph.dag}
+    layers = [{"name": unit.name, "y": _TOP + unit.index * row, "about": f"{count_text(unit.params)} parameters"} for unit in graph.units]
+    width, height = _NAMES_WIDTH + _COLUMN * (1 + max(column for column, _ in _PLACES.values())), _TOP + row * len(layers)
     return render("task_graph.svg", width=width, height=height, layers=layers, boxes=boxes.values(), edges=list(_edges(graph, boxes)),
-                  box_width=_BOX[0], box_height=_BOX[1], row_height=_ROW)
+                  box_width=_BOX[0], box_height=_BOX[1], row_height=row)
 
 
-def _box(graph: TaskGraph, task: TaskId, times: Mapping[str, UnitTimes]) -> _Box:
+def _box(graph: TaskGraph, task: TaskId, times: Mapping[str, UnitTimes], row: int) -> _Box:
     column, line = _PLACES[task.kind]
     unit, sizes = graph.units[task.unit], graph.dag.nodes[task]
     predicted = times[unit.name].predicted.get(_OPS.get(task.kind, "")) if unit.name in times else None
@@ -59,7 +61,7 @@ def _box(graph: TaskGraph, task: TaskId, times: Mapping[str, UnitTimes]) -> _Box
     parts += [f"{count_text(sizes['flops'])} FLOP"] if sizes["flops"] else []
     parts += [f"profiled {time_text(sizes['us'])}"] if sizes["us"] else []
     parts += [f"predicted {time_text(predicted)}"] if predicted is not None else []
-    return _Box(_NAMES_WIDTH + column * _COLUMN, _TOP + task.unit * _ROW + line * _LINE, task.kind.replace("_", " "), ", ".join(parts),
+    return _Box(_NAMES_WIDTH + column * _COLUMN, _TOP + task.unit * row + line * _LINE, task.kind.replace("_", " "), ", ".join(parts),
                 str(task.kind))
 
 

@@ -18,7 +18,7 @@ from hytrain_fx.ir.figures import Table, bytes_text, params_text, time_text
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import TIMES
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
-from hytrain_fx.ir.task_graph import FETCHES, TaskKind
+from hytrain_fx.ir.task_graph import ARRIVALS, FETCHES, GATHERS, TaskKind
 
 # Where each measured figure comes from.
 SOURCES = {
@@ -32,6 +32,7 @@ SOURCES = {
     "states to the device": "profiled: the engine's events, or a probe where none went",
     "states to the host": "profiled: the engine's events, or a probe where none went",
     "weights fetched": "profiled: events around the copies",
+    "weights gathered": "profiled: events around the gathers, without waits for other ranks",
     "waiting for fetches": "marks on the compute stream, a part of the line above",
     "waiting for updates": "marks on the compute stream",
     "other micro-batches": "marks on the compute stream: from the first forward to the last backward",
@@ -40,7 +41,8 @@ SOURCES = {
 _TERMS: dict[str, tuple[TaskKind, ...]] = {
     "forward": (TaskKind.FORWARD,), "backward": (TaskKind.BACKWARD,), "CPU updates": (TaskKind.CPU_UPDATE,),
     "device updates": (TaskKind.GPU_UPDATE,), "gradients to the host": (TaskKind.D2H,), "weights to the device": (TaskKind.H2D,),
-    "weights fetched": FETCHES, "states to the device": (TaskKind.STREAM_IN,), "states to the host": (TaskKind.STREAM_OUT,),
+    "weights fetched": FETCHES, "weights gathered": GATHERS, "states to the device": (TaskKind.STREAM_IN,),
+    "states to the host": (TaskKind.STREAM_OUT,),
 }
 _RULE_WORDS = {
     "seed": "HyTrainDNN's equation",
@@ -81,7 +83,7 @@ def _terms(e: Explained) -> Iterator[tuple[str, str, str, str]]:
     stalls_us = None if m is None else sum(m.stall_us)
     predicted_us = schedule.stall_us if schedule else None
     yield "waiting for updates", _time(predicted_us), _time(stalls_us), SOURCES["waiting for updates"] if m else ""
-    if (m and m.fetch_stall_us) or (schedule and any(i.task.kind in FETCHES for i in schedule.intervals)):
+    if (m and m.fetch_stall_us) or (schedule and any(i.task.kind in ARRIVALS for i in schedule.intervals)):
         exposed_us = exposed_fetch_us(schedule) if schedule else None
         yield "waiting for fetches", _time(exposed_us), _time(m.fetch_stall_us if m else None), SOURCES["waiting for fetches"]
 

@@ -22,6 +22,7 @@ COLOURS: dict[Kind, str] = {
     TaskKind.CPU_UPDATE: "#54a24b", TaskKind.GPU_UPDATE: "#a6d854", TaskKind.H2D: "#b279a2",
     TaskKind.STREAM_IN: "#ff9da6", TaskKind.STREAM_OUT: "#d6a5c9",
     TaskKind.FETCH_FORWARD: "#9d755d", TaskKind.FETCH_BACKWARD: "#d8b5a5",
+    TaskKind.GATHER_FORWARD: "#7b6888", TaskKind.GATHER_BACKWARD: "#c9bdd3",
     TaskKind.RECEIVE: "#bab0ac", TaskKind.REDUCE_SCATTER: "#f58518", TaskKind.ALL_GATHER: "#72b7b2",
     LaunchKind.FORWARD: "#4c78a8", LaunchKind.BACKWARD: "#9ecae9", LaunchKind.GATE: "#e45756", LaunchKind.STEP: "#222222",
 }

@@ -27,7 +27,7 @@ LETTERS: dict[Kind, str] = {
     TaskKind.FORWARD: "f", TaskKind.BACKWARD: "b", TaskKind.WAIT: ".", TaskKind.D2H: "g", TaskKind.CPU_UPDATE: "u",
     TaskKind.GPU_UPDATE: "U", TaskKind.H2D: "w", TaskKind.STREAM_IN: "i", TaskKind.STREAM_OUT: "o",
     TaskKind.RECEIVE: "v", TaskKind.REDUCE_SCATTER: "r", TaskKind.ALL_GATHER: "a",
-    TaskKind.FETCH_FORWARD: "F", TaskKind.FETCH_BACKWARD: "B",
+    TaskKind.FETCH_FORWARD: "F", TaskKind.FETCH_BACKWARD: "B", TaskKind.GATHER_FORWARD: "A", TaskKind.GATHER_BACKWARD: "C",
     LaunchKind.FORWARD: "f", LaunchKind.BACKWARD: "b", LaunchKind.GATE: ".", LaunchKind.STEP: "s",
 }
 WORDS: dict[Kind, str] = {
@@ -37,6 +37,7 @@ WORDS: dict[Kind, str] = {
     TaskKind.RECEIVE: "waiting for another stage",
     TaskKind.REDUCE_SCATTER: "gradients reduce-scattered", TaskKind.ALL_GATHER: "weights all-gathered",
     TaskKind.FETCH_FORWARD: "weights fetched for the forward", TaskKind.FETCH_BACKWARD: "weights fetched for the backward",
+    TaskKind.GATHER_FORWARD: "weights gathered for the forward", TaskKind.GATHER_BACKWARD: "weights gathered for the backward",
     LaunchKind.FORWARD: "forward", LaunchKind.BACKWARD: "backward", LaunchKind.GATE: "wait", LaunchKind.STEP: "optimizer.step()",
 }
 LAUNCHING = "launching"
@@ -54,7 +55,7 @@ class Span:
     Times are in microseconds of one clock.
 
     nbytes   of a collective: the memory that goes from rank to rank, all ranks' parts together; of
-             a fetch: the weights
+             a fetch, or a gather of shards: the weights
     """
 
     lane: str

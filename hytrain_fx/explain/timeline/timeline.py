@@ -1,7 +1,8 @@
 """What ran when, as text, Chrome trace or picture.
 
 A lane for the launching thread, the device, each copy direction and each CPU worker; with several
-ranks also for what goes from rank to rank, and where weights rest on the host for their fetches.
+ranks also for what goes from rank to rank, and where weights rest on the host or in shards for
+their coming.
 
     launching      |b3|b2|b1|b0|s|f0|......f1|.......
     device         |b3----|b2----|b1----|b0----|f0--|f1--|f2--|f3--|
@@ -27,7 +28,7 @@ from hytrain_fx.explain.timeline.span import COLLECTIVES, FETCHED, Span
 from hytrain_fx.explain.timeline.text import timelines_text
 from hytrain_fx.explain.timeline.trace_file import read_parts, trace_json
 from hytrain_fx.ir.schedule import Schedule
-from hytrain_fx.ir.task_graph import FETCHES, Resource, TaskKind
+from hytrain_fx.ir.task_graph import ARRIVALS, Resource, TaskKind
 from hytrain_fx.planning.marks import Mark, stretches
 from hytrain_fx.runtime.device_clock import ClockUs
 from hytrain_fx.runtime.engine import TaskRecord
@@ -112,11 +113,11 @@ def device_spans(steps: Iterable[Sequence[tuple[Mark, int, float]]]) -> list[Spa
 
 
 def lane_spans(timed: Iterable[Timed], clock_us: ClockUs, unit_of: Sequence[int]) -> list[Span]:
-    """What went from rank to rank, and from the host to slots (`LaneTimes.take`).
+    """What went from rank to rank, and what came to slots (`LaneTimes.take`).
 
     unit_of    unit of each parameter
     """
-    return [Span(FETCHED if of.kind in FETCHES else COLLECTIVES, of.kind, unit_of[of.row], clock_us(of.begin), clock_us(of.end), of.nbytes)
+    return [Span(FETCHED if of.kind in ARRIVALS else COLLECTIVES, of.kind, unit_of[of.row], clock_us(of.begin), clock_us(of.end), of.nbytes)
             for of in timed]
 
 
@@ -125,7 +126,7 @@ def from_schedule(schedule: Schedule, unit_names: Sequence[str]) -> Timeline:
 
     Waits are the gaps of the device.
     """
-    spans = [Span(FETCHED if i.task.kind in FETCHES else _LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us)
+    spans = [Span(FETCHED if i.task.kind in ARRIVALS else _LANES[i.resource], i.task.kind, i.task.unit, i.start_us, i.end_us)
              for i in schedule.intervals]
     return Timeline(tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(unit_names), "predicted")
 

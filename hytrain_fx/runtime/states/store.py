@@ -139,7 +139,7 @@ class StateStore(PlacedStates):
         """
         weight = self._weights[parameter]
         home = self.pieces.memory(parameter, weight).clone()
-        self.streamed[parameter] = StreamedWeight(weight, shard=home)
+        self.streamed[parameter] = StreamedWeight(weight, sharded=True, shard=home)
         self._weights[parameter] = home
         self.pieces.set_weight(parameter, home)
 
@@ -152,8 +152,20 @@ class StateStore(PlacedStates):
         """
         weight = self._weights[parameter]
         home = self.pieces.memory(parameter, values).to(weight.device, copy=True)
-        self.streamed[parameter] = StreamedWeight(weight, shard=home)
+        self.streamed[parameter] = StreamedWeight(weight, sharded=True, shard=home)
         self._weights[parameter] = home
+        self.pieces.set_weight(parameter, home)
+
+    def rest_on_host(self, parameter: int) -> None:
+        """The shard of an idle parameter that the CPU updates whole rests as half of its master."""
+        self.streamed[parameter].shard = None
+        self._weights[parameter] = home = self.in_memory(parameter).master
+        self.pieces.set_weight(parameter, home)
+
+    def rest_on_device(self, parameter: int) -> None:
+        """A shard that rests on the host, of an idle parameter, rests on the device."""
+        of = self.streamed[parameter]
+        of.shard = self._weights[parameter] = home = self.home(parameter).to(of.weight.device, copy=True)
         self.pieces.set_weight(parameter, home)
 
     def keep_on_device(self, parameter: int) -> None:
@@ -185,7 +197,7 @@ class StateStore(PlacedStates):
         A sharded one's is gathered when it is read next.
         """
         of = self.streamed[parameter]
-        if of.shard is not None:
+        if of.sharded:
             of.current = False
         elif of.has_memory:
             with without_torch_function():
@@ -198,14 +210,14 @@ class StateStore(PlacedStates):
             self.show_weight(parameter)
 
     def replace_weight(self, parameter: int, values: torch.Tensor) -> None:
-        """Make these the weight of an idle parameter whose weight rests on the host.
+        """Make these the weight of an idle parameter whose weight rests elsewhere.
 
-        values   flat, on the CPU, of its dtype
+        values   flat, whole, on the CPU, of its dtype
 
         An element that still is its master's rounding keeps the master's bits.
         """
         self._home_changes(parameter)
-        self._follow_row(parameter, values)
+        self._follow_home(parameter, self.pieces.memory(parameter, values))
         self.show_weight(parameter)
 
     def _home_changes(self, parameter: int) -> None:
@@ -284,10 +296,13 @@ class StateStore(PlacedStates):
             self._follow_row(row, self._weight(row))
 
     def _follow_streamed(self, parameter: int) -> None:
-        of = self.streamed[parameter]
-        if of.shard is None:
-            return self._follow_row(parameter, flat_memory(of.weight))
-        of.shard.copy_(self.pieces.memory(parameter, of.weight))
+        self._follow_home(parameter, self.pieces.memory(parameter, self.streamed[parameter].weight))
+
+    def _follow_home(self, parameter: int, written: torch.Tensor) -> None:
+        shard = self.streamed[parameter].shard
+        if shard is None:
+            return self._follow_row(parameter, written)
+        shard.copy_(written)
         for row in self.pieces.of(parameter):
             self._follow_row(row, self._weight(row))
         return None
@@ -316,9 +331,10 @@ class StateStore(PlacedStates):
             self._home_changes(parameter)
             with without_torch_function():
                 of = self.streamed[parameter]
+                written = self.pieces.memory(parameter, of.weight)
                 if of.shard is None:
-                    return self._load_master(parameter, flat_memory(of.weight))
-                of.shard.copy_(self.pieces.memory(parameter, of.weight))
+                    return self._load_master(parameter, written)
+                of.shard.copy_(written)
         for row in self.pieces.of(parameter):
             self._load_master(row, self._weight(row))
         return None

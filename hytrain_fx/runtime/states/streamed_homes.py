@@ -1,7 +1,7 @@
 """Weights that do not rest in their parameters' memory.
 
 On the host: the half of their masters that is the weight is their home. Sharded: this rank's shard
-in 16 bits on the device is, wherever its states are.
+is, in 16 bits on the device wherever its states are, or as that half of its master on the host.
 
     the engine          writes its updates there
     a graph             finds the weight in a slot of the device, under the parameter's own storage
@@ -28,12 +28,14 @@ class StreamedWeight:
     weight       the parameter, 16-bit
     has_memory   whether it has memory of its own now, beside slots
     current      whether that memory shows the weight of the last update
-    shard        its home, flat, where it is a shard; None: it is on the host
+    sharded      whether its home is this rank's shard alone
+    shard        its home, flat, where that is on the device; None: it is on the host
     """
 
     weight: torch.Tensor
     has_memory: bool = True
     current: bool = True
+    sharded: bool = False
     shard: torch.Tensor | None = None
 
     @property
