@@ -1,7 +1,8 @@
 """Ways to train a model that is large beside one GPU, on one machine, side by side.
 
     resident    weights on every GPU, states in shards (`compile` with several ranks)
-    sharded     weights in shards, too (`weights="sharded"`)
+    sharded     weights in shards, too, on the GPUs or on the host (`weights="sharded"` and
+                "sharded_host")
     pipeline    a stage on each GPU (`pipeline=schedule`), 1F1B
     streamed    weights on the host (`weights="streamed"`): one GPU, with the whole host to itself
 
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hytrain_fx.config import Weights
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.errors import ConfigError, PlanError
@@ -34,7 +36,6 @@ from hytrain_fx.forecast.memory import (
 from hytrain_fx.forecast.ranks import Ranks
 from hytrain_fx.forecast.report import case_of
 from hytrain_fx.forecast.shapes import ModelShape
-from hytrain_fx.forecast.sharded_way import sharded_row
 from hytrain_fx.forecast.stages import in_stages
 from hytrain_fx.forecast.systems import OUR_SYSTEM, Case
 from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
@@ -112,8 +113,7 @@ def ways_table(found: Sequence[Ways]) -> Table:
 
 
 _REMARK = ("All is predicted. States that are not on the GPUs rest on the host; those that visit the GPU to be updated are counted there. "
-           "Passes with sharded weights are estimated without the simulator. Sending activations from stage to stage is left out. Streamed "
-           "weights use one GPU and the whole host.")
+           "Sending activations from stage to stage is left out. Streamed weights use one GPU and the whole host.")
 
 
 def _figures(way: Way) -> tuple[str, ...]:
@@ -141,24 +141,18 @@ def ways_of(
         raise ConfigError("found one GPU, expected several: `report --weights streamed` is about one")
     case = case_of(model, device, tokens, sequence=sequence, recompute=recompute, ranks=ranks)
     alone = case_of(case.shape, case.device, tokens, sequence=sequence, recompute=recompute, weights="streamed")
-    found = (_resident(case), _sharded(case), _pipeline(case), _streamed(alone))
+    found = (_played("resident weights", case, "resident"), _played("sharded weights", case, "sharded"),
+             _played("shards on the host", case, "sharded_host"), _pipeline(case),
+             _played("streamed weights, on one GPU", alone, "streamed"))
     active = sum(unit.matmul_params for unit in case.shape.units)
     return Ways(case.shape.name, case.shape.params, active, f"{gpus} x {case.device.name}", tokens, case.sequence, found)
 
 
-def _resident(case: Case) -> Way:
-    plan = case.plan_of(OUR_SYSTEM)
-    return _alike("resident weights", case, plan, case.row_of(OUR_SYSTEM, plan).memory)
-
-
-def _sharded(case: Case) -> Way:
-    row, plan = sharded_row(case)
-    return _alike("sharded weights", case, plan, row.memory)
-
-
-def _streamed(case: Case) -> Way:
-    plan = case.plan_of(OUR_SYSTEM)
-    return _alike("streamed weights, on one GPU", case, plan, case.row_of(OUR_SYSTEM, plan).memory)
+def _played(name: str, case: Case, weights: Weights) -> Way:
+    """Weights of all ranks, or of the one, rest there; the simulator plays what brings them."""
+    of = case.remade(shape=replace(case.shape, weights=weights))
+    plan = of.plan_of(OUR_SYSTEM)
+    return _alike(name, of, plan, of.row_of(OUR_SYSTEM, plan).memory)
 
 
 def _alike(name: str, case: Case, plan: Plan, memory: Footprint) -> Way:
