@@ -64,7 +64,7 @@ class Way:
 
     gpus       that it uses
     tokens     of all of them, in a step
-    step_us    predicted; of a way that does not fit, were there room
+    step_us    predicted; of a way that does not fit, were there room; 0 where there is no such way
     binds      what a step waits for, in words; where it does not fit, what is too small
     ranks      by rank
     resident, streamed    shares of the states: on the devices, and those that visit them
@@ -83,7 +83,7 @@ class Way:
     @property
     def tokens_per_s(self) -> float:
         """Of the whole machine."""
-        return 1e6 * self.tokens / self.step_us
+        return 1e6 * self.tokens / self.step_us if self.step_us else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,11 @@ def _pipeline(case: Case) -> Way:
     micro_batches = gpus * case.tokens // micro_tokens
     profile = case_of(case.shape, case.device, micro_tokens, sequence=micro_tokens, recompute=case.recompute).profile
     units = tuple(replace(unit, cpu_update_us=gpus * unit.cpu_update_us) for unit in profile.units)  # each has so much of the cores
-    period_us, stages = in_stages(replace(profile, units=units, node_ranks=gpus), gpus, micro_batches)
+    name = f"{gpus} stages, {micro_batches} micro-batches"
+    try:
+        period_us, stages = in_stages(replace(profile, units=units, node_ranks=gpus), gpus, micro_batches)
+    except ConfigError as error:  # the model has fewer layers; other ways may go
+        return Way(name, gpus, micro_batches * micro_tokens, 0.0, str(error), False, (OfRank(0.0, 0.0),) * gpus, 0.0, 0.0)
     solved = [_Stage.of(case, begin, own, min(gpus - number, micro_batches), micro_tokens) for number, (begin, own) in enumerate(stages)]
     slowest = max(solved, key=lambda stage: stage.plan.predicted["step_us"])
     step_us = slowest.plan.predicted["step_us"]
@@ -185,7 +189,7 @@ def _pipeline(case: Case) -> Way:
     idle = 1 - micro_batches * (profile.forward_us + profile.backward_us) / (gpus * period_us)
     waits = f"the GPU, {idle:.0%} of whose time is bubble" if step_us <= (1 + _FREE) * period_us else (
         f"{_adds(slowest.plan, step_us - period_us)} of stage {solved.index(slowest)}")
-    return Way(f"{gpus} stages, {micro_batches} micro-batches", gpus, micro_batches * micro_tokens, max(step_us, period_us),
+    return Way(name, gpus, micro_batches * micro_tokens, max(step_us, period_us),
                too_small or waits, not too_small, ranks, resident, streamed)
 
 

@@ -11,7 +11,8 @@ A pipeline's schedule divides each gradient by the number of its micro-batches:
     fp32 on CUDA        torch multiplies by m, too
     fp32 on the CPU     torch divides, which rounds otherwise: there is no m
 
-So each n is tried on torch itself, once: with every number of 16 bits, and with many of 32.
+So each of the first few n is tried on torch itself, once: with every number of 16 bits, and with
+many of 32.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from hytrain_fx.gradients.factors import GRADIENTS
 MOST: Final = 1 << 14
 """Largest divisor: the reciprocal is a number of every dtype of a gradient."""
 _TRIED_FP32: Final = 1 << 16
+_MOST_TRIED: Final = 16
+"""Divisors that are tried of a dtype on a GPU. A schedule has one. A loop that divides by a new
+number in each step would wait for the device each time."""
 
 
 def reciprocal(divisor: object, dtype: torch.dtype, device: torch.device, dim: int) -> float | None:
@@ -41,7 +45,14 @@ def reciprocal(divisor: object, dtype: torch.dtype, device: torch.device, dim: i
     if is_power_of_two(number):
         return 1.0 / number
     m = _fp32(1.0 / number)
-    return m if dim and _is_product(number, m, dtype, device) else None
+    if not dim:
+        return None
+    known = _known(dtype, device)
+    if number not in known:
+        if device.type != "cpu" and len(known) == _MOST_TRIED:
+            return None
+        known[number] = _is_product(number, m, dtype, device)
+    return m if known[number] else None
 
 
 def is_reciprocal(factor: float) -> bool:
@@ -63,6 +74,11 @@ def is_power_of_two(number: float) -> bool:
 
 
 @cache
+def _known(dtype: torch.dtype, device: torch.device) -> dict[float, bool]:
+    """What trials have found, by divisor."""
+    return {}
+
+
 def _is_product(number: float, m: float, dtype: torch.dtype, device: torch.device) -> bool:
     with torch.inference_mode(False), torch.no_grad():
         tried = _tried(dtype).to(device)

@@ -99,8 +99,15 @@ class RowGradient(_Source):
         return self._norms.pop((float(ord), foreach, scale), None)
 
     def note_norm_wanted(self, ord: float, foreach: bool, scale: float = 1.0) -> None:
-        """Take this norm of every gradient from the next backward on."""
-        self._slots.norms_wanted.add((float(ord), foreach, scale))
+        """Take this norm of every gradient from the next backward on.
+
+        In place of one of another scale: a loop that divides by another number in each step would
+        have them all taken.
+        """
+        wanted = self._slots.norms_wanted
+        if scale != 1.0:
+            wanted -= {norm for norm in wanted if norm[:2] == (float(ord), foreach) and norm[2] != 1.0}
+        wanted.add((float(ord), foreach, scale))
 
 
 def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:

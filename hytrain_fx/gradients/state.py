@@ -146,7 +146,7 @@ class GradState:
     def scale(self) -> float | None:
         """What its factors come to, 1 or a whole number's reciprocal; None for others.
 
-        So few factors that norms can be taken with each when a gradient is made.
+        Norms are taken with it when a gradient is made.
         """
         if not self.factors:
             return 1.0

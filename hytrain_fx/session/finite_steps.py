@@ -134,9 +134,12 @@ class FiniteSteps:
     def raise_told(self, *, wait: bool) -> None:
         """Raises NonFiniteGradientError once for a step that was left out, where that is known.
 
+        Of a pipeline's stage only by waiting: all ranks raise at the same step() then, and none in
+        a forward, where others would wait for it.
+
         wait   until it is known of the last step
         """
-        if self._mode != "raise":
+        if self._mode != "raise" or (self.share is not None and not wait):
             return
         if wait or self._engine.knows_skipped():
             self._builder.settle_steps()

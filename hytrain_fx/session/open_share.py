@@ -1,43 +1,106 @@
-"""Batches of which the loop has trained a part and not the rest: it has left `share` half-way.
+"""Batches of which the loop has trained a part and not the rest, or trains one now.
 
-    begin, end           the device's part is handed out; the CPU's gradients are added
-    require_none         in between, step() and the next share() are errors
-    dropped              zero_grad(): the batch is left out, and nothing is half done
+    begin, on_cpu, joined    the device's part is handed out; the CPU's; its gradients are added
+    left                     the loop has left `share` half-way, or an error has ended it
+    require_none             step() and the next share() are errors while a part has gradients
+    require_both             after the CPU's part: that of the device must still be there
+    dropped                  zero_grad(): a batch that was left is left out. One that is trained now
+                             has lost its first part, so it cannot be joined
 
-Where nothing has a gradient the batch is left out as well, whoever has dropped them.
+A list of the parts has its backwards when both have been handed out. The CPU's gradients come late
+then, which step() sees.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
-_OPEN: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
+
+class _Phase(Enum):
+    DEVICE = auto()
+    CPU = auto()
+    DROPPED = auto()  # the device's part has no gradients any more
+    LEFT = auto()
+    JOINED = auto()
 
 
-def begin(session: Session) -> None:
-    """A batch in two parts begins."""
-    _OPEN.add(session)
+class OpenBatch:
+    """One batch in two parts."""
+
+    def __init__(self) -> None:
+        self.phase = _Phase.DEVICE
+        self.came_late: Callable[[], Callable[[], bool] | None] | None = None  # weak
 
 
-def end(session: Session) -> None:
+_OPEN: Final[weakref.WeakKeyDictionary[Session, OpenBatch]] = weakref.WeakKeyDictionary()
+
+
+def begin(session: Session) -> OpenBatch:
+    """A batch in two parts begins. Raises UnsupportedError as `require_none`."""
+    require_none(session, "share()")
+    batch = _OPEN[session] = OpenBatch()
+    return batch
+
+
+def on_cpu(batch: OpenBatch, has_gradients: Callable[[], bool]) -> None:
+    """The CPU's part is handed out.
+
+    has_gradients   a method: whether gradients are there that are not joined
+    """
+    batch.phase, batch.came_late = _Phase.CPU, weakref.WeakMethod(has_gradients)
+
+
+def joined(batch: OpenBatch) -> None:
     """Both parts are trained and joined."""
-    _OPEN.discard(session)
+    batch.phase = _Phase.JOINED
 
 
-dropped = end
+def left(batch: OpenBatch) -> None:
+    """The loop does not come back for the rest."""
+    if batch.phase is not _Phase.JOINED:
+        batch.phase = _Phase.LEFT
+
+
+def require_both(session: Session, batch: OpenBatch) -> None:
+    """Raises UnsupportedError where the device's part was dropped meanwhile."""
+    if batch.phase is _Phase.DROPPED or _OPEN.get(session) is not batch:
+        raise UnsupportedError("zero_grad() or another share() was called in the loop over the parts of a batch, and has dropped the "
+                               "gradients of the device's part; call them before that loop, and step() after it")
+
+
+def dropped(session: Session) -> None:
+    """All gradients are about to be dropped."""
+    batch = _OPEN.get(session)
+    if batch is None:
+        return
+    if batch.phase in (_Phase.LEFT, _Phase.JOINED):
+        del _OPEN[session]
+    elif batch.phase is _Phase.CPU:
+        batch.phase = _Phase.DROPPED
 
 
 def require_none(session: Session, called: str) -> None:
-    """Raises UnsupportedError where gradients are there of the device's part alone."""
-    if session not in _OPEN:
+    """Raises UnsupportedError where a part alone has gradients, or where some have come late."""
+    batch = _OPEN.get(session)
+    if batch is None:
+        return
+    if batch.phase is _Phase.JOINED:
+        has_gradients = None if batch.came_late is None else batch.came_late()
+        if has_gradients is not None and has_gradients():
+            raise UnsupportedError(f"{called} found gradients of the CPU's part that came after share() had ended; call backward() in the "
+                                   "loop over the parts, not over a list of them, and leave this batch out with optimizer.zero_grad()")
+        del _OPEN[session]
         return
     with without_torch_function():
         if any(get_grad(parameter) is not None for parameter in session.table.parameters):
             raise UnsupportedError(f"{called} was called before share() had come to its end, without the CPU's gradients of that batch; "
                                    "run the loop over the parts to its end, or leave the batch out with optimizer.zero_grad()")
-    _OPEN.discard(session)
+    if batch.phase is _Phase.LEFT:
+        del _OPEN[session]

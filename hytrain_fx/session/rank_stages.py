@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from hytrain_fx.errors import RankError
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.tied_weights import TiedWeight
@@ -43,8 +44,19 @@ class RankStages:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Those of the pipeline. Every one of them must ask for the first time together."""
-        return Ranks(self._whole_group, self._device)
+        """Those of the pipeline. Every one of them must ask for the first time together.
+
+        Raises RankError where one has not come within the group's time limit.
+        """
+        try:
+            return Ranks(self._whole_group, self._device)
+        except RuntimeError as error:  # torch's own, of the store or the backend
+            why = str(error).partition("\n")[0]
+            raise RankError(
+                f"the ranks of this pipeline have not all come to what their stages do together ({why}). Every rank calls clip_grad_norm_, "
+                "a GradScaler's step and tie_weights, and on_nonfinite is the same in all. A stage with nothing to train does none of it: "
+                'then use on_nonfinite="allow", and clip each stage by itself'
+            ) from error
 
     def some(self, ranks: Sequence[int]) -> Ranks:
         """Some of the pipeline's ranks, this one among them. Each of them must ask."""

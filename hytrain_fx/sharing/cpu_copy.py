@@ -127,6 +127,10 @@ class CpuCopy:
             raise UnsupportedError(f"a forward has written a buffer of the model, one of {names}: with cpu_share each part of a batch "
                                    "would leave its own. Use a layer without running values, or cpu_share=0")
 
+    def has_grads(self) -> bool:
+        """Whether the copy has gradients that were not taken."""
+        return any(weight.grad is not None for weight in self._weights)
+
     def take_grads(self) -> Iterator[tuple[int, Tensor]]:
         """By row the gradients that the copy has; it has none then."""
         for row, weight in enumerate(self._weights):

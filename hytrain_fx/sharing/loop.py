@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -120,25 +120,45 @@ class SharedTraining:
         weights = counted(halves, lengths, weigh) if by_cpu else [1.0, 0.0]
         if not all(weights):  # one of them counts nothing, and its mean would be 0 / 0
             halves, weights, by_cpu = [batch], [1.0, 0.0], 0
-        begin_s, span = time.perf_counter(), DeviceSpan(device)
-        open_share.require_none(session, "share()")
         if by_cpu:
-            open_share.begin(session)
-            session.follow_written_weights()  # not later: what the loop has written is read on the device, after all that is launched
+            yield from self._in_two(session, model, halves, weights, by_cpu)
+            return
+        open_share.require_none(session, "share()")
+        begin_s, span = time.perf_counter(), DeviceSpan(device)
         span.begin()
         yield BatchPart(model, moved(halves[0], device), weights[0], device)
         span.end()
-        step = SharedStep(sequences, by_cpu, 0.0, 0.0, 0.0, 0.0, 0.0)
-        if by_cpu:
+        self._ended(begin_s, span, SharedStep(sequences, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+    def _in_two(
+        self, session: Session, model: nn.Module, halves: Sequence[Any], weights: Sequence[float], by_cpu: int
+    ) -> Iterator[BatchPart]:
+        """The device's part, then the CPU's, whose gradients are added."""
+        device = session.table.device
+        begin_s, span = time.perf_counter(), DeviceSpan(device)
+        opened = open_share.begin(session)
+        try:
+            session.follow_written_weights()  # not later: what the loop has written is read on the device, after all that is launched
+            span.begin()
+            yield BatchPart(model, moved(halves[0], device), weights[0], device)
+            span.end()
             ours = self._prepared(session, model, span)
             cpu_s = time.perf_counter()
+            open_share.on_cpu(opened, ours.has_grads)
             with self._on_their_socket(session):
                 yield BatchPart(ours.model, halves[1], weights[1], _CPU)
             done_s = time.perf_counter()
+            open_share.require_both(session, opened)
             ours.require_unwritten(model)
             _join(session, ours)
-            open_share.end(session)
-            step = replace(step, begin_us=_us(begin_s, cpu_s), cpu_us=_us(cpu_s, done_s), join_us=_us(done_s, time.perf_counter()))
+            open_share.joined(opened)
+        finally:
+            open_share.left(opened)
+        join_us = _us(done_s, time.perf_counter())
+        sequences = sum(sequences_of(half) for half in halves)
+        self._ended(begin_s, span, SharedStep(sequences, by_cpu, 0.0, _us(begin_s, cpu_s), _us(cpu_s, done_s), join_us, 0.0))
+
+    def _ended(self, begin_s: float, span: DeviceSpan, step: SharedStep) -> None:
         self._pending.append((span, step))
         self._last_begin_s = begin_s
 
@@ -180,7 +200,7 @@ class SharedTraining:
             self._last_begin_s = None
         while self._pending and (device_us := self._pending[0][0].us()) is not None:
             _, step = self._pending.popleft()
-            if not session.planning.awaits_times or session.steps_done > _MOST_STEPS_UNPLANNED:
+            if not session.planning.awaits_times or session.steps_done > _MOST_STEPS_UNPLANNED + session.planning.steps_to_measure:
                 self.control.saw(replace(step, device_us=device_us))
         if session.config.cpu_share == "auto":
             self._placing.hold(self.control.holds_states)

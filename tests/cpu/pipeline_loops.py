@@ -321,7 +321,8 @@ class _Counts:
 def refused(rank: int, size: int) -> list[str]:
     """The errors of weights that cannot be tied, and of a backward after their sum.
 
-    Then that of a step for which the first stage alone has gradients that are not finite.
+    Then that of a step for which the first stage alone has gradients that are not finite. It is
+    told at once, and then, as on a GPU, when the next step is asked for.
     """
     run = Pipeline("1F1B", True, torch.bfloat16)
     (group,) = run.optimizers[0].param_groups
@@ -341,6 +342,13 @@ def refused(rank: int, size: int) -> list[str]:
     run.factor = 2.0**16
     run.spike(SPIKE, 0)
     run.backward(0)
+    errors.append(_error_of(run.end_step))
+    run.optimizers[0].zero_grad()
+    next(iter(run.sessions())).finite_steps.reads_at_once = False
+    run.backward(1)
+    errors.append(_error_of(run.end_step))
+    run.spike(1.0, 0)
+    errors.append(_error_of(lambda: run.backward(2)))
     errors.append(_error_of(run.end_step))
     return errors
 

@@ -206,6 +206,69 @@ def test_a_batch_that_was_left_half_way_is_an_error(compiled: tuple[Any, Any], t
     optimizer.zero_grad()
 
 
+def test_gradients_that_are_dropped_between_the_parts_are_an_error(compiled: tuple[Any, Any]) -> None:
+    """No step is made of half a batch, wherever zero_grad() and step() stand in the loop."""
+    model, optimizer = compiled
+    x, before = torch.randn(4, 3), weights(model)
+
+    def naive() -> None:
+        for part in hytrain_fx.share(x, model):
+            optimizer.zero_grad()
+            part.model(part.batch).sum().backward()
+            optimizer.step()
+
+    def dropping() -> None:
+        for part in hytrain_fx.share(x, model):
+            optimizer.zero_grad()
+            part.model(part.batch).sum().backward()
+
+    def between() -> None:
+        for number, part in enumerate(hytrain_fx.share(x, model)):
+            if number == 0:
+                optimizer.zero_grad()
+            part.model(part.batch).sum().backward()
+            if number == 1:
+                optimizer.step()
+
+    def leaving() -> None:
+        for part in hytrain_fx.share(x, model):
+            optimizer.zero_grad()
+            part.model(part.batch).sum().backward()
+            break
+        optimizer.step()
+
+    called = r"optimizer\.step\(\) was called before share\(\) had come to its end"
+    gone = "has dropped the gradients of the device's part"
+    for loop, message in ((naive, called), (dropping, gone), (between, called), (leaving, called)):
+        with pytest.raises(UnsupportedError, match=message):
+            loop()
+        assert_same(weights(model), before)
+        optimizer.zero_grad()
+        optimizer.step()
+        assert_same(weights(model), before)
+
+
+def test_backwards_after_the_loop_are_an_error(compiled: tuple[Any, Any]) -> None:
+    """As those over a list of the parts are. The next batch has none of them."""
+    model, optimizer = compiled
+    x, before = torch.randn(4, 3), weights(model)
+    optimizer.zero_grad()
+    for part in list(hytrain_fx.share(x, model)):
+        part.model(part.batch).sum().backward()
+    for called in (optimizer.step, lambda: next(hytrain_fx.share(x, model))):
+        with pytest.raises(UnsupportedError, match="found gradients of the CPU's part that came after share\\(\\) had ended"):
+            called()
+    assert_same(weights(model), before)
+    optimizer.zero_grad()
+    for part in hytrain_fx.share(x, model):
+        part.model(part.batch).sum().backward()
+    found = model.layer.weight.grad.clone()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(found, model.layer.weight.grad.clone())
+    optimizer.zero_grad()
+
+
 NORMS = [nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3, track_running_stats=True)]
 
 

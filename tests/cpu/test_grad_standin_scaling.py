@@ -10,7 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+
+import hytrain_fx
+from hytrain_fx.api import session_of
 
 from .held_gradient import DEVICES, DTYPES, KNOWN, bits, grad_of, gradient, standin_of, stood_in
 
@@ -158,3 +161,21 @@ def test_a_factor_that_needs_grad_keeps_its_graph() -> None:
     grad_of(parameter).mul_(weight)
     grad_of(parameter).sum().backward()
     assert bits(weight.grad) == bits(gradient().sum())
+
+
+def test_a_loop_that_divides_by_another_number_in_each_step_has_one_more_norm_taken() -> None:
+    """And not one for each number that it has ever divided by."""
+    torch._dynamo.reset()
+    model: Any = nn.Linear(8, 8).to(torch.bfloat16)
+    model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()))
+    wanted = session_of(model).nodes.gradients.slots.norms_wanted
+    for number in range(3, 11):
+        model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+        for p in model.parameters():
+            p.grad.div_(number)
+        found = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert torch.equal(found, nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len([norm for norm in wanted if norm[2] != 1.0]) == 1
+    hytrain_fx.close(model)

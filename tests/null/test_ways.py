@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.__main__ import main
-from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.page import section
@@ -106,8 +105,17 @@ def test_what_is_no_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> No
                            ("4xnothing", "found neither a file 'nothing' nor a device")):
         assert main(["ways", "--model", "llama-7b", "--machine", machine, "--tokens", "4096"]) == 2
         assert error in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="found 70 stages, expected 1 to"):
-        ways_of("llama-7b", "h100", 70, 4096)
+
+
+def test_a_model_with_fewer_layers_than_gpus_has_the_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its pipeline says why there is none."""
+    assert main(["ways", "--model", "llama-1.3b", "--machine", "32xh100", "--tokens", "4096"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit: found 32 stages, expected 1 to 26" in text
+    assert text.count("| llama-1.3b | 32 x h100 |") == 5
+    assert main(["ways", "--model", "llama-1.3b", "--machine", "32xh100", "--tokens", "4096", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert [way["fits"] for way in found["ways"]].count(True) == 4
 
 
 def test_a_table_has_a_row_for_each_way(large: Ways) -> None:
