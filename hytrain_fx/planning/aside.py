@@ -11,7 +11,6 @@ from typing import Final
 from hytrain_fx.ir.figures import time_text
 
 _MOST_TROUBLES = 5
-_TELLING_SHARE: Final = 0.01  # of the time, from which it is worth a line
 # Predictions of a large model take a tenth of a second and more, and the launching thread makes
 # them. So many are free that a plan settles, then they may take this share of the time.
 _FREE_S: Final = 2.0
@@ -53,10 +52,11 @@ class Aside:
             self.held_us += (time.perf_counter() - begin_s) * 1e6
 
     def in_words(self) -> str | None:
-        """What to say of the time. None where it is too little."""
-        share = self.held_us * 1e-6 / max(time.perf_counter() - self._since_s, 1e-9)
-        if share < _TELLING_SHARE:
+        """What to say of the time. None where it is no more than looks may take."""
+        held_s, since_s = self.held_us * 1e-6, time.perf_counter() - self._since_s
+        if held_s <= _FREE_S + _SHARE * since_s:
             return None
+        share = held_s / since_s
         return f"measuring, planning and moving states held up the loop for {time_text(self.held_us)}, {share:.1%} of the time"
 
 

@@ -13,15 +13,17 @@ from .controlled import Program
 
 
 def test_the_time_that_planning_takes_is_told() -> None:
-    """From a hundredth of the time since the start."""
+    """Where it is more than two seconds and a hundredth of the time since the start."""
     aside = Aside()
     with aside("waiting"):
         time.sleep(0.02)
     assert 20e3 <= aside.held_us < 1e6
+    assert aside.in_words() is None
+    aside.held_us += 3e6
     told = aside.in_words()
     assert told is not None
     assert time_text(aside.held_us) in told
-    aside._since_s -= 1000
+    aside._since_s -= 200
     assert aside.in_words() is None
 
 
